@@ -134,7 +134,7 @@ def _contenders(
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     spread = {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in local.items()}
     pieces = [
-        TensorShard(
+        TensorShard.of_tensor(
             PARAMETER, name, (NUM_RANKS * len(t), t.shape[1]), (world.rank * len(t), 0), t,
             (world.rank,),
         )
@@ -237,7 +237,7 @@ def _flip(place: Path, pipe: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
     values = {f"w{i}": torch.randn(32, 1024) for i in range(4)}
     state = {
-        name: TensorShard(PARAMETER, name, (32, 1024), (0, 0), t, (0,))
+        name: TensorShard.of_tensor(PARAMETER, name, (32, 1024), (0, 0), t, (0,))
         for name, t in values.items()
     }
     saver = Saver(place / "num_replay_mismatches", World.solo(), keep=1)
@@ -290,7 +290,10 @@ def _load_ours(path: Path, into: dict[str, torch.Tensor]) -> None:
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     checkpoint.fill(
-        [TensorShard(PARAMETER, n, tuple(t.shape), (0, 0), t, (0,)) for n, t in into.items()]
+        [
+            TensorShard.of_tensor(PARAMETER, n, tuple(t.shape), (0, 0), t, (0,))
+            for n, t in into.items()
+        ]
     )
 
 

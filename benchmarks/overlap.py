@@ -112,7 +112,7 @@ class Layer:
         sent = self.dispatcher.start_dispatch(
             self.tokens, self.weights, self.dispatcher.assign_slots(counted)
         )
-        with self.bank.expert_function(self.dispatcher.num_computations) as compute:
+        with self.bank.expert_function(self.dispatcher.num_expert_calls) as compute:
             return self._back(sent.run_experts(compute))
 
     def exchange(self) -> Tensor:

@@ -28,9 +28,9 @@ from benchmarks.on_ranks import Unlike, in_turn, on_ranks, plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.world import World
 from moesaic.models.build import make_dispatch_ranks
-from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
 
@@ -164,9 +164,9 @@ def ours(work: Work, world: World) -> Contender:
                 view.copy_(matrix)
 
     def forward(tokens: Tensor) -> Tensor:
-        context = Context(Rotary(torch.empty(0), torch.empty(0)))
-        context.training = True
-        return layer(tokens, context)
+        inputs = Inputs(Rotary(torch.empty(0), torch.empty(0)), training=True)
+        result: Tensor = layer(tokens, inputs)[0]
+        return result
 
     def gradients() -> tuple[Tensor, Tensor]:
         assert bank.arena.grad is not None

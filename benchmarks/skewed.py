@@ -19,9 +19,9 @@ from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.models.build import make_dispatch_ranks
 from moesaic.models.expert_benchmark import FixedRouter
-from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
 from moesaic.policy import dispatch
@@ -108,9 +108,8 @@ class Layer:
 
     def __call__(self) -> Tensor:
         """Run one pass and return the tokens' gradients."""
-        context = Context(Rotary(torch.empty(0), torch.empty(0)))
-        context.training = True
-        self.moe(self._tokens, context).backward(self._cotangent)
+        inputs = Inputs(Rotary(torch.empty(0), torch.empty(0)), training=True)
+        self.moe(self._tokens, inputs)[0].backward(self._cotangent)
         gradient = self._tokens.grad
         assert gradient is not None
         self._tokens.grad = self.moe.bank.arena.grad = None

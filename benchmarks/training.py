@@ -25,6 +25,7 @@ from moesaic.models.hf.config import to_huggingface
 from moesaic.models.hf.names import choose_slices
 from moesaic.models.init import InitialSource
 from moesaic.models.state import tensor_shards
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.data import Batch
 from moesaic.train.run import Run
@@ -127,7 +128,7 @@ class Theirs:
                 box = values[place.tensor]
                 for axis, (start, length) in enumerate(zip(place.offset, place.size, strict=True)):
                     box = box.narrow(axis, start, length)
-                box.copy_(piece.tensor.view(box.shape))
+                box.copy_(live_values(piece).view(box.shape))
 
     def _optimizer(self) -> torch.optim.Optimizer:
         config = self.job.optimizer

@@ -13,27 +13,9 @@ from pathlib import Path
 
 import pytest
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
+from moesaic.testing.jobs import RUN_JOB
 
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 1000000
-batch = 4
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
+JOB = RUN_JOB.replace("steps = 4", "steps = 1000000")
 
 
 def start(place: Path, *flags: str) -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ from moesaic.dist.world import World
 values = torch.arange(24_000_000.0)
 saver = Saver(Path(sys.argv[1]), World.solo(), keep=2, file_bytes=32 << 20)
 shards = [
-    TensorShard(PARAMETER, f"p{i}", (8_000_000,), (0,), part, (0,))
+    TensorShard.of_tensor(PARAMETER, f"p{i}", (8_000_000,), (0,), part, (0,))
     for i, part in enumerate(values.split(8_000_000))
 ]
 saver.save(State(shards, {"step": 1}), 1, {})

@@ -19,10 +19,11 @@ from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 
@@ -105,12 +106,14 @@ def run_layout(
             moe.balancer = RandomReplicas(owners, [replica_seed, layer])
     ahead = [CountPrefetched(moe) for _, moe in run.model.expert_layers()]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    run.replay = RoutingReplay(Path(replay), job, "samples") if replay else None
+    run.routing_replay = RoutingReplay(Path(replay), job, "samples") if replay else None
     gradients = first_gradients(run, world.rank)
     facts = []
     with ExitStack() as stack:
         if record:
-            run.recorder = stack.enter_context(open_recorder(Path(record), world, "samples", 0))
+            run.routing_recorder = stack.enter_context(
+                open_recorder(Path(record), world, "samples", 0)
+            )
         for _ in range(steps):
             step = run.step(samples)
             facts.append(
@@ -130,8 +133,8 @@ def run_layout(
                     "not_prefetched": sum(one.late for one in ahead),
                 }
             )  # fmt: skip
-        if run.recorder:
-            run.recorder.flush()
+        if run.routing_recorder:
+            run.routing_recorder.flush()
     state = [plain(shard) for shard in run.state().shards]
     run.close()
     return facts, gradients, state
@@ -141,13 +144,14 @@ class CountPrefetched:
     """Count prefetched replicas, and those that were too late for it."""
 
     def __init__(self, moe: MoE) -> None:
-        self._moe, self._start, self.number, self.late = moe, moe.start_prefetch, 0, 0
+        self._moe, self._begin, self.number, self.late = moe, moe.start_prefetch, 0, 0
         moe.start_prefetch = self  # type: ignore[assignment]
 
-    def __call__(self, context: Context, dtype: torch.dtype) -> None:
+    def __call__(self, inputs: Inputs, dtype: torch.dtype) -> None:
         """Start the replicas, and count them."""
-        self._start(context, dtype)
-        replicas = context.replicas.get(self._moe.router.layer)
+        self._begin(inputs, dtype)
+        begun = self._moe._next_pass
+        replicas = None if begun is None else begun.replicas
         if replicas is not None and replicas.all_to_alls:
             self.number += int(replicas._is_prefetched.sum())
             self.late += int((~replicas._is_prefetched).sum())
@@ -202,7 +206,7 @@ class RandomReplicas:
 
 
 def plain(shard: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
-    return shard.key, shard.shape, shard.offset, shard.tensor.clone().numpy()
+    return shard.key, shard.shape, shard.offset, live_values(shard).clone().numpy()
 
 
 def first_gradients(run: Any, rank: int) -> list[Any]:

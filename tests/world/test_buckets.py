@@ -23,6 +23,7 @@ from moesaic.facts.workload.collectives import ALIGNMENT_BYTES, split_into_bucke
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 
 SHAPES: list[tuple[int, ...]] = [
@@ -187,7 +188,7 @@ def gradients(world: World, job: Job, plain: bool) -> list[Any]:
         run.step(samples)
         run.compute_gradients(samples)
     found = [
-        (piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy())
+        (piece.key, piece.shape, piece.offset, live_values(piece).clone().numpy())
         for item in run.trainable
         for piece in item.tensor_shards("gradient", item.grad, world.rank)
     ]

@@ -134,7 +134,7 @@ def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
     chosen = torch.rand(12, 8).topk(3, dim=1)
     weights = chosen.values.requires_grad_()
 
-    with bank.expert_function(dispatcher.num_computations) as compute:
+    with bank.expert_function(dispatcher.num_expert_calls) as compute:
 
         def telling(*there: Any) -> torch.Tensor:
             told.append("compute")

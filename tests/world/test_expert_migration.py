@@ -23,7 +23,7 @@ from layouts import (
 from moesaic.cli.replay import ReplayConfig, replay_run
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import DTYPES
-from moesaic.dist.state import EXPERT_ROWS, TensorShard
+from moesaic.dist.state import EXPERT_TOKENS, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import expert_bytes
@@ -32,6 +32,7 @@ from moesaic.policy.balance import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train import expert_migration
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
@@ -78,7 +79,9 @@ def on_one_rank(ranks: RankPool, tables: dict[str, Any]) -> Outcome:
 
 def without_counts(found: Outcome) -> Outcome:
     """Remove expert token counts from the state: only runs with migration have them."""
-    state = {key: one for key, one in found.state.items() if not key.startswith(f"{EXPERT_ROWS}/")}
+    state = {
+        key: one for key, one in found.state.items() if not key.startswith(f"{EXPERT_TOKENS}/")
+    }
     assert len(state) < len(found.state)
     return Outcome(found.steps, found.gradients, state)
 
@@ -139,9 +142,14 @@ def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any
     finally:
         expert_migration._exchange = exchange
     state = [
-        (shard.key, shard.shape, shard.offset, shard.tensor.view(shard.tensor.dtype).numpy().copy())
+        (
+            shard.key,
+            shard.shape,
+            shard.offset,
+            live_values(shard).view(live_values(shard).dtype).numpy().copy(),
+        )
         for shard in run.state().shards
-        if shard.kind != EXPERT_ROWS
+        if shard.kind != EXPERT_TOKENS
     ]
     experts = {layer: list(moe.bank.experts) for layer, moe in run.model.expert_layers()}
     for layer, moe in run.model.expert_layers() if len(run.plan.expert_placement) > 1 else ():
@@ -214,7 +222,9 @@ def everything(path: Path) -> dict[str, Any]:
     for key, record in checkpoint.tensors.items():
         tensor = torch.empty(record.shape, dtype=TYPES[record.dtype])
         kind, _, name = key.partition("/")
-        checkpoint.fill([TensorShard(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))])
+        checkpoint.fill(
+            [TensorShard.of_tensor(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))]
+        )
         found[key] = tensor.numpy()
     return {**found, "placement": checkpoint.facts["plan"]["expert_placement_by_layer"]}
 
@@ -269,7 +279,7 @@ def test_another_layout_resumes_with_the_same_results(
     first = tmp_path / "first"
     ranks.run(4, run_job, str(text), str(first), {"ep": 2}, None, exact)
     plain, expected = (everything(at(tmp_path / name, 6)) for name in ("one", "first"))
-    counts = {key for key in expected if key.startswith(f"{EXPERT_ROWS}/")}
+    counts = {key for key in expected if key.startswith(f"{EXPERT_TOKENS}/")}
     assert counts
     for number, (size, layout) in enumerate([(4, {"ep": 4}), (2, {"ep": 2}), (1, {})]):
         out, start = tmp_path / str(number), str(at(first, 4))
@@ -329,7 +339,7 @@ def test_a_checkpoint_without_counts_starts_at_zero(
     out, later = tmp_path / "first", tmp_path / "later"
     still = {"balance": {"migrate_every": 0}}
     ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, still)
-    assert not any(key.startswith(EXPERT_ROWS) for key in everything(at(out, 4)))
+    assert not any(key.startswith(EXPERT_TOKENS) for key in everything(at(out, 4)))
     ranks.run(2, run_job, str(text), str(later), {"ep": 2}, str(at(out, 4)), {})
     assert [one["step"] for one in events(later, "decisions")] == [6]
 

@@ -17,11 +17,12 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import Parameter, memory, parameters
-from moesaic.facts.workload.adapters import adapters, trainable_parameters
+from moesaic.facts.workload.parameters import adapters, trainable_parameters
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.lm import LanguageModelKind
@@ -56,12 +57,12 @@ def everything(job: Job) -> list[Parameter]:
 def initial(job: Job) -> dict[str, np.ndarray]:
     """Initial values by logical name."""
     pieces = [
-        TensorShard(PARAMETER, p.name, p.shape, (0,) * len(p.shape),
+        TensorShard.of_tensor(PARAMETER, p.name, p.shape, (0,) * len(p.shape),
               torch.empty(p.shape, dtype=torch.float64), (0,))
         for p in everything(job)
     ]  # fmt: skip
     InitialSource(job.seed, job.model.init_std).fill(pieces)
-    return {piece.key: piece.tensor.numpy() for piece in pieces}
+    return {piece.key: live_values(piece).numpy() for piece in pieces}
 
 
 def wide(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -233,7 +234,9 @@ def read_state(path: Path) -> dict[str, np.ndarray]:
         tensor = torch.empty(record.shape, dtype=torch.float64)
         kind, _, name = key.partition("/")
         offset = (0,) * len(record.shape)
-        checkpoint.fill([TensorShard(kind, name, tuple(record.shape), offset, tensor, (0,))])
+        checkpoint.fill(
+            [TensorShard.of_tensor(kind, name, tuple(record.shape), offset, tensor, (0,))]
+        )
         state[key] = tensor.numpy()
     return state
 

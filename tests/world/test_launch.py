@@ -15,31 +15,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.base.events import read_events
+from moesaic.testing.jobs import RUN_JOB
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
-
-[layout]
-ep = 2
-
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 3
-batch = 4
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
+JOB = RUN_JOB.replace("steps = 4", "steps = 3") + "\n[layout]\nep = 2\n"
 
 ENDLESS = ["--set", "train.steps=1000000", "--set", "checkpoint.every=2", "--out", "my run"]
 GO_ON = (

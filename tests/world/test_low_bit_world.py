@@ -17,6 +17,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,7 +31,7 @@ SIZES = {"hidden": 136, "ffn": 20, "heads": 4, "kv_heads": 2, "head_dim": 8, "in
 
 def bits(shard: TensorShard) -> Any:
     """Return a shard in a type that NumPy has."""
-    tensor = shard.tensor.clone()
+    tensor = live_values(shard).clone()
     values = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     return shard.key, shard.shape, shard.offset, values.numpy()
 

@@ -15,28 +15,9 @@ import torch
 from moesaic.base.events import read_events
 from moesaic.cli.main import main
 from moesaic.kernels import device
+from moesaic.testing.jobs import RUN_JOB
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
-
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 6
-batch = 4
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
+JOB = RUN_JOB.replace("steps = 4", "steps = 6")
 
 CLUSTER = """
 name = "here"

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from layouts import SIGMOID, plain, put_together, worst_element
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.state import EXPERT_ROWS, TensorShard
+from moesaic.dist.state import EXPERT_TOKENS, TensorShard
 from moesaic.dist.transfer import PeerSource
 from moesaic.dist.world import World
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 
 GENERATIONS: list[dict[str, Any]] = [
@@ -79,7 +80,7 @@ def convert_state(world: World, first: dict[str, Any], then: dict[str, Any]) -> 
         return str(error)
     finally:
         run.close()
-    names = {shard.key for shard in again.state().shards if shard.kind == EXPERT_ROWS}
+    names = {shard.key for shard in again.state().shards if shard.kind == EXPERT_TOKENS}
     again.close()
     return sorted(names)
 
@@ -144,13 +145,15 @@ def rejoin(world: World) -> list[float]:
 
 def _whole(shard: TensorShard, world: World) -> TensorShard:
     gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, (shard.offset, shard.tensor), group=world.group)
-    whole = shard.tensor.new_zeros(shard.shape)
+    dist.all_gather_object(gathered, (shard.offset, live_values(shard)), group=world.group)
+    whole = live_values(shard).new_zeros(shard.shape)
     for offset, values in gathered:
         box = tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))
         whole[box] = values
     owners = tuple(range(world.size))
-    return TensorShard(shard.kind, shard.name, shard.shape, (0,) * len(shard.shape), whole, owners)
+    return TensorShard.of_tensor(
+        shard.kind, shard.name, shard.shape, (0,) * len(shard.shape), whole, owners
+    )
 
 
 def reference_losses(world: World) -> list[float]:

@@ -77,7 +77,7 @@ def read_state(
             tensor = torch.empty(parameter.shape, dtype=getattr(torch, stored))
             offset = (0,) * len(parameter.shape)
             checkpoint.fill(
-                [TensorShard(kind, parameter.name, parameter.shape, offset, tensor, (0,))]
+                [TensorShard.of_tensor(kind, parameter.name, parameter.shape, offset, tensor, (0,))]
             )
             state[f"{kind}/{parameter.name}"] = tensor.numpy()
     return state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -23,11 +22,12 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import Embedding
-from moesaic.nn.context import Context, Rotary
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.loss import HeadLoss, _local_targets
 from moesaic.nn.tensor_parallel import TensorParallel
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.run import Run
 
@@ -74,7 +74,7 @@ def embed(world: World, ids: Tensor, weight: Tensor, upstream: Tensor) -> tuple[
     embedding = Embedding(*weight.shape, tp).double()
     embedding.weight.data = weight[tp.shard_slice(len(weight))].clone()
     unused = Rotary(ids, ids)
-    found = embedding(ids, Context(unused))
+    found, _ = embedding(ids, Inputs(unused))
     found.backward(upstream.flatten(0, 1)[tp.shard_slice(ids.numel())][None])
     assert embedding.weight.grad is not None
     return found.detach()[0], embedding.weight.grad
@@ -125,7 +125,7 @@ def test_token_ids_outside_the_vocabulary_raise() -> None:
     """The rank with the last vocabulary shard raises IndexError, as without TP."""
     last, first = (TensorParallel(index, 2, cast(Group, object())) for index in (1, 0))
     with pytest.raises(IndexError):
-        Embedding(10, 5, last)(torch.tensor([[3, 10]]), Context(Rotary(*[torch.empty(0)] * 2)))
+        Embedding(10, 5, last)(torch.tensor([[3, 10]]), Inputs(Rotary(*[torch.empty(0)] * 2)))
     present = torch.ones(3, dtype=torch.bool)
     targets = torch.tensor([9, 12, 3])
     assert _local_targets(targets, present, 5, last)[1].flatten().tolist() == [4, 7, 0]
@@ -136,7 +136,7 @@ def parameter_shards(world: World, job: Job) -> tuple[list[TensorShard], dict[st
     """Return this rank's parameter shards, and the global shapes of its dense parameters."""
     run = assembled(world, job)
     found = [
-        replace(shard, tensor=shard.tensor.clone())
+        shard.with_tensor(live_values(shard).clone())
         for shard in run.state().shards
         if shard.kind == PARAMETER
     ]
@@ -158,7 +158,7 @@ def test_tp_shards_are_slices_of_the_whole(
     """DTensor has the global shapes; shards have the right offsets, and replicas are equal."""
     row = reference(name)
     ((wholes, _),) = ranks.run(1, parameter_shards, row.job)
-    whole = {shard.name: shard.tensor for shard in wholes}
+    whole = {shard.name: live_values(shard) for shard in wholes}
     size, etp = 2 * max(dp_shard, 2), etp if row.job.model.experts else 1
     sharded = row._replace(ranks=size, tp=2, etp=etp, dp_shard=dp_shard).job
     owned: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
@@ -166,14 +166,14 @@ def test_tp_shards_are_slices_of_the_whole(
     for rank, (found, shapes) in enumerate(ranks.run(size, parameter_shards, sharded)):
         assert shapes == {key: whole[key].shape for key in shapes}
         for shard in found:
-            extents = zip(shard.offset, shard.tensor.shape, strict=True)
+            extents = zip(shard.offset, live_values(shard).shape, strict=True)
             box = tuple(slice(first, first + extent) for first, extent in extents)
             assert shard.shape == whole[shard.name].shape
-            assert torch.equal(shard.tensor, whole[shard.name][box])
-            if shard.tensor.numel():
+            assert torch.equal(live_values(shard), whole[shard.name][box])
+            if live_values(shard).numel():
                 assert rank in shard.owners
                 assert owned.setdefault((shard.name, shard.offset), shard.owners) == shard.owners
-                covered[shard.name] += shard.tensor.numel() if rank == shard.owners[0] else 0
+                covered[shard.name] += live_values(shard).numel() if rank == shard.owners[0] else 0
     assert covered == {key: tensor.numel() for key, tensor in whole.items()}
 
 
@@ -199,7 +199,7 @@ def test_full_tensors_equal_the_whole_parameters(ranks: RankPool) -> None:
     """Worlds of the same ranks follow one another: torch must not reuse or keep their meshes."""
     row = reference("tiny-olmoe")
     ((wholes, _),) = ranks.run(1, parameter_shards, row.job)
-    whole = {shard.name: shard.tensor for shard in wholes}
+    whole = {shard.name: live_values(shard) for shard in wholes}
     for tp, dp_shard in ((2, 2), (2, 1), (2, 2), (1, 4)):
         job = row._replace(ranks=4, tp=tp, dp_shard=dp_shard).job
         for known in ranks.run(4, full_tensors, job):

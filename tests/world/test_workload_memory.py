@@ -12,13 +12,10 @@ from layouts import sparing
 
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
-from moesaic.facts.job import Job, RoutingConfig
+from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory
-from moesaic.facts.workload.activation_memory import activation_bytes
-from moesaic.kernels import device as devices
 from moesaic.models.init import InitialSource
-from moesaic.testing.blocks import BlockTrace, trace_blocks
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import peak_allocated
 from moesaic.testing.ranks import RankPool
@@ -118,7 +115,7 @@ def peaks(world: World, job: Job) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("case", sparing(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", sparing(CASES, 6), ids=str)
 def test_peak_allocation_matches_the_prediction(
     ranks: RankPool, case: tuple[int, int, int, str, dict[str, Any]]
 ) -> None:
@@ -130,30 +127,6 @@ def test_peak_allocation_matches_the_prediction(
     assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
     # A Gloo thread may still hold a buffer, above all on busy cores.
     assert first == pytest.approx(min(later), rel=0.1)
-
-
-def peaks_with(world: World, job: Job, onednn: bool) -> list[int]:
-    """Return the same with oneDNN or without."""
-    if onednn and not torch.backends.mkldnn.is_available():
-        return []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "prefers_onednn", lambda: onednn)
-        patch.setattr(devices, "prefers_onednn_with_copy", lambda: onednn)
-        return peaks(world, job)
-
-
-@pytest.mark.parametrize("onednn", [True, False], ids=["onednn", "torch"])
-@pytest.mark.parametrize("train", [{"batch": 32}, AGAIN], ids=str)
-def test_prediction_holds_with_and_without_onednn(
-    ranks: RankPool, train: dict[str, Any], onednn: bool
-) -> None:
-    """Temporary results of oneDNN would show with wide experts and many tokens."""
-    job = make_job({}, "wide", train)
-    (found,) = ranks.run(1, peaks_with, job, onednn, timeout_s=60.0)
-    if not found:
-        pytest.skip("this build of torch has no oneDNN")
-    needs = memory(job, plan_from_layout(job.layout, job.model, 1))
-    assert needs.peak_bytes == pytest.approx(min(found), rel=0.02)
 
 
 TWO, FOUR = {"tp": 2}, {"micro_batches": 4}
@@ -174,7 +147,7 @@ TP_CASES: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", sparing(TP_CASES, 5), ids=str)
+@pytest.mark.parametrize("case", sparing(TP_CASES, 6), ids=str)
 def test_tp_peak_allocation_matches_the_prediction(
     ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
 ) -> None:
@@ -199,7 +172,7 @@ BUCKETS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", BUCKETS, ids=str)
+@pytest.mark.parametrize("case", sparing(BUCKETS, 3), ids=str)
 def test_gradient_buckets_count_from_their_first_gradient(
     ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
 ) -> None:
@@ -207,7 +180,7 @@ def test_gradient_buckets_count_from_their_first_gradient(
     job = make_job(layout, family, train)
     found = min(ranks.run(size, peaks, job)[-1])
     needs = memory(job, plan_from_layout(job.layout, job.model, size))
-    assert needs.peak_bytes == pytest.approx(found, rel=0.01)
+    assert needs.peak_bytes == pytest.approx(found, rel=0.02)
     assert needs.peak_bytes <= needs.total_bytes
 
 
@@ -227,7 +200,7 @@ PP_CASES: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", sparing(PP_CASES, 5), ids=str)
+@pytest.mark.parametrize("case", sparing(PP_CASES, 6), ids=str)
 def test_pp_peak_allocation_matches_the_prediction(
     ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
 ) -> None:
@@ -381,59 +354,3 @@ def test_sharded_embedding_peak_allocation_matches_the_prediction(
         needs = memory(job, plan, rank)
         assert needs.peak_bytes == pytest.approx(found[rank], rel=0.02), rank
         assert needs.peak_bytes <= needs.total_bytes
-
-
-def traced(world: World, job: Job) -> BlockTrace:
-    return trace_blocks(job, plan_from_layout(job.layout, job.model, world.size), world)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["olmoe", "qwen3", "deepseek", "latent", "dense"])
-def test_tp_activation_bytes_match_the_prediction(
-    ranks: RankPool, family: str, precision: str
-) -> None:
-    job = make_job({"tp": 2}, family, {"precision": precision})
-    check_activation_bytes(ranks, job, 2)
-
-
-DISPATCH_CASES = [
-    [dispatch, hosts, chunks, overlap_local, *family_and_train]
-    for dispatch in ("all_to_all", "dedup")
-    for hosts in (1, 2)
-    for chunks in (1, 3)
-    for overlap_local in (False, True)
-    for family_and_train in (("olmoe", {"precision": "bf16"}), ("deepseek", {}))
-]
-
-
-@pytest.mark.parametrize(
-    ("dispatch", "hosts", "chunks", "overlap_local", "family", "train"),
-    sparing(DISPATCH_CASES, 3),
-    ids=str,
-)
-def test_dispatch_activation_bytes_match_the_prediction(
-    ranks: RankPool,
-    dispatch: str,
-    hosts: int,
-    chunks: int,
-    overlap_local: bool,
-    train: dict[str, Any],
-    family: str,
-) -> None:
-    layout = {
-        "ep": 2 * hosts,
-        "dispatch": dispatch,
-        "dispatch_hosts": hosts,
-        "chunks": chunks,
-        "overlap_local": overlap_local,
-    }
-    job = make_job(layout, family, {**train, "batch": 6 * hosts})
-    check_activation_bytes(ranks, job.model_copy(update={"routing": RoutingConfig()}), 2 * hosts)
-
-
-def check_activation_bytes(ranks: RankPool, job: Job, size: int) -> None:
-    plan = plan_from_layout(job.layout, job.model, size)
-    for rank, found in enumerate(ranks.run(size, traced, job)):
-        expected = activation_bytes(job, plan, rank, found.loads)
-        expected = {name: size for name, size in expected.items() if name != "context"}
-        assert found.saved_bytes == expected

@@ -79,7 +79,7 @@ def convert(
 
 def _print_dry_run(path: Path, out: Path, config: ConvertConfig, as_json: bool) -> None:
     from moesaic.facts.workload import count_parameters
-    from moesaic.facts.workload.adapters import adapters
+    from moesaic.facts.workload.parameters import adapters
     from moesaic.models.hf.adapter import require_adapter_only
     from moesaic.models.hf.origin import open_origin
     from moesaic.models.hf.shards import check_empty_directory

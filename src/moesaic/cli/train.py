@@ -37,7 +37,7 @@ from moesaic.cli.train_worker import TrainTask, default_out, encode, run_train_t
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, describe_plan, idle_ranks_warning, plan_from_job
 from moesaic.facts.workload import count_parameters
-from moesaic.facts.workload.adapters import describe_trainable
+from moesaic.facts.workload.parameters import describe_trainable
 from moesaic.train.job_file import LoadedJob, apply_plan, check_inputs, check_no_run, load_job
 
 if TYPE_CHECKING:

@@ -44,46 +44,45 @@ class Transport(Protocol):
         """Release connections and memory."""
 
 
-class GroupAllToAll:
-    """Transport by the all-to-all of the group's backend."""
+class _BackendTransport:
+    """Base of transports that the group's backend provides; they keep no resources."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.name: str = dist.get_backend(group)
 
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class GroupAllToAll(_BackendTransport):
+    """Transport by the all-to-all of the group's backend."""
+
     def start(
         self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
     ) -> tuple[Tensor, Work]:
         """Start the exchange; see `Transport.start`."""
-        result = rows.new_empty((sum(receive), *rows.shape[1:])) if into is None else into
+        result = received_rows(rows, receive, into)
         work = dist.all_to_all_single(
             result, rows.contiguous(), receive, send, group=self.group, async_op=True
         )
         assert work is not None
         return result, work
 
-    def close(self) -> None:
-        """Do nothing: this transport keeps no resources."""
 
-
-class PairwiseAllToAll:
+class PairwiseAllToAll(_BackendTransport):
     """Transport by one send and one receive per pair of ranks, for gloo.
 
     gloo's own all-to-all serializes the two directions of a link: a rank may delay its receive from
     a peer until its send to that peer has left.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.name: str = dist.get_backend(group)
-
     def start(
         self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
     ) -> tuple[Tensor, Work]:
         """Start the exchange; see `Transport.start`."""
-        result = rows.new_empty((sum(receive), *rows.shape[1:])) if into is None else into
-        rows = rows.contiguous()
-        incoming, outgoing = result.split(receive), rows.split(send)
+        result = received_rows(rows, receive, into)
+        incoming, outgoing = result.split(receive), rows.contiguous().split(send)
         rank, size = self.group.rank(), self.group.size()
         peers = [(rank + step) % size for step in range(1, size)]
         works = [
@@ -99,8 +98,10 @@ class PairwiseAllToAll:
         incoming[rank].copy_(outgoing[rank])
         return result, _CombinedWork(works)
 
-    def close(self) -> None:
-        """Do nothing: this transport keeps no resources."""
+
+def received_rows(rows: Tensor, receive: list[int], into: Tensor | None) -> Tensor:
+    """Return the tensor for the rows that an exchange of `rows` receives: `into`, or a new one."""
+    return rows.new_empty((sum(receive), *rows.shape[1:])) if into is None else into
 
 
 class _CombinedWork:

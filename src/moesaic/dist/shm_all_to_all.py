@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.dist.all_to_all import PairwiseAllToAll, Transport, Work
+from moesaic.dist.all_to_all import PairwiseAllToAll, Transport, Work, received_rows
 
 _RECORD = struct.Struct("=BxxxIQQQ")
 """Notification: kind, buffer number, exchange, offset, bytes."""
@@ -49,12 +49,11 @@ def make_transport(group: dist.ProcessGroup, timeout_s: float) -> Transport:
     Shared memory is used if all ranks are on one host and can connect to each other; else gloo.
     """
     with contextlib.ExitStack() as stack:
-        host, listener = _host_id(), None
+        host, listener, own_address = _host_id(), None, ""
         if host:
-            listener = stack.enter_context(contextlib.closing(_Listener()))
-        peers = _all_gather_object(
-            group, (host, "" if listener is None else listener.address, secrets.token_bytes(16))
-        )
+            listener, own_address = _listen()
+            stack.callback(listener.close)
+        peers = _all_gather_object(group, (host, own_address, secrets.token_bytes(16)))
         if listener is None or {other for other, _, _ in peers} != {host}:
             return PairwiseAllToAll(group)
         # Each round ends only when all ranks have done theirs, so no rank waits for one that left.
@@ -87,27 +86,13 @@ def _host_id() -> str:
         return ""
 
 
-class _Listener:
-    """Socket on which peers connect."""
-
-    def __init__(self) -> None:
-        self.address = f"\0moesaic-{secrets.token_hex(16)}"
-        self._socket = _new_socket()
-        self._socket.bind(self.address)
-        self._socket.listen(socket.SOMAXCONN)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._socket.close()
-
-    def accept(self) -> socket.socket | None:
-        """Return the next pending connection, or None."""
-        try:
-            connection, _ = self._socket.accept()
-        except OSError:
-            return None
-        connection.setblocking(False)
-        return connection
+def _listen() -> tuple[socket.socket, str]:
+    """Return a socket on which peers connect, and its address."""
+    address = f"\0moesaic-{secrets.token_hex(16)}"
+    listener = _new_socket()
+    listener.bind(address)
+    listener.listen(socket.SOMAXCONN)
+    return listener, address
 
 
 def _new_socket() -> socket.socket:
@@ -137,9 +122,14 @@ class _Connections:
             except OSError:
                 connection.close()
 
-    def accept(self, listener: _Listener) -> None:
+    def accept(self, listener: socket.socket) -> None:
         """Accept the pending connections of ranks after this one, and reject all others."""
-        while (connection := listener.accept()) is not None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # No connection is pending.
+                return
+            connection.setblocking(False)
             rank = self._read_peer_rank(connection)
             if rank is None or rank <= self._rank or rank in self.by_rank:
                 connection.close()
@@ -349,7 +339,7 @@ class SharedMemoryAllToAll:
                 f"{send[self._rank]} rows are to stay on rank {self._world_rank}, where "
                 f"{receive[self._rank]} are to arrive"
             )
-        result = rows.new_empty((sum(receive), *rows.shape[1:])) if into is None else into
+        result = received_rows(rows, receive, into)
         width = math.prod(rows.shape[1:]) * rows.itemsize
         outgoing = _bytes(rows.contiguous()).split([n * width for n in send])
         incoming = _bytes(result).split([n * width for n in receive])

@@ -1,14 +1,17 @@
 """Layout-independent training state: logical name -> shape, dtype, shards and owners.
 
-A rank's state is a list of `TensorShard`s, live views of its parameters and moments. A `Source`
-fills shards: initialization, a checkpoint, Hugging Face files or other ranks. Writers read the same
-list.
+A rank's state is a list of `TensorShard`s of its parameters and moments. A shard knows its shape
+and dtype without memory, and lends its live tensor. A `Source` fills shards: initialization, a
+checkpoint, Hugging Face files or other ranks. Writers read the same list. Both borrow one shard at
+a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
@@ -24,9 +27,9 @@ ROOT_CODES, ROOT_SCALES = "second_moment_root_codes", "second_moment_root_scales
 """8-bit moments: a code per element and a scale per block of a row; the root of the second moment.
 """
 
-EXPERT_ROWS = "rows"
+EXPERT_TOKENS = "expert_tokens"
 """Tokens per expert of a layer since the last placement decision; not a model tensor."""
-OPTIONAL_KINDS = frozenset({EXPERT_ROWS})
+OPTIONAL_KINDS = frozenset({EXPERT_TOKENS})
 """Kinds that start as zeros if the source lacks them."""
 
 PRECISIONS = {
@@ -61,15 +64,57 @@ class TensorShard:
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """Start of the box in each dimension."""
-    tensor: torch.Tensor
-    """Live view of the values, with the shape of the box; may be strided."""
+    size: tuple[int, ...]
+    """Shape of the box."""
+    dtype: torch.dtype
     owners: tuple[int, ...]
     """Ranks that hold this box, the same list on each."""
+    lender: torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]
+    """Live view of the values, or the function that lends it."""
+
+    @classmethod
+    def of_tensor(
+        cls,
+        kind: str,
+        name: str,
+        shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        tensor: torch.Tensor,
+        owners: tuple[int, ...],
+    ) -> TensorShard:
+        """Return a shard whose values are always in memory: `tensor`, which may be strided."""
+        size = tuple(tensor.shape)
+        return cls(kind, name, tuple(shape), offset, size, tensor.dtype, owners, tensor)
+
+    def with_tensor(self, tensor: torch.Tensor) -> TensorShard:
+        """Return this shard with other values."""
+        return replace(self, size=tuple(tensor.shape), dtype=tensor.dtype, lender=tensor)
+
+    def borrow(self) -> AbstractContextManager[torch.Tensor]:
+        """Lend the live values, to read or to write, until the context ends."""
+        if isinstance(self.lender, torch.Tensor):
+            return nullcontext(self.lender)
+        return self.lender()
+
+    @property
+    def version(self) -> int | None:
+        """Counter of the writes to the values; None if they are not always in memory."""
+        return self.lender._version if isinstance(self.lender, torch.Tensor) else None
 
     @property
     def key(self) -> str:
         """Key of the tensor in the state: kind/name."""
         return f"{self.kind}/{self.name}"
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the box."""
+        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass
@@ -85,7 +130,7 @@ class Source(Protocol):
     """Provider of values for state."""
 
     def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Write values into every shard's tensor. Raise StoreError for missing tensors, except
+        """Write values into every shard. Raise StoreError for missing tensors, except
         `OPTIONAL_KINDS`."""
 
 

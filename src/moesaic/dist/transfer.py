@@ -42,15 +42,15 @@ class PeerSource:
         ]
         _check_shapes_and_dtypes(known, _shapes_and_dtypes(wanted))
         moves = list_moves([info.box for info in held], [info.box for info in wanted])
-        have = {_box(shard, rank): shard.tensor for shard in self.shards}
-        want = {_box(shard, rank): shard.tensor for shard in shards}
+        have = {_box(shard, rank): shard for shard in self.shards}
+        want = {_box(shard, rank): shard for shard in shards}
         execute_moves(moves, have, want, self.world)
 
     def _all_gather_boxes(self, shards: Sequence[TensorShard]) -> list[_ShardInfo]:
         """Return the shards of all ranks, without values."""
         rank = self.world.rank
         infos = [
-            _ShardInfo(_box(shard, rank), shard.kind, tuple(shard.shape), str(shard.tensor.dtype))
+            _ShardInfo(_box(shard, rank), shard.kind, tuple(shard.shape), str(shard.dtype))
             for shard in shards
         ]
         if self.world.group is None:
@@ -109,29 +109,45 @@ def list_moves(have: Sequence[Box], want: Sequence[Box]) -> list[Move]:
 
 
 def execute_moves(
-    moves: Sequence[Move], have: dict[Box, Tensor], want: dict[Box, Tensor], world: World
+    moves: Sequence[Move],
+    have: Mapping[Box, TensorShard],
+    want: Mapping[Box, TensorShard],
+    world: World,
 ) -> None:
     """Execute the moves. Every rank calls this with the same list, in the same order."""
     for batch in _batches(moves):
         operations: list[dist.P2POp] = []
-        received: list[tuple[Tensor, Tensor]] = []
+        received: list[tuple[Move, Tensor]] = []
         for move in batch:
             into, out = _overlap(move)
             if move.source.rank == move.target.rank == world.rank:
-                want[move.target][into].copy_(have[move.source][out])
+                values = _read_box(have[move.source], out)
+                _write_box(want[move.target], into, values)
             elif move.source.rank == world.rank:
-                tensor = have[move.source][out].contiguous()
+                tensor = _read_box(have[move.source], out)
                 operations.append(_p2p_op(dist.isend, tensor, move.target.rank, world))
             elif move.target.rank == world.rank:
-                target = want[move.target][into]
-                buffer = torch.empty_like(target, memory_format=torch.contiguous_format)
+                size = [extent.stop - extent.start for extent in into]
+                buffer = torch.empty(size, dtype=want[move.target].dtype, device=world.device)
                 operations.append(_p2p_op(dist.irecv, buffer, move.source.rank, world))
-                received.append((target, buffer))
+                received.append((move, buffer))
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-        for target, buffer in received:
-            target.copy_(buffer)
+        for move, buffer in received:
+            _write_box(want[move.target], _overlap(move)[0], buffer)
+
+
+def _read_box(shard: TensorShard, box: tuple[slice, ...]) -> Tensor:
+    """Return some values of a shard, contiguous; a copy if the shard may leave memory."""
+    with shard.borrow() as tensor:
+        values = tensor[box].contiguous()
+        return values if shard.version is not None else values.clone()
+
+
+def _write_box(shard: TensorShard, box: tuple[slice, ...], values: Tensor) -> None:
+    with shard.borrow() as tensor:
+        tensor[box].copy_(values)
 
 
 def _p2p_op(kind: Callable[..., Any], tensor: Tensor, peer: int, world: World) -> dist.P2POp:
@@ -164,4 +180,4 @@ def _num_elements(box: Sequence[slice]) -> int:
 
 
 def _box(shard: TensorShard, rank: int) -> Box:
-    return Box(shard.key, shard.offset, tuple(shard.tensor.shape), rank)
+    return Box(shard.key, shard.offset, shard.size, rank)

@@ -34,7 +34,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, o
     """Write rows[s] @ weight[s], or rows[s] @ weight[s].T if `transposed`, to `out` for every slot
     s."""
     start, sizes = 0, counts.tolist()
-    if transposed and is_memory_bound(rows, weight, max(sizes, default=0)):
+    if transposed and cpu_gemv.is_memory_bound(rows, weight, max(sizes, default=0)):
         cpu_gemv.grouped_gemv(rows, weight, sizes, out)
         return
     if rows.device.type != "cpu":
@@ -43,7 +43,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, o
         if count:
             stop, matrix = start + count, weight[slot].to(rows.dtype)
             matrix_nk = matrix if transposed else matrix.T
-            if transposed and is_memory_bound(rows, matrix[None], count):
+            if transposed and cpu_gemv.is_memory_bound(rows, matrix[None], count):
                 cpu_gemv.grouped_gemv(rows[start:stop], matrix[None], [count], out[start:stop])
             elif _uses_padded_onednn(rows, count, matrix, transposed=transposed):
                 for first in range(start, stop, _MAX_ROWS):
@@ -180,12 +180,6 @@ def _write(out: Tensor, values: Tensor, accumulate: bool) -> None:
         out.copy_(values)
 
 
-def is_memory_bound(rows: Tensor, weight: Tensor, max_rows: int) -> bool:
-    """Return whether reading `weight`, [slots, outputs, inputs], takes most of the time at up to
-    `max_rows` rows per slot. All threads then compute all slots as one product."""
-    return cpu_gemv.should_use(rows, weight, max_rows)
-
-
 def uses_onednn(rows: Tensor, weight: Tensor) -> bool:
     """Return whether oneDNN multiplies these."""
     kinds = {(tensor.dtype, tensor.device.type) for tensor in (rows, weight)}
@@ -226,7 +220,7 @@ def onednn_supports(dtype: torch.dtype) -> bool:
 
 
 def prefers_transposed(rows: Tensor, matrices: Tensor, counts: Tensor) -> bool:
-    """Return whether `grouped_mlp` is faster for these rows and matrices of this shape.
+    """Return whether `grouped_mlp` is faster for `counts` such rows and matrices of this shape.
 
     It needs AMX, bf16 and large matrices, and is slower where most slots are memory-bound."""
     large = matrices.shape[1] * matrices.shape[2] * _MIN_LEFT_ROWS >= _MIN_ONEDNN_MACS
@@ -235,4 +229,4 @@ def prefers_transposed(rows: Tensor, matrices: Tensor, counts: Tensor) -> bool:
     if rows.device.type != "cpu" or rows.dtype != torch.bfloat16:
         return False
     busy = int(counts.count_nonzero())
-    return busy > 0 and not is_memory_bound(rows, matrices, len(rows) // busy)
+    return busy > 0 and not cpu_gemv.is_memory_bound(rows, matrices, int(counts.sum()) // busy)

@@ -25,9 +25,9 @@ _MAX_ROWS = {torch.float32: 4, torch.bfloat16: 3}
 Kernel = Callable[..., None]
 
 
-def should_use(rows: Tensor, matrices: Tensor, max_rows: int) -> bool:
-    """Return whether these kernels are the fastest for up to `max_rows` rows per slot and
-    `matrices`, [slots, outputs, inputs]."""
+def is_memory_bound(rows: Tensor, matrices: Tensor, max_rows: int) -> bool:
+    """Return whether reading `matrices`, [slots, outputs, inputs], takes most of the time at up to
+    `max_rows` rows per slot. These kernels are then the fastest."""
     kinds = {(tensor.dtype, tensor.device.type) for tensor in (rows, matrices)}
     outputs, inputs = matrices.shape[1:]
     return (

@@ -7,13 +7,15 @@ kernels, torch's own operations do the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from subprocess import CalledProcessError
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels.device import KERNEL_DTYPES
 
 MAX_SORT_SLOTS = 1024
@@ -29,36 +31,15 @@ _OPS.define("unpermute(Tensor rows, Tensor row_indices, Tensor? weights) -> Tens
 _OPS.define("sort_by_slot(Tensor slots, int num_slots) -> (Tensor, Tensor, Tensor)")
 
 
-def _swiglu(inner: Tensor) -> Tensor:
-    from moesaic.kernels import triton_gemm
+def _triton_op(name: str) -> Callable[..., Any]:
+    """Return the launcher `name` of `triton_gemm`, which is imported at the first call."""
 
-    return triton_gemm.swiglu(inner)
+    def launch(*args: Any) -> Any:
+        from moesaic.kernels import triton_gemm
 
+        return getattr(triton_gemm, name)(*args)
 
-def _swiglu_backward(
-    inner: Tensor, grad: Tensor, weights: Tensor | None, order: Tensor, grad_weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    from moesaic.kernels import triton_gemm
-
-    return triton_gemm.swiglu_backward(inner, grad, weights, order, grad_weights)
-
-
-def _permute(tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
-    from moesaic.kernels import triton_gemm
-
-    return triton_gemm.permute(tokens, order, top_k)
-
-
-def _unpermute(rows: Tensor, row_indices: Tensor, weights: Tensor | None) -> Tensor:
-    from moesaic.kernels import triton_gemm
-
-    return triton_gemm.unpermute(rows, row_indices, weights)
-
-
-def _sort_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    from moesaic.kernels import triton_gemm
-
-    return triton_gemm.sort_by_slot(slots, num_slots)
+    return launch
 
 
 def _fake_swiglu(inner: Tensor) -> Tensor:
@@ -83,16 +64,15 @@ def _fake_sort_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, T
     return slots.new_empty(num_slots), torch.empty_like(slots), torch.empty_like(slots)
 
 
-_OPS.impl("swiglu", _swiglu, "CompositeExplicitAutograd")
-_OPS.impl("swiglu_backward", _swiglu_backward, "CompositeExplicitAutograd")
-_OPS.impl("permute", _permute, "CompositeExplicitAutograd")
-_OPS.impl("unpermute", _unpermute, "CompositeExplicitAutograd")
-_OPS.impl("sort_by_slot", _sort_by_slot, "CompositeExplicitAutograd")
-torch.library.register_fake("moesaic::swiglu", _fake_swiglu, lib=_OPS)
-torch.library.register_fake("moesaic::swiglu_backward", _fake_swiglu_backward, lib=_OPS)
-torch.library.register_fake("moesaic::permute", _fake_permute, lib=_OPS)
-torch.library.register_fake("moesaic::unpermute", _fake_unpermute, lib=_OPS)
-torch.library.register_fake("moesaic::sort_by_slot", _fake_sort_by_slot, lib=_OPS)
+for _name, _fake in (
+    ("swiglu", _fake_swiglu),
+    ("swiglu_backward", _fake_swiglu_backward),
+    ("permute", _fake_permute),
+    ("unpermute", _fake_unpermute),
+    ("sort_by_slot", _fake_sort_by_slot),
+):
+    _OPS.impl(_name, _triton_op(_name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moesaic::{_name}", _fake, lib=_OPS)
 
 
 @cache
@@ -107,7 +87,7 @@ def triton_error() -> str | None:
     return None
 
 
-def is_supported(values: Tensor, backend: GroupedMM) -> bool:
+def is_supported(values: Tensor, backend: MatmulBackend) -> bool:
     """Return whether the Triton kernels support `values`, with `backend` for the expert matmuls."""
     return backend != "torch" and values.dtype in KERNEL_DTYPES
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import cpu_gemm, fused, threads
 from moesaic.kernels import device as devices
 
-_LEAST_CAPABILITY = {"triton": (8, 0), "fp8": (8, 9)}
+_MIN_CAPABILITY = {"triton": (8, 0), "fp8": (8, 9)}
 """Minimum compute capability of the Triton kernels, by backend."""
-_MEASURED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes in which `auto` selects the Triton kernels on measured GPUs."""
+_TUNED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which `auto` selects the Triton kernels, on GPUs of `TUNED_CAPABILITY`."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` would do, but its first call imports torch's compiler, which takes a
 # second, and each call costs five times as much.
@@ -126,12 +126,6 @@ def _supports_triton(*tensors: Tensor) -> bool:
     return triton_gemm.is_supported(*tensors)
 
 
-def _grouped_mlp_into(
-    rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor
-) -> None:
-    cpu_gemm.grouped_mlp(rows, gate_up, down, counts, out)
-
-
 def _grouped_wgrad(
     left: Tensor,
     right: Tensor,
@@ -158,63 +152,21 @@ def _fake_matmul(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[0 if transposed else 1]))
 
 
-def _fake_matmul_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -> None:
-    return None
+def _fake_into(*_: Any, **__: Any) -> None:
+    """Stand in for an op that only writes to its arguments."""
 
 
-def _fake_grouped_mm_into(
-    rows: Tensor,
-    weight: Tensor,
-    counts: Tensor,
-    transposed: bool,
-    out: Tensor,
-    backend: str = "torch",
-) -> None:
-    return None
-
-
-def _fake_grouped_mlp_into(
-    rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor
-) -> None:
-    return None
-
-
-def _fake_grouped_swiglu(
-    rows: Tensor,
-    gate_up: Tensor,
-    counts: Tensor,
-    inner: Tensor | None,
-    activated: Tensor,
-    backend: str,
-) -> None:
-    return None
-
-
-def _fake_grouped_wgrad(
-    left: Tensor,
-    right: Tensor,
-    counts: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    backend: str = "torch",
-) -> None:
-    return None
-
-
-_OPS.impl("matmul", _matmul, "CompositeExplicitAutograd")
-_OPS.impl("matmul_into", _matmul_into, "CompositeExplicitAutograd")
-_OPS.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
-_OPS.impl("grouped_mm_into", _grouped_mm_into, "CompositeExplicitAutograd")
-_OPS.impl("grouped_mlp_into", _grouped_mlp_into, "CompositeExplicitAutograd")
-_OPS.impl("grouped_swiglu", _grouped_swiglu, "CompositeExplicitAutograd")
-_OPS.impl("grouped_wgrad", _grouped_wgrad, "CompositeExplicitAutograd")
-torch.library.register_fake("moesaic::matmul", _fake_matmul, lib=_OPS)
-torch.library.register_fake("moesaic::matmul_into", _fake_matmul_into, lib=_OPS)
-torch.library.register_fake("moesaic::grouped_mm", _fake_grouped_mm, lib=_OPS)
-torch.library.register_fake("moesaic::grouped_mm_into", _fake_grouped_mm_into, lib=_OPS)
-torch.library.register_fake("moesaic::grouped_mlp_into", _fake_grouped_mlp_into, lib=_OPS)
-torch.library.register_fake("moesaic::grouped_swiglu", _fake_grouped_swiglu, lib=_OPS)
-torch.library.register_fake("moesaic::grouped_wgrad", _fake_grouped_wgrad, lib=_OPS)
+for _name, _op, _fake in (
+    ("matmul", _matmul, _fake_matmul),
+    ("matmul_into", _matmul_into, _fake_into),
+    ("grouped_mm", _grouped_mm, _fake_grouped_mm),
+    ("grouped_mm_into", _grouped_mm_into, _fake_into),
+    ("grouped_mlp_into", cpu_gemm.grouped_mlp, _fake_into),
+    ("grouped_swiglu", _grouped_swiglu, _fake_into),
+    ("grouped_wgrad", _grouped_wgrad, _fake_into),
+):
+    _OPS.impl(_name, _op, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moesaic::{_name}", _fake, lib=_OPS)
 
 
 def matmul(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None) -> Tensor:
@@ -229,41 +181,40 @@ def matmul(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None
 
 
 def check_backend(
-    grouped_mm: Literal["auto"] | GroupedMM, device: torch.device, key: str = "kernels.grouped_mm"
+    backend: Literal["auto"] | MatmulBackend, device: torch.device, key: str = "kernels.grouped_mm"
 ) -> None:
-    """Raise ConfigError unless the backend `grouped_mm`, the value of the setting `key`, runs on
-    `device`."""
-    reason = None if grouped_mm == "auto" else triton_obstacle(grouped_mm, device)
+    """Raise ConfigError unless `backend`, the value of the setting `key`, runs on `device`."""
+    reason = None if backend == "auto" else reason_not_to_run(backend, device)
     if reason is not None:
-        raise ConfigError(f'{key} = "{grouped_mm}" {reason}')
+        raise ConfigError(f'{key} = "{backend}" {reason}')
 
 
 @cache
-def choose(
-    grouped_mm: Literal["auto"] | GroupedMM, device: torch.device, dtype: torch.dtype
-) -> GroupedMM:
+def choose_backend(
+    backend: Literal["auto"] | MatmulBackend, device: torch.device, dtype: torch.dtype
+) -> MatmulBackend:
     """Return the backend of the expert matmuls on `device`, for tokens of `dtype`.
 
-    auto: Triton on GPUs of a measured compute capability, for fp32, bf16 and fp16, if Triton works
+    auto: Triton on GPUs of a tuned compute capability, for fp32, bf16 and fp16, if Triton works
     there; else torch.
     """
-    if grouped_mm != "auto":
-        return grouped_mm
-    measured = (
-        devices.compute_capability(device) in devices.TUNED_CAPABILITY and dtype in _MEASURED_DTYPES
+    if backend != "auto":
+        return backend
+    is_tuned = (
+        devices.compute_capability(device) in devices.TUNED_CAPABILITY and dtype in _TUNED_DTYPES
     )
-    return "triton" if measured and triton_obstacle("triton", device) is None else "torch"
+    return "triton" if is_tuned and reason_not_to_run("triton", device) is None else "torch"
 
 
-def triton_obstacle(grouped_mm: GroupedMM, device: torch.device) -> str | None:
-    """Return why the backend `grouped_mm` cannot run on `device`, with the remedy, or None."""
-    if grouped_mm == "torch":
+def reason_not_to_run(backend: MatmulBackend, device: torch.device) -> str | None:
+    """Return why `backend` cannot run on `device`, with the remedy, or None."""
+    if backend == "torch":
         return None
     if device.type == "cpu":
         return "needs a GPU, and this run computes on the CPU: remove the setting"
-    capability, least = devices.compute_capability(device), _LEAST_CAPABILITY[grouped_mm]
+    capability, least = devices.compute_capability(device), _MIN_CAPABILITY[backend]
     if capability < least:
-        others = "torch" if capability < _LEAST_CAPABILITY["triton"] else 'triton" or "torch'
+        others = "torch" if capability < _MIN_CAPABILITY["triton"] else 'triton" or "torch'
         has = _dotted(capability) if any(capability) else "none"
         return (
             f"needs an NVIDIA GPU of compute capability {_dotted(least)} or more, and this one has "
@@ -288,7 +239,7 @@ def grouped_mm(
     counts: Tensor,
     transposed: bool,
     out: Tensor | None = None,
-    backend: GroupedMM = "torch",
+    backend: MatmulBackend = "torch",
 ) -> Tensor:
     """Return rows[s] @ weight[s], or rows[s] @ weight[s].T if `transposed`, for every slot s."""
     _check_no_grad(rows, weight)
@@ -305,7 +256,7 @@ def grouped_swiglu(
     counts: Tensor,
     activated: Tensor,
     inner: Tensor | None,
-    backend: GroupedMM,
+    backend: MatmulBackend,
 ) -> None:
     """Write silu(gate) * up of rows[s] @ gate_up[s].T to `activated` for every slot s. `inner`, if
     given, receives gate and up."""
@@ -326,7 +277,7 @@ def grouped_wgrad(
     counts: Tensor,
     out: Tensor,
     accumulate: bool = False,
-    backend: GroupedMM = "torch",
+    backend: MatmulBackend = "torch",
 ) -> None:
     """Write left[s].T @ right[s] to out[s] for every slot s, or add it if `accumulate`. A slot
     without rows gets zeros, or keeps its values if `accumulate`."""
@@ -338,16 +289,19 @@ def _check_no_grad(*tensors: Tensor) -> None:
     """Raise if autograd would record these: the ops have no gradient formulas."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise NotImplementedError(
-            "grouped matmuls record no gradients: call them under torch.no_grad()"
+            "moesaic's matmul ops record no gradients: call them under torch.no_grad()"
         )
 
 
 def describe_backend(
-    device: torch.device, dtype: torch.dtype, grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    device: torch.device, dtype: torch.dtype, backend: Literal["auto"] | MatmulBackend = "auto"
 ) -> str:
     """Return the backend of the expert matmuls on `device` for log lines, for tokens of `dtype`."""
     if device.type != "cpu":
-        kind, capability = choose(grouped_mm, device, dtype), devices.compute_capability(device)
+        kind, capability = (
+            choose_backend(backend, device, dtype),
+            devices.compute_capability(device),
+        )
         has = f" (capability {_dotted(capability)})" if any(capability) else ""
         if kind != "torch" and dtype in devices.KERNEL_DTYPES:
             kernels = "Triton grouped matmul" + " in fp8" * (kind == "fp8")
@@ -366,9 +320,9 @@ def describe_backend(
 
 def _uses_torch_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
     """Return whether `F.grouped_mm` multiplies these: bf16 on a GPU. On a CPU it only loops."""
-    narrow = rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
+    is_gpu_bf16 = rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
     # It needs 16-byte-aligned rows; a LoRA rank that is not a multiple of 8 has none.
-    return narrow and not any(extent % 8 for extent in weight.shape[1:])
+    return is_gpu_bf16 and not any(extent % 8 for extent in weight.shape[1:])
 
 
 def _slot_ends(counts: Tensor, device: torch.device) -> Tensor:

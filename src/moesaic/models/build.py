@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moesaic.dist.world import World
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.job.finetune import FinetuneConfig
-from moesaic.facts.plan import Plan, stage_blocks
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import block_specs
 from moesaic.models.finetune import prepare_for_finetuning
 from moesaic.models.lm import Embedding, LanguageModel, LMHead
 from moesaic.models.state import TP_DIM
@@ -59,13 +60,10 @@ def build_model(
     """Return the blocks of `rank` under `plan` on the meta device; without a plan, the whole
     model. `finetune` freezes parameters and adds adapters."""
     ranks = ranks or ModelRanks()
-    blocks = None
-    if plan is not None:
-        stages = stage_blocks(plan, config)[plan.pp_rank(rank) :: plan.pp]
-        blocks = [name for stage in stages for name in stage]
+    specs = None if plan is None else block_specs(config, plan, rank)
     with torch.device("meta"):
         model = LanguageModel(
-            config, routing, plan, ranks.dispatch, ranks.tp, blocks, ranks.column_shard
+            config, specs, routing, plan, ranks.dispatch, ranks.tp, ranks.column_shard
         )
         if finetune is not None:
             prepare_for_finetuning(model, finetune)

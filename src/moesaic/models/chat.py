@@ -33,6 +33,7 @@ from moesaic.models.tokenizer import (
     TEMPLATE_FILE,
     TOOL_USE_FILE,
     FileTokenizer,
+    read_json_object,
 )
 from moesaic.models.tool_calls import TOOL_CALLS, MarkedConversation, Messages, Tools
 
@@ -73,7 +74,7 @@ class ChatTemplate:
                 reproducible.
         """
         directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
-        settings = _read_json(directory / SETTINGS_FILE)
+        settings = read_json_object(directory / SETTINGS_FILE)
         found = _find_templates(directory, settings, fallback_hint)
         self._special_tokens = _special_tokens(directory, settings)
         state = json.dumps([*(text for _, text in found), self._special_tokens], sort_keys=True)
@@ -284,20 +285,10 @@ def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]
     """Return the texts of bos_token, eos_token and the other special tokens."""
     # The older file only applies to settings of its age, which list no added tokens.
     is_newer = "added_tokens_decoder" in settings
-    declared = settings if is_newer else {**settings, **_read_json(directory / TOKENS_FILE)}
+    declared = settings if is_newer else {**settings, **read_json_object(directory / TOKENS_FILE)}
     tokens = {key: value for key, value in declared.items() if key.endswith("_token")}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"'{path}' is not JSON ({error}): fix or remove it") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _read_text(path: Path) -> str:

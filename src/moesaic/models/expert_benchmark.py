@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from moesaic.base.errors import ConfigError
 from moesaic.dist.probe.timing import time_call
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.job.train import GroupedMM
-from moesaic.facts.plan import block_names
+from moesaic.facts.job.train import MatmulBackend
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import block_specs
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import describe_backend, matmul
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import LOW_PRECISION, Context, Rotary, autocast_to
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import LOW_PRECISION, Inputs, Rotary, autocast_to
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Routing
 
@@ -105,38 +106,8 @@ class SkippedBatch:
     """Seconds needed, or bytes beside the experts."""
 
 
-class BatchRun(Protocol):
-    """A batch that went through a layer once."""
-
-    first_pass_s: float
-    """Seconds of its first forward pass."""
-
-    def measure(self, budget_s: float) -> tuple[float, float]:
-        """Return seconds forward and with backward, in so many seconds beyond the least."""
-
-
-class BenchmarkLayer(Protocol):
-    """A layer that `measured` measures."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes for a batch."""
-
-    def batch_bytes(self, tokens: int) -> int:
-        """Return bytes of a batch of so many tokens, about."""
-
-    def roofline(self, limit: DeviceLimit, tokens: int) -> Roofline:
-        """Return its least times."""
-
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> BatchRun:
-        """Return one that went through once, or twice if the first pass took at most so long."""
-
-    def clock(self) -> float:
-        """Return seconds, after all launched work has ended."""
-
-
 def measure_speeds(
-    layer: BenchmarkLayer,
+    layer: ExpertLayerBenchmark,
     limit: DeviceLimit,
     sizes: Sequence[int],
     budget_s: float,
@@ -235,12 +206,11 @@ class FixedRouter(nn.Module):
         self.weights, self._choices, self._whole = weights, itertools.cycle(choices), whole
         self._scores = weights.new_zeros(len(weights), experts)
 
-    def forward(self, tokens: Tensor, context: Context) -> Routing:
+    def forward(self, tokens: Tensor, inputs: Inputs) -> Routing:
         """Return the choices of the next step."""
-        del tokens, context
-        return Routing(
-            next(self._choices), self.weights, self._scores, self._scores, 0, self._whole
-        )
+        del tokens, inputs
+        experts = next(self._choices)
+        return Routing(experts, experts, self.weights, self._scores, self._scores, 0, self._whole)
 
 
 class ExpertLayerBenchmark:
@@ -251,7 +221,7 @@ class ExpertLayerBenchmark:
         self,
         model: ModelConfig,
         device: torch.device,
-        backend: Literal["auto"] | GroupedMM = "auto",
+        backend: Literal["auto"] | MatmulBackend = "auto",
         weights: str = "fp32",
     ) -> None:
         """Create the layer with weights of dtype `weights`; `backend` selects the GPU kernels."""
@@ -259,11 +229,11 @@ class ExpertLayerBenchmark:
         self._dtype = LOW_PRECISION.get(weights, torch.float32)
         self.arena_bytes = self._dtype.itemsize * model.experts * 3 * model.ffn * model.hidden
         self._check_fits()
-        index = model.expert_layers[0]
+        plan = Plan(ranks=1, ep=1, dp_shard=1, experts=model.experts)
+        first = model.expert_layers[0]
+        specs = [spec for spec in block_specs(model, plan) if spec.layer == first]
         with torch.device("meta"):
-            whole = LanguageModel(
-                model, RoutingConfig(router="balanced"), blocks=[block_names(model)[1 + index]]
-            )
+            whole = LanguageModel(model, specs, RoutingConfig(router="balanced"))
         whole.materialise(device)
         ((_, self._moe),) = whole.expert_layers()
         self._moe.bank.backend = backend
@@ -350,9 +320,9 @@ class ExpertLayerBenchmark:
         of_tokens = 5 * model.hidden + 3 * (model.experts + model.shared_experts * model.ffn)
         return 4 * (rows * (2 * model.hidden + 3 * model.ffn) + tokens * of_tokens)
 
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> BatchRun:
+    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> PreparedBatch:
         """Return a batch that went through once, or twice, as a first pass may prepare much."""
-        return _PreparedBatch(self.passes(dtype, tokens), self.clock, max_s)
+        return PreparedBatch(self.passes(dtype, tokens), self.clock, max_s)
 
     def clock(self) -> float:
         """Return seconds, after all work of the device has ended."""
@@ -429,17 +399,18 @@ class Passes:
     def __init__(self, moe: MoE, x: Tensor, precision: str, training: bool) -> None:
         self.x, self.grad = x.requires_grad_(), torch.randn_like(x)
         self._moe, self._precision = moe, precision
-        self._context = context = Context(Rotary(x, x))  # The layer applies no rotary embedding.
-        context.training = training
-        context.samples = torch.zeros(1, dtype=torch.int64, device=x.device)
-        context.positions = torch.arange(x.shape[1], device=x.device)
+        self._inputs = Inputs(
+            Rotary(x, x),  # The layer applies no rotary embedding.
+            training=training,
+            samples=torch.zeros(1, dtype=torch.int64, device=x.device),
+            positions=torch.arange(x.shape[1], device=x.device),
+        )
         self._leaves = [x, *moe.parameters()]
 
     def run(self) -> Tensor:
         """Go forward and return the sums by token, with their graph."""
-        self._context.layer_facts.clear()
         with autocast_to(self._precision, self.x.device):
-            result: Tensor = self._moe(self.x, self._context)
+            result: Tensor = self._moe(self.x, self._inputs)[0]
         return result
 
     def forward(self) -> None:
@@ -454,8 +425,8 @@ class Passes:
             leaf.grad = None
 
 
-class _PreparedBatch:
-    """A batch on its way through a layer."""
+class PreparedBatch:
+    """A batch that went through a layer once, or twice."""
 
     def __init__(self, passes: Passes, clock: Callable[[], float], max_s: float) -> None:
         self._forward, self._step, self._clock = passes.forward, passes.step, clock

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import expert_name, parameters
-from moesaic.facts.workload.adapters import A, adapters, is_trainable
+from moesaic.facts.workload.parameters import A, adapters, is_trainable
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import logical_name
 from moesaic.nn.attention import Linear
 
 
 def prepare_for_finetuning(model: LanguageModel, finetune: FinetuneConfig) -> None:
-    """Freeze parameters and add adapters as `facts.workload.adapters` decides."""
+    """Freeze parameters and add adapters as `facts.workload.parameters` decides."""
     config = model.config
     trainable = {param.name for param in parameters(config) if is_trainable(finetune, param)}
     adapted = {param.name.removesuffix(A) for param in adapters(config, finetune)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from moesaic.dist.state import PARAMETER, TensorShard
-from moesaic.facts.workload.adapters import A, B
+from moesaic.facts.workload.parameters import A, B
 from moesaic.kernels.randomness import normal
 
 _MAX_CHUNK_ELEMENTS = 1 << 22
@@ -24,22 +26,23 @@ class InitialSource:
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write initial values into `shards` in place."""
         for shard in shards:
-            if shard.kind != PARAMETER or shard.name.endswith((".bias", B)):
-                shard.tensor.zero_()
-            elif len(shard.shape) == 1:
-                shard.tensor.fill_(1.0)
-            elif shard.name.endswith(A):
-                self._fill_normal(shard, shard.shape[1] ** -0.5)
-            else:
-                self._fill_normal(shard, self._std)
+            with shard.borrow() as tensor:
+                if shard.kind != PARAMETER or shard.name.endswith((".bias", B)):
+                    tensor.zero_()
+                elif len(shard.shape) == 1:
+                    tensor.fill_(1.0)
+                elif shard.name.endswith(A):
+                    self._fill_normal(shard, tensor, shard.shape[1] ** -0.5)
+                else:
+                    self._fill_normal(shard, tensor, self._std)
 
-    def _fill_normal(self, shard: TensorShard, std: float) -> None:
-        """Fill `shard` in chunks of rows, because values are generated in fp64."""
+    def _fill_normal(self, shard: TensorShard, tensor: Tensor, std: float) -> None:
+        """Fill the `tensor` of `shard` in chunks of rows, because values are generated in fp64."""
         row = math.prod(shard.shape[1:])
         rows_at_once = max(1, _MAX_CHUNK_ELEMENTS // row)
-        box = [slice(o, o + n) for o, n in zip(shard.offset, shard.tensor.shape, strict=True)]
+        box = [slice(o, o + n) for o, n in zip(shard.offset, shard.size, strict=True)]
         first = box[0].start
-        for rows in shard.tensor.split(rows_at_once):
+        for rows in tensor.split(rows_at_once):
             last = first + len(rows)
             values = normal(self._seed, f"initial {shard.name}", first * row, last * row)
             values = values.view(-1, *shard.shape[1:]).mul_(std)

@@ -1,4 +1,4 @@
-"""Decoder language model: a list of named blocks `(x, context) -> x`.
+"""Decoder language model: a list of named blocks `(x, inputs) -> (x, report)`.
 
 The blocks are embed, layers.0 ... layers.N-1 and head. Parameter names are the logical names of
 `facts.workload`. Experts are the exception: they are views of their bank's arena.
@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.plan import Plan, block_names
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import BlockSpec, block_specs
 from moesaic.nn.attention import Attention, FeedForward
-from moesaic.nn.context import Context, Rotary, compute_dtype
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary, compute_dtype
 from moesaic.nn.latent_attention import LatentAttention
 from moesaic.nn.loss import HeadLoss
-from moesaic.nn.moe import MoE
+from moesaic.nn.moe import BalancePass, MoE
 from moesaic.nn.norm import RMSNorm, TensorParallelRMSNorm
+from moesaic.nn.reports import BlockReport, Reports
 from moesaic.nn.router import Router, SigmoidRouter
 from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
@@ -44,9 +46,12 @@ class Embedding(nn.Module):
         self.tp, self.column_shard = tp, column_shard
         self.weight = tp.parameter(vocab, hidden // column_shard.num_ranks, shard_dim=0)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return embeddings [batch, sequence, hidden] of the token ids `x`."""
-        del context
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
+        """Return embeddings [batch, sequence, hidden] of the token ids `x`, and an empty report."""
+        del inputs
+        return self._look_up(x), BlockReport()
+
+    def _look_up(self, x: Tensor) -> Tensor:
         if self.tp.group is None:
             return self.column_shard.look_up(x, self.weight)
         weight = to_local(self.weight)
@@ -62,8 +67,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        attention: Attention | LatentAttention,
-        ffn: FeedForward | MoE,
+        attention: nn.Module,
+        ffn: nn.Module,
         width: int,
         epsilon: float,
     ) -> None:
@@ -75,24 +80,33 @@ class DecoderLayer(nn.Module):
         self.ffn = ffn if isinstance(ffn, FeedForward) else None
         self.recompute = False
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the layer's output; with `recompute`, keep only the input for backward."""
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
+        """Return the layer's output and its report; with `recompute`, keep only the input for
+        backward."""
+        balancing = None if self.moe is None else self.moe.begin_pass()
         if self.recompute and torch.is_grad_enabled():
-            result: Tensor = checkpoint(
-                self._compute, x, context, use_reentrant=False, preserve_rng_state=False
+            result: tuple[Tensor, BlockReport] = checkpoint(
+                self._compute, x, inputs, balancing, use_reentrant=False, preserve_rng_state=False
             )
             return result
-        return self._compute(x, context)
+        return self._compute(x, inputs, balancing)
 
-    def _compute(self, x: Tensor, context: Context) -> Tensor:
+    def _compute(
+        self, x: Tensor, inputs: Inputs, balancing: BalancePass | None
+    ) -> tuple[Tensor, BlockReport]:
+        if self.moe is not None and balancing is not None:
+            self.moe.start_replicas(balancing, inputs, compute_dtype(x))
+        attended, attention_report = self.attention(self.attention_norm(x), inputs)
+        x = x + attended
+        normed, moe_report = self.ffn_norm(x), None
         if self.moe is not None:
-            self.moe.start_replicas(context, compute_dtype(x))
-        x = x + self.attention(self.attention_norm(x), context)
-        normed = self.ffn_norm(x)
-        inner = self.moe if self.moe is not None else self.ffn
-        assert inner is not None
-        result: Tensor = x + inner(normed, context)
-        return result
+            out, moe_report = self.moe(normed, inputs, balancing)
+        else:
+            assert self.ffn is not None
+            out = self.ffn(normed)
+        x = x + out
+        hidden_states = x if "hidden_states" in inputs.keep else None
+        return x, BlockReport(attention_report, moe_report, hidden_states)
 
 
 class LMHead(nn.Module):
@@ -111,18 +125,21 @@ class LMHead(nn.Module):
         self.norm = RMSNorm(width, epsilon)
         self.weight, self.tp, self.column_shard = weight, tp, column_shard
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
-        x = self.tp.gather_tokens(self.norm(x))
-        if context.targets is None:
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
+        """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses, and an
+        empty report."""
+        return self._compute(self.tp.gather_tokens(self.norm(x)), inputs), BlockReport()
+
+    def _compute(self, x: Tensor, inputs: Inputs) -> Tensor:
+        if inputs.targets is None:
             return F.linear(x, self.column_shard.gather_table(to_local(self.weight)))
         tokens = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
-            targets = context.targets.flatten()
+            targets = inputs.targets.flatten()
             weight = to_local(self.weight if torch.is_grad_enabled() else self.weight.detach())
             # Only the loss refers to the gathered table, so it is freed together with the loss.
             loss: Tensor = HeadLoss.apply(
-                tokens, self.column_shard.gather_table(weight), targets, context.loss_scale, self.tp
+                tokens, self.column_shard.gather_table(weight), targets, inputs.loss_scale, self.tp
             )
         return loss
 
@@ -133,30 +150,38 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        specs: Sequence[BlockSpec] | None = None,
         routing: RoutingConfig | None = None,
         plan: Plan | None = None,
         ranks: DispatchGroups | None = None,
         tp: TensorParallel = NO_TP,
-        blocks: Sequence[str] | None = None,
         column_shard: ShardedEmbedding = UNSHARDED,
     ) -> None:
-        """Create the blocks named in `blocks`, in the order of the model; None creates all."""
+        """Create the blocks of `specs`, in their order; None creates all, on one rank."""
         super().__init__()
         self.config, self.tp = config, tp
-        self.block_names = block_names(config) if blocks is None else list(blocks)
-        routing = routing or RoutingConfig()
         plan = plan or Plan(ranks=1, ep=1, dp_shard=1, experts=config.experts)
-        ranks = ranks or DispatchGroups()
-        if "embed" in self.block_names:
-            self.embed = Embedding(config.vocab, config.hidden, tp, column_shard)
-        self.layer_indices = [i for i in range(config.layers) if f"layers.{i}" in self.block_names]
+        specs = block_specs(config, plan) if specs is None else specs
+        self.block_names = list(dict.fromkeys(spec.model_block for spec in specs))
+        routing, ranks = routing or RoutingConfig(), ranks or DispatchGroups()
+        halves: dict[int, list[nn.Module]] = {}
+        for spec in specs:
+            if spec.layer is not None:
+                module = self._make_half(spec, spec.layer, routing, plan, ranks)
+                halves.setdefault(spec.layer, []).append(module)
+                continue
+            shard = column_shard if spec.column_shards > 1 else UNSHARDED
+            if spec.kind == "embed":
+                self.embed = Embedding(config.vocab, config.hidden, tp, shard)
+            else:
+                width = config.hidden // shard.num_ranks
+                weight = tp.parameter(config.vocab, width, shard_dim=0)
+                self.head = LMHead(weight, config.hidden, config.norm_epsilon, tp, shard)
+        self.layer_indices = list(halves)
         self.layers = nn.ModuleList(
-            self._make_layer(index, routing, plan, ranks) for index in self.layer_indices
+            DecoderLayer(attention, ffn, config.hidden, config.norm_epsilon)
+            for attention, ffn in halves.values()
         )
-        if "head" in self.block_names:
-            head_shard = column_shard if config.tied else UNSHARDED
-            weight = tp.parameter(config.vocab, config.hidden // head_shard.num_ranks, shard_dim=0)
-            self.head = LMHead(weight, config.hidden, config.norm_epsilon, tp, head_shard)
         self.tie()
 
     def _make_attention(self, index: int) -> Attention | LatentAttention:
@@ -171,25 +196,25 @@ class LanguageModel(nn.Module):
             norms=_qk_norms(config, self.tp), clip=config.clip_qkv, tp=self.tp,
         )  # fmt: skip
 
-    def _make_layer(
-        self, index: int, routing: RoutingConfig, plan: Plan, ranks: DispatchGroups
-    ) -> DecoderLayer:
+    def _make_half(
+        self, spec: BlockSpec, layer: int, routing: RoutingConfig, plan: Plan, ranks: DispatchGroups
+    ) -> nn.Module:
+        """Return the module of half a layer."""
         config = self.config
-        ffn: FeedForward | MoE
-        if index in config.expert_layers:
-            local_experts, sizes = plan.experts_at(ranks.rank, index), (config.hidden, config.ffn)
-            bank = ExpertBank(local_experts, *sizes, ranks.tp, plan.grouped_mm)
-            dispatcher = Dispatcher(
-                config.experts, ranks, routing.capacity_factor, plan.slot_experts(index),
-                dedup=plan.dispatch == "dedup", num_chunks=plan.chunks,
-                overlap_local=plan.overlap_local,
-            )  # fmt: skip
-            shared_width = config.shared_experts * config.ffn
-            shared = FeedForward(config.hidden, shared_width, self.tp) if shared_width else None
-            ffn = MoE(self._make_router(index, routing), bank, dispatcher, shared)
-        else:
-            ffn = FeedForward(config.hidden, config.ffn_width(index), self.tp)
-        return DecoderLayer(self._make_attention(index), ffn, config.hidden, config.norm_epsilon)
+        if spec.kind == "attention":
+            return self._make_attention(layer)
+        if spec.kind == "ffn":
+            return FeedForward(config.hidden, spec.inner_width, self.tp)
+        bank = ExpertBank(spec.experts, config.hidden, config.ffn, ranks.tp, plan.grouped_mm)
+        dispatcher = Dispatcher(
+            config.experts, ranks, routing.capacity_factor, plan.slot_experts(layer),
+            dedup=plan.dispatch == "dedup", num_chunks=plan.chunks,
+            overlap_local=plan.overlap_local,
+        )  # fmt: skip
+        shared = None
+        if spec.inner_width:
+            shared = FeedForward(config.hidden, spec.inner_width, self.tp)
+        return MoE(self._make_router(layer, routing), bank, dispatcher, shared)
 
     def _make_router(self, index: int, routing: RoutingConfig) -> Router:
         config, kind = self.config, routing.router
@@ -260,12 +285,12 @@ class LanguageModel(nn.Module):
             positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling
         )
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """Run all blocks in order and return the last output."""
-        x = tokens
-        for _, block in self.blocks():
-            x = block(x, context)
-        return x
+    def forward(self, tokens: Tensor, inputs: Inputs) -> tuple[Tensor, Reports]:
+        """Run all blocks in order; return the last output and the reports of all."""
+        x, reports = tokens, Reports()
+        for name, block in self.blocks():
+            x, reports[name] = block(x, inputs)
+        return x, reports
 
 
 def _qk_norms(config: ModelConfig, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:

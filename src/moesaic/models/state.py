@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.lora import Adapters
+from moesaic.nn.experts.places import Places
 
 TP_DIM = "tp"
 """Name of the tensor-parallel dimension of a device mesh."""
@@ -45,8 +46,13 @@ class LocalParam:
         return is_tp_sharded(self.parameter)
 
     @property
+    def places(self) -> Places | None:
+        """Places of the experts; None if all values are always in memory."""
+        return self.bank.places if isinstance(self.bank, ExpertBank) else None
+
+    @property
     def local(self) -> Tensor:
-        """This rank's values, writable in place."""
+        """This rank's values, writable in place; without rows if there are `places`."""
         return local_tensor(self.parameter)
 
     @property
@@ -56,24 +62,62 @@ class LocalParam:
             self.parameter.grad = torch.zeros_like(self.parameter)
         return local_tensor(self.parameter.grad)
 
+    def grads(self) -> list[Tensor]:
+        """Return this rank's gradient: one tensor for each expert, or one in all."""
+        if self.places is not None:
+            return [self.places.gradient(slot) for slot in range(self.places.num_slots)]
+        return [self.grad] if self.bank is None else list(self.grad.unbind())
+
+    def clear_grad(self) -> None:
+        """Remove the gradient."""
+        self.parameter.grad = None
+        if self.places is not None:
+            self.places.clear_gradients()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's values, whether they are in memory or not."""
+        if self.places is not None:
+            return self.places.num_slots, *self.parameter.shape[1:]
+        return tuple(self.local.shape)
+
     @property
     def has_weight_decay(self) -> bool:
         """True for matrices, false for norms and biases."""
         return self.parameter.dim() > 1
 
-    def tensor_shards(self, kind: str, values: Tensor, rank: int) -> Iterator[TensorShard]:
-        """Yield `values`, which have this parameter's local layout, as tensor shards of `kind`."""
-        if self.bank is not None:
-            layer = self.block.removeprefix("layers.")
-            for expert, matrix, view in self.bank.matrices(values):
-                name = f"layers.{layer}.moe.experts.{expert}.{matrix}"
-                yield TensorShard(
-                    kind, name, *self.bank.global_shape_and_offset(matrix, view), view, self.owners
-                )
+    def parameter_shards(self, rank: int) -> Iterator[TensorShard]:
+        """Yield the values as tensor shards."""
+        if self.places is None:
+            yield from self.tensor_shards(PARAMETER, self.local, rank)
             return
-        yield TensorShard(
+        assert isinstance(self.bank, ExpertBank)
+        for expert, matrix, size, lend in self.bank.borrowed_matrices():
+            boxes = self.bank.global_shape_and_offset(matrix, size)
+            name, dtype = self._expert_name(expert, matrix), self.parameter.dtype
+            yield TensorShard(PARAMETER, name, *boxes, size, dtype, self.owners, lend)
+
+    def tensor_shards(
+        self, kind: str, values: Tensor | Sequence[Tensor], rank: int
+    ) -> Iterator[TensorShard]:
+        """Yield `values`, which have this parameter's local layout, as tensor shards of `kind`.
+
+        Values of experts may be one tensor for each.
+        """
+        if self.bank is not None:
+            for expert, matrix, view in self.bank.matrices(values):
+                boxes = self.bank.global_shape_and_offset(matrix, view.shape)
+                name = self._expert_name(expert, matrix)
+                yield TensorShard.of_tensor(kind, name, *boxes, view, self.owners)
+            return
+        assert isinstance(values, Tensor)
+        yield TensorShard.of_tensor(
             kind, self.name, self.global_shape, self._global_offset(rank), values, self.owners
         )
+
+    def _expert_name(self, expert: int, matrix: str) -> str:
+        layer = self.block.removeprefix("layers.")
+        return f"layers.{layer}.moe.experts.{expert}.{matrix}"
 
     def _global_offset(self, rank: int) -> tuple[int, ...]:
         """Return the offset of this rank's shard in the global shape."""
@@ -139,7 +183,7 @@ def router_biases(model: LanguageModel, plan: Plan, rank: int) -> Iterator[Tenso
     owners = tuple(plan.stage_groups()[plan.pp_rank(rank)])
     for layer, router in model.sigmoid_routers():
         name, shape = f"layers.{layer}.moe.router.bias", tuple(router.bias.shape)
-        yield TensorShard(PARAMETER, name, shape, (0,), router.bias, owners)
+        yield TensorShard.of_tensor(PARAMETER, name, shape, (0,), router.bias, owners)
 
 
 def tensor_shards(
@@ -148,8 +192,6 @@ def tensor_shards(
     """Return the parameters and router biases of `model` as tensor shards."""
     plan = plan or Plan(ranks=1, ep=1, dp_shard=1, experts=model.config.experts)
     trained = [
-        shard
-        for param in local_params(model, plan, rank)
-        for shard in param.tensor_shards(PARAMETER, param.local, rank)
+        shard for param in local_params(model, plan, rank) for shard in param.parameter_shards(rank)
     ]
     return [*trained, *router_biases(model, plan, rank)]

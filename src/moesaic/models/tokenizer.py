@@ -169,7 +169,7 @@ class FileTokenizer:
     def __init__(
         self, name: str, end_token: str | None = None, key: str = "data.tokenizer"
     ) -> None:
-        self.name, self._key = name, key
+        self.name = name
         self._path = _tokenizer_file(name, key)
         content = self._path.read_bytes()
         self._tokenizer = _parse(self._path, content, key)
@@ -259,8 +259,10 @@ class FileTokenizer:
         """Return the end token named by the companion files, if the tokenizer has it."""
         for name, path in self._companion_files():
             if name in (SETTINGS_FILE, "special_tokens_map.json"):
-                token = _read_end_token(path, self._key)
-                if token is not None and self._tokenizer.token_to_id(token) is not None:
+                token = read_json_object(path).get("eos_token")
+                if isinstance(token, dict):
+                    token = token.get("content")
+                if isinstance(token, str) and self._tokenizer.token_to_id(token) is not None:
                     return token
         return None
 
@@ -302,15 +304,17 @@ def _parse(path: Path, content: bytes, key: str) -> tokenizers.Tokenizer:
         ) from None
 
 
-def _read_end_token(path: Path, key: str) -> str | None:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object at `path`; empty if the file is missing."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{key}: '{path}' is not JSON ({error}): fix or remove it") from None
-    token = settings.get("eos_token") if isinstance(settings, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise DataError(f"'{path}' cannot be read ({error}): restore it") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"'{path}' is not JSON ({error}): fix or remove it") from None
+    return content if isinstance(content, dict) else {}
 
 
 def _to_json(settings: dict[str, Any]) -> bytes:

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from moesaic.kernels.cpu_gemm import uses_onednn
 from moesaic.kernels.grouped_mm import matmul
-from moesaic.nn.context import Context, Rotary
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.norm import RMSNorm
+from moesaic.nn.reports import AttentionReport
 from moesaic.nn.split_backward import needs_grad
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
 
@@ -112,22 +113,23 @@ class Attention(nn.Module):
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the attention output for this rank's tokens."""
-        (x,) = self.tp.gather_samples(context, x)
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, AttentionReport]:
+        """Return the attention output for this rank's tokens, and the layer's report."""
+        (x,) = self.tp.gather_samples(inputs, x)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _norm_heads(q, self.q_norm), _norm_heads(k, self.k_norm)
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         q, k, v = (self._split(t) for t in (q, k, v))
-        q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
         dtype = v.dtype
         q, k = q.to(dtype), k.to(dtype)
-        if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
-        attended = attend(q, self._repeat(k), self._repeat(v), context.mask)
-        return self.tp.reduce_scatter(self.o(attended.transpose(1, 2).flatten(2)))
+        report = AttentionReport(q, k) if "queries_and_keys" in inputs.keep else AttentionReport()
+        if inputs.cache is not None:
+            k, v = inputs.cache.extend(self.layer, k, v)
+        attended = attend(q, self._repeat(k), self._repeat(v), inputs.mask)
+        return self.tp.reduce_scatter(self.o(attended.transpose(1, 2).flatten(2))), report
 
     def _split(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(2, (-1, self.head_dim))
@@ -197,8 +199,7 @@ class FeedForward(nn.Module):
         self.gate, self.up = Linear(hidden, ffn, tp), Linear(hidden, ffn, tp)
         self.down = Linear(ffn, hidden, tp, shard_dim=INPUT_DIM)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the output for this rank's tokens; `context` is unused, as MoE layers have it."""
-        del context
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output for this rank's tokens."""
         x = self.tp.gather_tokens(x)
         return self.tp.reduce_scatter(self.down(F.silu(self.gate(x)) * self.up(x)))

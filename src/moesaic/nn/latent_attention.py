@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from moesaic.facts.job.model import LatentConfig, RopeScaling
 from moesaic.nn.attention import INPUT_DIM, Linear, attend
-from moesaic.nn.context import Context, Rotary
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.norm import RMSNorm
+from moesaic.nn.reports import AttentionReport
 from moesaic.nn.rope import mscale
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
 
@@ -61,27 +62,29 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(self.latent_dim, heads * (self.nope_dim + self.value_dim), tp)
         self.o = Linear(heads * self.value_dim, hidden, tp, shard_dim=INPUT_DIM)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the attention output for this rank's tokens."""
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, AttentionReport]:
+        """Return the attention output for this rank's tokens, and the layer's report."""
         latent, k_rope = self.kv_down(x).split((self.latent_dim, self.rope_dim), dim=-1)
         q_inputs, latent, k_rope = self.tp.gather_samples(
-            context, self._query_inputs(x), self.kv_norm(latent), k_rope
+            inputs, self._query_inputs(x), self.kv_norm(latent), k_rope
         )
         q, q_rope = self._queries(q_inputs).split((self.nope_dim, self.rope_dim), dim=-1)
-        q_rotated = rotate_interleaved(q_rope, context.rotary)
-        k_rotated = rotate_interleaved(k_rope[:, :, None], context.rotary)
-        if context.cache is not None:
+        q_rotated = rotate_interleaved(q_rope, inputs.rotary)
+        k_rotated = rotate_interleaved(k_rope[:, :, None], inputs.rotary)
+        if inputs.cache is not None:
             new = torch.cat((latent[:, :, None], *k_rotated), dim=-1)
-            (cached,) = context.cache.extend(self.layer, new.transpose(1, 2))
+            (cached,) = inputs.cache.extend(self.layer, new.transpose(1, 2))
             if cached.shape[2] > x.shape[1]:
-                return self._attend_cache(cached, q, q_rotated, context.mask)
+                return self._attend_cache(cached, q, q_rotated, inputs.mask), AttentionReport()
         kv = self.kv_up(latent).unflatten(2, (self.heads, -1))
         k, v = kv.split((self.nope_dim, self.value_dim), dim=-1)
         k_shared = (part.expand(-1, -1, self.heads, -1) for part in k_rotated)
-        attended = self._attend(
-            torch.cat((q, *q_rotated), -1), torch.cat((k, *k_shared), -1), v, context.mask
-        )
-        return self.tp.reduce_scatter(self.o(attended.flatten(2)))
+        q, k = torch.cat((q, *q_rotated), -1), torch.cat((k, *k_shared), -1)
+        report = AttentionReport()
+        if "queries_and_keys" in inputs.keep:
+            report = AttentionReport(q.transpose(1, 2), k.transpose(1, 2))
+        attended = self._attend(q, k, v, inputs.mask)
+        return self.tp.reduce_scatter(self.o(attended.flatten(2))), report
 
     def _query_inputs(self, x: Tensor) -> Tensor:
         """Return the inputs of the query projection: `x`, or the query latents."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from moesaic.dist.clock import Clock
 from moesaic.facts.balance import BalanceDecision, IntArray
 from moesaic.nn.attention import FeedForward
-from moesaic.nn.context import Context, LayerFacts, compute_dtype
 from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher, TokenSlots
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.replicas import Replicas
+from moesaic.nn.inputs import Inputs, compute_dtype
+from moesaic.nn.reports import MoEReport
 from moesaic.nn.router import Router, Routing, load_balance_loss, router_z_loss
 
 
@@ -38,6 +39,18 @@ class ReplicaChooser(Protocol):
 
     def set_owners(self, owners: IntArray) -> None:
         """Set the owner rank of each expert, [experts]."""
+
+
+@dataclass
+class BalancePass:
+    """Balancing of one forward pass of a layer and of its recomputation."""
+
+    decision: BalanceDecision | None = None
+    """Decision of the first pass, which the recomputation repeats; None without balancing."""
+    replicas: Replicas | None = None
+    """Replicas in transfer to this rank, until the experts take them."""
+    is_prefetched: bool = False
+    """True if the previous layer began to send the replicas, or found that there are none."""
 
 
 class MoE(nn.Module):
@@ -64,49 +77,68 @@ class MoE(nn.Module):
         tuple, so that `nn.Module` does not register it."""
         self.clock: Clock | None = None
         """Timer of training: seconds of the experts, and seconds that replicas block this rank."""
+        self._next_pass: BalancePass | None = None
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the output of the layer, in the shape of `x`."""
-        balancer = self._active_balancer(context)
+    def begin_pass(self) -> BalancePass:
+        """Return the balancing of the coming forward pass, which the previous layer may have
+        begun."""
+        begun, self._next_pass = self._next_pass, None
+        return BalancePass() if begun is None else begun
+
+    def forward(
+        self, x: Tensor, inputs: Inputs, balancing: BalancePass | None = None
+    ) -> tuple[Tensor, MoEReport]:
+        """Return the output of the layer, in the shape of `x`, and its report.
+
+        The caller passes `balancing` if it has started the replicas already.
+        """
+        if balancing is None:
+            balancing = self.begin_pass()
+            self.start_replicas(balancing, inputs, compute_dtype(x))
+        balancer = self._active_balancer(inputs)
         prefetches = balancer is not None and balancer.prefetches
-        if prefetches and self.router.layer not in context.replicas:
-            self.start_replicas(context, compute_dtype(x))
-        replicas = context.replicas.pop(self.router.layer, None)
+        replicas, balancing.replicas = balancing.replicas, None
         tokens_TH = x.reshape(-1, x.shape[-1])
-        routing, tp = self.router(tokens_TH, context), self.bank.tp
+        routing, tp = self.router(tokens_TH, inputs), self.bank.tp
         experts_TK, weights_TK = (
             tp.gather_rows(routing.experts_TK),
             tp.gather_rows(routing.weights_TK),
         )
-        is_complete = routing.is_complete and balancer is None
-        backend = self.bank.grouped_mm(compute_dtype(x))
+        allow_device_counts = routing.is_complete and balancer is None
+        backend = self.bank.matmul_backend(compute_dtype(x))
         counts = self.dispatcher.count(
-            experts_TK, training=context.training, is_complete=is_complete, backend=backend
+            experts_TK,
+            training=inputs.training,
+            allow_device_counts=allow_device_counts,
+            backend=backend,
         )
-        balance = self._decide_balance(counts, context)
+        if balancer is not None and balancing.decision is None:
+            ep_ranks = list(self.dispatcher.groups.ep_ranks)
+            balancing.decision = balancer(counts.counts_RE[ep_ranks].numpy())
+        balance = balancing.decision
         token_slots = self.dispatcher.assign_slots(counts, balance)
-        report = partial(self._report, context, routing, counts, token_slots, balance)
+        report = None
         if counts.token_slots is None:
-            report()
+            report = self._make_report(inputs, routing, counts, token_slots, balance)
         tokens_TH = tp.gather_rows(tokens_TH.to(compute_dtype(x)))
         dispatch = self.dispatcher.start_dispatch(tokens_TH, weights_TK, token_slots)
         # Tokens go first; they are on the critical path.
         if balance is not None and not prefetches:
             replicas = self._send_replicas(balance, tokens_TH.dtype)
         for layer in self.next_layers:
-            layer.start_prefetch(context, tokens_TH.dtype)
+            layer.start_prefetch(inputs, tokens_TH.dtype)
         if balancer is not None and prefetches:
             balancer.place_next_replicas()
-        shared = None if self.shared is None else self.shared(x, context)  # Overlaps the exchange.
-        clock = self.clock if context.training else None
+        shared = None if self.shared is None else self.shared(x)  # Overlaps the exchange.
+        clock = self.clock if inputs.training else None
         with self.bank.expert_function(
-            self.dispatcher.num_computations, replicas, clock
+            self.dispatcher.num_expert_calls, replicas, clock
         ) as compute:
             combined = tp.reduce_scatter(dispatch.run_experts(compute)).view(x.shape)
         # Counts on the device: this launches kernels, so do it while the experts compute.
-        if counts.token_slots is not None:
-            report()
-        return combined if shared is None else combined + shared
+        if report is None:
+            report = self._make_report(inputs, routing, counts, token_slots, balance)
+        return combined if shared is None else combined + shared, report
 
     def set_slot_experts(self, slot_experts: Sequence[int]) -> None:
         """Set the expert of each slot of the EP group, between two steps.
@@ -120,47 +152,35 @@ class MoE(nn.Module):
         if self.balancer is not None:
             self.balancer.set_owners(placement.slot_of_expert // placement.slots_per_rank)
 
-    def _active_balancer(self, context: Context) -> ReplicaChooser | None:
+    def _active_balancer(self, inputs: Inputs) -> ReplicaChooser | None:
         """Return the balancer; None in evaluation, which never uses replicas."""
-        return self.balancer if context.training else None
+        return self.balancer if inputs.training else None
 
-    def _decide_balance(self, counts: DispatchCounts, context: Context) -> BalanceDecision | None:
-        """Return the balancing decision; a recomputed layer repeats its first one."""
-        facts = context.layer_facts.get(self.router.layer)
-        if facts is not None:
-            return facts.balance_decision
-        balancer = self._active_balancer(context)
-        if balancer is None:
-            return None
-        ep_ranks = list(self.dispatcher.groups.ep_ranks)
-        return balancer(counts.counts_RE[ep_ranks].numpy())
-
-    def start_replicas(self, context: Context, dtype: torch.dtype) -> None:
+    def start_replicas(self, balancing: BalancePass, inputs: Inputs, dtype: torch.dtype) -> None:
         """Send the replicas of a prefetching policy: all, or those that the previous layer has not
         sent yet.
 
         The transfer overlaps whatever is computed until the experts.
         """
-        layer, balancer = self.router.layer, self._active_balancer(context)
+        balancer = self._active_balancer(inputs)
         if balancer is None or not balancer.prefetches:
             return
-        facts = context.layer_facts.get(layer)
-        if facts is not None:  # Recomputation in backward.
-            assert facts.balance_decision is not None
-            context.replicas[layer] = self._send_replicas(facts.balance_decision, dtype)
-        elif layer in context.replicas:
-            self._send_remaining_replicas(context.replicas[layer])
+        if balancing.decision is not None:  # Recomputation in backward.
+            balancing.replicas = self._send_replicas(balancing.decision, dtype)
+        elif balancing.is_prefetched:
+            self._send_remaining_replicas(balancing.replicas)
         else:
-            context.replicas[layer] = self._send_replicas(balancer.prefetched_replicas(), dtype)
+            balancing.replicas = self._send_replicas(balancer.prefetched_replicas(), dtype)
 
-    def start_prefetch(self, context: Context, dtype: torch.dtype) -> None:
-        """Start to send the prefetched replicas, during the experts of the previous layer."""
-        balancer = self._active_balancer(context)
+    def start_prefetch(self, inputs: Inputs, dtype: torch.dtype) -> None:
+        """Begin the coming pass: send the prefetched replicas, during the experts of the previous
+        layer."""
+        balancer = self._active_balancer(inputs)
         if balancer is not None and balancer.prefetches:
             replicas = self._make_replicas(balancer.prefetched_replicas(), dtype)
             if replicas is not None:
                 replicas.send(prefetched=True)
-            context.replicas[self.router.layer] = replicas
+            self._next_pass = BalancePass(replicas=replicas, is_prefetched=True)
 
     def _send_replicas(self, balance: BalanceDecision, dtype: torch.dtype) -> Replicas | None:
         replicas = self._make_replicas(balance, dtype)
@@ -176,7 +196,7 @@ class MoE(nn.Module):
             return None
         assert groups.replica_transport is not None
         ep_rank = groups.ep_ranks.index(groups.rank)
-        arena, placement = self.bank.acquire(), self.dispatcher.placement
+        arena, placement = self.bank.whole_arena(), self.dispatcher.placement
         return Replicas(
             arena, balance, placement, ep_rank, groups.replica_transport, dtype, self.clock
         )
@@ -186,28 +206,18 @@ class MoE(nn.Module):
         if replicas is not None:
             replicas.send(prefetched=False)
 
-    def _report(
+    def _make_report(
         self,
-        context: Context,
+        inputs: Inputs,
         routing: Routing,
         counts: DispatchCounts,
         token_slots: TokenSlots,
         balance: BalanceDecision | None,
-    ) -> None:
-        facts = self._layer_facts(routing, counts, token_slots, balance)
-        # Recomputation in backward must not overwrite this with its second graph.
-        context.layer_facts.setdefault(self.router.layer, facts)
-
-    def _layer_facts(
-        self,
-        routing: Routing,
-        counts: DispatchCounts,
-        token_slots: TokenSlots,
-        balance: BalanceDecision | None,
-    ) -> LayerFacts:
+    ) -> MoEReport:
         requested_E = counts.requested_E
         first_E = counts.requested_KE[0] if self.router.kind == "gshard" else requested_E
-        return LayerFacts(
+        return MoEReport(
+            layer=self.router.layer,
             balance_loss=load_balance_loss(routing, first_E, counts.num_tokens),
             z_loss=router_z_loss(routing, counts.num_tokens),
             requested=requested_E,
@@ -216,4 +226,6 @@ class MoE(nn.Module):
             dedup_counts=token_slots.dedup_counts_RP,
             num_replay_mismatches=routing.num_replay_mismatches,
             balance_decision=balance,
+            router_logits=routing.scores_TE if "router_logits" in inputs.keep else None,
+            router_choices=routing.recorded_TK if "router_choices" in inputs.keep else None,
         )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moesaic.facts.job.model import GROUP_TOP_K
 from moesaic.kernels.randomness import uniform
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 
 NO_EXPERT = -1
 """Stands for a choice without an expert."""
@@ -36,6 +36,8 @@ class Routing:
 
     experts_TK: Tensor
     """Chosen experts; NO_EXPERT where a choice was dropped."""
+    chosen_TK: Tensor
+    """Chosen experts, dropped ones too."""
     weights_TK: Tensor
     """Weights of the chosen experts; with gradient."""
     probabilities_TE: Tensor
@@ -46,6 +48,11 @@ class Routing:
     """Replayed choices that differ from the router's own."""
     is_complete: bool = False
     """True if no choice was dropped, and no loss distinguishes first choices from others."""
+
+    @property
+    def recorded_TK(self) -> Tensor:
+        """Choices as a recording holds them: -1 - e where the router dropped expert e."""
+        return torch.where(self.experts_TK == NO_EXPERT, -1 - self.chosen_TK, self.chosen_TK)
 
 
 class Router(nn.Module):
@@ -73,35 +80,37 @@ class Router(nn.Module):
         """True if the router drops no choice, and no loss distinguishes first choices."""
         return self.kind != "gshard"
 
-    def forward(self, tokens_TH: Tensor, context: Context) -> Routing:
-        """Return the routing of `tokens_TH`, or the replayed one of `context`."""
+    def forward(self, tokens_TH: Tensor, inputs: Inputs) -> Routing:
+        """Return the routing of `tokens_TH`, or the replayed one of `inputs`."""
         dtype = torch.promote_types(tokens_TH.dtype, torch.float32)
         with torch.autocast(tokens_TH.device.type, enabled=False):
             scores_TE = F.linear(tokens_TH.to(dtype), self.weight.to(dtype))
-        if self.noise and context.training:
-            scores_TE = scores_TE * self._noise_factors(scores_TE, context)
+        if self.noise and inputs.training:
+            scores_TE = scores_TE * self._noise_factors(scores_TE, inputs)
         affinities_TE, probabilities_TE = self._affinities(scores_TE)
-        own_TK = self._choose(affinities_TE, context)
+        own_TK = self._choose(affinities_TE, inputs)
         chosen_TK, dropped_TK, num_mismatches = own_TK, None, 0
-        if context.replay:
-            recorded_TK = context.replay[self.layer]
+        if inputs.routing_replay:
+            recorded_TK = inputs.routing_replay[self.layer]
             dropped_TK = recorded_TK < 0
             chosen_TK = torch.where(dropped_TK, -1 - recorded_TK, recorded_TK)
             kept = (chosen_TK[:, :, None] == own_TK[:, None, :]).any(-1)
             num_mismatches = int((~kept).sum())
         weights_TK = self._scale_weights(affinities_TE.gather(1, chosen_TK))
-        if dropped_TK is None and self.kind == "gshard" and context.training:
-            dropped_TK = self._drop_second(weights_TK, context)
+        if dropped_TK is None and self.kind == "gshard" and inputs.training:
+            dropped_TK = self._drop_second(weights_TK, inputs)
         experts_TK = chosen_TK
         if dropped_TK is not None:
             experts_TK = chosen_TK.masked_fill(dropped_TK, NO_EXPERT)
-        if context.keep_choices:
-            context.choices[self.layer] = torch.where(
-                experts_TK == NO_EXPERT, -1 - chosen_TK, chosen_TK
-            )
         is_complete = dropped_TK is None and self.keeps_all_choices
         return Routing(
-            experts_TK, weights_TK, probabilities_TE, scores_TE, num_mismatches, is_complete
+            experts_TK,
+            chosen_TK,
+            weights_TK,
+            probabilities_TE,
+            scores_TE,
+            num_mismatches,
+            is_complete,
         )
 
     def _affinities(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,9 +118,9 @@ class Router(nn.Module):
         probabilities_TE = scores_TE.softmax(dim=-1)
         return probabilities_TE, probabilities_TE
 
-    def _choose(self, affinities_TE: Tensor, context: Context) -> Tensor:
+    def _choose(self, affinities_TE: Tensor, inputs: Inputs) -> Tensor:
         if self.kind == "balanced":
-            sample, position = _token_ids(affinities_TE, context)
+            sample, position = _token_ids(affinities_TE, inputs)
             first = (sample + position) * self.top_k
             return (
                 first[:, None] + torch.arange(self.top_k, device=first.device)
@@ -124,19 +133,19 @@ class Router(nn.Module):
     def _scale_weights(self, weights_TK: Tensor) -> Tensor:
         return weights_TK / weights_TK.sum(-1, keepdim=True) if self.renormalise else weights_TK
 
-    def _noise_factors(self, scores_TE: Tensor, context: Context) -> Tensor:
-        sample, position = _token_ids(scores_TE, context)
+    def _noise_factors(self, scores_TE: Tensor, inputs: Inputs) -> Tensor:
+        sample, position = _token_ids(scores_TE, inputs)
         channel = torch.arange(self.num_experts, device=scores_TE.device)
         draws = uniform(
-            context.seed, f"router noise {self.layer}", context.step,
+            inputs.seed, f"router noise {self.layer}", inputs.step,
             sample[:, None], position[:, None] * self.num_experts + channel,
         )  # fmt: skip
         return (1.0 + self.noise * (2.0 * draws - 1.0)).to(scores_TE.dtype)
 
-    def _drop_second(self, weights_TK: Tensor, context: Context) -> Tensor:
+    def _drop_second(self, weights_TK: Tensor, inputs: Inputs) -> Tensor:
         """Return the mask of dropped choices: a second one with probability 1 - 2 * weight."""
-        sample, position = _token_ids(weights_TK, context)
-        draws = uniform(context.seed, f"second expert {self.layer}", context.step, sample, position)
+        sample, position = _token_ids(weights_TK, inputs)
+        draws = uniform(inputs.seed, f"second expert {self.layer}", inputs.step, sample, position)
         is_dropped = 2.0 * weights_TK[:, 1].detach() <= draws
         return torch.stack((torch.zeros_like(is_dropped), is_dropped), dim=1)
 
@@ -203,14 +212,14 @@ class SigmoidRouter(Router):
         self.bias.add_(deficit_E.sign().to(self.bias), alpha=step)
 
 
-def _token_ids(tokens: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+def _token_ids(tokens: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return (global sample, position) of every token, which identify it in any layout."""
-    if context.samples is None or context.positions is None:
+    if inputs.samples is None or inputs.positions is None:
         flat = torch.arange(tokens.shape[0], device=tokens.device)
         return torch.zeros_like(flat), flat
-    sample = context.samples[:, None].expand(-1, context.positions.shape[0])
-    position = context.positions.expand(sample.shape)
-    return sample.reshape(-1)[context.token_slice], position.reshape(-1)[context.token_slice]
+    sample = inputs.samples[:, None].expand(-1, inputs.positions.shape[0])
+    position = inputs.positions.expand(sample.shape)
+    return sample.reshape(-1)[inputs.token_slice], position.reshape(-1)[inputs.token_slice]
 
 
 def load_balance_loss(routing: Routing, requested_E: Tensor, num_tokens: int) -> Tensor:

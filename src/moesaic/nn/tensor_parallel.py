@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moesaic.dist.collectives import AllReduce, GatherSequence, ReduceScatterSequence
 from moesaic.dist.state import is_dtensor
 from moesaic.dist.world import Group
-from moesaic.nn.context import Context, compute_dtype
+from moesaic.nn.inputs import Inputs, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,13 +71,13 @@ class TensorParallel:
         gathered: Tensor = x if self.group is None else GatherSequence.apply(x, self.group)
         return gathered
 
-    def gather_samples(self, context: Context, *parts: Tensor) -> tuple[Tensor, ...]:
+    def gather_samples(self, inputs: Inputs, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return each of `parts`, gathered from all TP ranks in one collective, [batch, sequence,
         channels]."""
         if self.group is None:
             return parts
         gathered = self.gather_tokens(torch.cat(parts, dim=-1))
-        by_sample: Tensor = gathered.view(-1, context.rotary.cosine.shape[2], gathered.shape[-1])
+        by_sample: Tensor = gathered.view(-1, inputs.rotary.cosine.shape[2], gathered.shape[-1])
         split: tuple[Tensor, ...] = by_sample.split([part.shape[-1] for part in parts], dim=-1)
         return split
 

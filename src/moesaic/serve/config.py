@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from moesaic.base.config import Section
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 
 
 class GenerateConfig(Section):
@@ -26,7 +26,7 @@ class GenerateConfig(Section):
     """torch device; auto: a GPU if there is one, else cpu."""
     precision: Literal["keep", "fp32", "bf16", "fp64"] = "keep"
     """Dtype of weights and computation; keep: the dtype of the embedding on file."""
-    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    grouped_mm: Literal["auto"] | MatmulBackend = "auto"
     """Kernels of the expert matmuls on a GPU, as in a job's `kernels.grouped_mm`."""
     system: str | None = None
     """System message before each prompt, with --chat; unset: none."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.kernels.randomness import uniform
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.serve.cache import KeyValueCache
 
 
@@ -110,7 +110,7 @@ def _advance(model: LanguageModel, tokens: Tensor, cache: KeyValueCache, padding
     """Return logits [rows, vocab] after `tokens` [rows, new], and add them to the cache."""
     start, end = cache.num_filled, cache.num_filled + tokens.shape[1]
     positions = torch.arange(start, end, device=tokens.device)
-    context = Context(model.rotary((positions[None, :] - padding[:, None]).clamp(min=0)))
+    rotary, mask = model.rotary((positions[None, :] - padding[:, None]).clamp(min=0)), None
     window = model.config.window or end
     if bool(padding.any()) or window < end:
         keys = torch.arange(end, device=tokens.device)
@@ -118,11 +118,10 @@ def _advance(model: LanguageModel, tokens: Tensor, cache: KeyValueCache, padding
         in_window = (distance >= 0) & (distance < window)
         is_token = keys[None, :] >= padding[:, None]
         # A padding position attends to itself, so that no softmax is over an empty set.
-        context.mask = ((in_window[None] & is_token[:, None]) | (distance == 0)[None])[:, None]
-    context.cache = cache
-    x = tokens
+        mask = ((in_window[None] & is_token[:, None]) | (distance == 0)[None])[:, None]
+    x, inputs = tokens, Inputs(rotary, mask=mask, cache=cache)
     for name, block in model.blocks():
-        x = block(x[:, -1:] if name == "head" else x, context)
+        x, _ = block(x[:, -1:] if name == "head" else x, inputs)
     cache.num_filled = end
     return x[:, -1]
 

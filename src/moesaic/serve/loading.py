@@ -8,7 +8,7 @@ import torch
 
 from moesaic.base.errors import ConfigError
 from moesaic.dist.state import PRECISIONS
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
 from moesaic.models.lm import LanguageModel
@@ -20,7 +20,7 @@ def load_model(
     origin: Origin,
     device: torch.device,
     precision: str = "keep",
-    grouped_mm: Literal["auto"] | GroupedMM = "auto",
+    grouped_mm: Literal["auto"] | MatmulBackend = "auto",
 ) -> LanguageModel:
     """Return the model of `origin` on `device`, filled tensor by tensor.
 
@@ -41,5 +41,6 @@ def load_model(
     for _, moe in model.expert_layers():
         moe.bank.backend = grouped_mm
     for shard in tensor_shards(model):
-        shard.tensor.copy_(origin.tensors.read(shard.name))
+        with shard.borrow() as tensor:
+            tensor.copy_(origin.tensors.read(shard.name))
     return model.eval()

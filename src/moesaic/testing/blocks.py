@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,9 +20,10 @@ from moesaic.dist.state import local_tensor
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload import Block
 from moesaic.models.init import InitialSource
 from moesaic.models.kernel_counter import KernelCounter, KernelCounts
-from moesaic.nn.context import LayerFacts
+from moesaic.nn.reports import MoEReport
 from moesaic.testing.flops import CUSTOM_FLOPS, flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
@@ -52,12 +53,12 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(rows)
     if job.data.packing == "stream":
         batch.documents.zero_()
-    context = lm.make_context(run.model, batch, job, 0)
-    context.training, context.targets, context.loss_scale = True, batch.targets, 1.0
+    inputs = lm.make_inputs(run.model, batch, job, 0)
+    inputs = replace(inputs, training=True, targets=batch.targets)
     lasting = (
         *map(local_tensor, run.model.parameters()),
-        context.rotary.cosine,
-        context.rotary.sine,
+        inputs.rotary.cosine,
+        inputs.rotary.sine,
     )
     lasting_addresses = {tensor.untyped_storage().data_ptr() for tensor in lasting}
     trace, x = BlockTrace(), batch.inputs.clone()
@@ -65,11 +66,11 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
         saved: dict[int, int] = {}
         x = x.detach().requires_grad_(x.requires_grad)
         with _track_saved(saved, lasting_addresses), run.autocast():
-            trace.forward[name], out = trace_call(partial(block, x, context))
-        index = int(name.partition(".")[2]) if name.startswith("layers") else -1
-        facts = [context.layer_facts[index]] if index in context.layer_facts else []
-        trace.loads += [expert_load(one) for one in facts]
-        roots = [out, *(part for one in facts for part in (one.balance_loss, one.z_loss))]
+            trace.forward[name], (out, report) = trace_call(partial(block, x, inputs))
+        roots = [out]
+        if report.moe is not None:
+            trace.loads.append(expert_load(report.moe))
+            roots += [report.moe.balance_loss, report.moe.z_loss]
         roots = [root for root in roots if root.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
         trace.saved_bytes[name] = sum(saved.values())
@@ -81,10 +82,12 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
     return trace
 
 
-def expert_load(facts: LayerFacts) -> list[list[int]]:
+def expert_load(report: MoEReport) -> list[list[int]]:
     """Return assignments by rank and expert, then deduplicated tokens, as `expert_counts` takes
     them."""
-    tables = [facts.counts] if facts.dedup_counts is None else [facts.counts, facts.dedup_counts]
+    tables = [report.counts]
+    if report.dedup_counts is not None:
+        tables.append(report.dedup_counts)
     load: list[list[int]] = torch.cat(tables, dim=1).tolist()
     return load
 
@@ -153,3 +156,22 @@ def trace_call(work: Callable[[], Any]) -> tuple[KernelCounts, Any]:
         result = work()
     assert flops(counts) == counter.get_total_flops()
     return counts, result
+
+
+def check_work(trace: BlockTrace, blocks: Sequence[Block], *, saved: bool = True) -> None:
+    """Compare a trace with the predicted blocks, by block of the model.
+
+    FLOPs are equal, elementwise bytes within 5% and, if `saved`, bytes saved by autograd within 2%.
+    """
+    for direction, found in (("forward", trace.forward), ("backward", trace.backward)):
+        for name, counts in found.items():
+            works = [getattr(one, direction) for one in blocks if one.spec.model_block == name]
+            assert sum(work.flops for work in works) == flops(counts), (direction, name)
+            moved = sum(work.moved_bytes for work in works)
+            assert abs(moved - counts.moved_bytes) <= 0.05 * counts.moved_bytes, (
+                direction, name, moved, counts.moved_bytes,
+            )  # fmt: skip
+    if saved:
+        for name, num_bytes in trace.saved_bytes.items():
+            predicted = sum(one.saved_bytes for one in blocks if one.spec.model_block == name)
+            assert abs(predicted - num_bytes) <= 0.02 * num_bytes, (name, predicted, num_bytes)

@@ -25,6 +25,29 @@ TINY: dict[str, Any] = {
     "schedule": {"warmup": 2},
 }  # fmt: skip
 
+RUN_JOB = """
+[model]
+preset = "tiny-olmoe"
+layers = 1
+hidden = 32
+head_dim = 8
+ffn = 16
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 4
+batch = 4
+device = "cpu"
+
+[log]
+tensorboard = false
+"""
+"""Job file of a tiny run on the CPU."""
+
 
 def tiny_job(**tables: dict[str, Any]) -> Job:
     """Return the tiny job with the given keys of its tables changed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -48,7 +47,9 @@ def make_shards(
                 box = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
                 shape = tuple(tensor.shape)
                 shards.append(
-                    TensorShard(kind, name, shape, offset, tensor[box].clone(), tuple(owners))
+                    TensorShard.of_tensor(
+                        kind, name, shape, offset, tensor[box].clone(), tuple(owners)
+                    )
                 )
     return shards
 
@@ -57,10 +58,16 @@ def blank_shards(shards: Sequence[TensorShard]) -> list[TensorShard]:
     """Return the same shards, with every byte 0x55."""
     blanks = []
     for shard in shards:
-        tensor = torch.empty_like(shard.tensor)
-        tensor.reshape(-1).view(torch.uint8).fill_(0x55)
-        blanks.append(replace(shard, tensor=tensor))
+        tensor = torch.empty(shard.size, dtype=shard.dtype)
+        tensor.view(-1).view(torch.uint8).fill_(0x55)
+        blanks.append(shard.with_tensor(tensor))
     return blanks
+
+
+def live_values(shard: TensorShard) -> torch.Tensor:
+    """Return the live values of a shard, valid while they stay in memory."""
+    with shard.borrow() as tensor:
+        return tensor
 
 
 def same_bits(one: Sequence[TensorShard], other: Sequence[TensorShard]) -> bool:
@@ -76,6 +83,7 @@ def worlds(size: int, deadline: timedelta = timedelta(seconds=20)) -> list[World
 
 
 def _bits(shard: TensorShard) -> tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, bytes]:
-    tensor = shard.tensor.detach().contiguous()
+    with shard.borrow() as values:
+        tensor = values.detach().contiguous()
     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     return shard.key, shard.offset, tuple(tensor.shape), tensor.dtype, raw

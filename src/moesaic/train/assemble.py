@@ -71,6 +71,9 @@ def assemble(
         if migrates:
             items = [*run.trainable, *run.frozen]
             run.migration = ExpertMigration(job, plan, world, model, items, run.optimizer)
+        if policies.should_balance(job, plan):
+            for _, bank in model.expert_banks():
+                bank.whole_arena()  # Refuses replicas of experts without a place.
         source.fill(run.state().shards)
         if needs_prices:
             run.plan = balancing.attach_balancers(model, job, run.plan, world, log)
@@ -96,6 +99,7 @@ def _allocate_run(
             _make_optimizer(job, world, flat_params),
             pipeline_rank_group=world.partition(plan.stage_groups()),
             tied_weight_group=_tied_weight_group(job, plan, world),
+            expert_dp_group=world.partition(plan.expert_dp_groups(), _bucket_purpose(plan)),
             buckets=buckets, pipeline=pipeline,
             frozen=[item for item in all_params if not item.parameter.requires_grad],
         )  # fmt: skip
@@ -117,7 +121,7 @@ def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> 
     themselves, so reduction waits for the end.
     """
     overlaps_backward = plan.pp == 1
-    purpose = "gradients" if overlaps_backward else ""
+    purpose = _bucket_purpose(plan)
     expert_dp_group = world.partition(plan.expert_dp_groups(), purpose)
     stage_group = dp_group = None
     if plan.dp_shard == 1:
@@ -132,9 +136,14 @@ def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> 
             decays=item.has_weight_decay,
         )
         for item in reversed(trainable)
-        if not item.is_column_sharded
+        if not item.is_column_sharded and item.places is None
     ]
     return GradientBuckets(reduced, overlaps_backward=overlaps_backward)
+
+
+def _bucket_purpose(plan: Plan) -> str:
+    """Return the purpose of the groups that reduce gradients."""
+    return "gradients" if plan.pp == 1 else ""
 
 
 def _make_optimizer(job: Job, world: World, flat_params: Sequence[FlatParams]) -> AdamW:

@@ -27,10 +27,10 @@ from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.kernels import device as devices
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import LOW_PRECISION
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.grouped import BACKWARD, FORWARD
+from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.nn.moe import MoE
 from moesaic.policy import balance as policies
 from moesaic.train import topology

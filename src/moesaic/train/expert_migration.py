@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.dist.all_to_all import Transport
-from moesaic.dist.state import EXPERT_ROWS, PARAMETER, TensorShard
+from moesaic.dist.state import EXPERT_TOKENS, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.moves import ExpertMoves, RankMoves
@@ -65,8 +65,8 @@ class ExpertMigration:
         """Yield the token counts that decide, which every rank has in full."""
         owners = tuple(range(self._world.size))
         for layer, rows in self._token_counts.items():
-            yield TensorShard(
-                EXPERT_ROWS, f"layers.{layer}.moe", tuple(rows.shape), (0,), rows, owners
+            yield TensorShard.of_tensor(
+                EXPERT_TOKENS, f"layers.{layer}.moe", tuple(rows.shape), (0,), rows, owners
             )
 
     def add_counts(self, counts: Mapping[int, Tensor]) -> None:
@@ -118,23 +118,23 @@ class ExpertMigration:
         rank_moves = ExpertMoves(*np.array(decision.moves).T).rank_moves(me, placement.num_ranks)
         items = [param for param in self._params if param.bank and param.block == f"layers.{layer}"]
         state = [shard for item in items for shard in self._all_shards(item)]
-        tensors = {
-            expert: _expert_tensors(state, layer, expert)
+        shards = {
+            expert: _expert_shards(state, layer, expert)
             for expert in rank_moves.send_experts.tolist()
         }
         received = _exchange(
-            groups.replica_transport, rank_moves, list(tensors.values()), moe.bank.arena.device
+            groups.replica_transport, rank_moves, list(shards.values()), moe.bank.arena.device
         )
         for row, expert in zip(received, rank_moves.receive_experts.tolist(), strict=True):
             # The expert that was in this slot has been sent.
-            _unpack(row, tensors[placement.slot_experts[decision.slots.index(expert)]])
+            _unpack(row, shards[placement.slot_experts[decision.slots.index(expert)]])
         old_names = [shard.name for item in items for shard in self._parameter_shards(item)]
         moe.set_slot_experts(decision.slots)
         new_names = [shard.name for item in items for shard in self._parameter_shards(item)]
         self._optimizer.rename_params(dict(zip(old_names, new_names, strict=True)))
 
     def _parameter_shards(self, param: LocalParam) -> Iterator[TensorShard]:
-        return param.tensor_shards(PARAMETER, param.local, self._world.rank)
+        return param.parameter_shards(self._world.rank)
 
     def _all_shards(self, param: LocalParam) -> Iterator[TensorShard]:
         """Yield a parameter and, if it is trained, its moments."""
@@ -143,23 +143,27 @@ class ExpertMigration:
             yield from self._optimizer.moment_shards(param, self._world.rank)
 
 
-def _expert_tensors(state: Sequence[TensorShard], layer: int, expert: int) -> list[Tensor]:
+def _expert_shards(state: Sequence[TensorShard], layer: int, expert: int) -> list[TensorShard]:
     prefix = expert_name(layer, expert, "")
-    return [shard.tensor for shard in state if shard.name.startswith(prefix)]
+    return [shard for shard in state if shard.name.startswith(prefix)]
 
 
 def _exchange(
-    transport: Transport, moves: RankMoves, outgoing: Sequence[list[Tensor]], device: torch.device
+    transport: Transport,
+    moves: RankMoves,
+    outgoing: Sequence[list[TensorShard]],
+    device: torch.device,
 ) -> Tensor:
     """Send `outgoing` experts as rows of bytes; return the received ones. A rank that sends none
     receives none, but must take part."""
-    width = sum(tensor.nbytes for tensor in outgoing[0]) if outgoing else 1
+    width = sum(shard.num_bytes for shard in outgoing[0]) if outgoing else 1
     rows = torch.empty((len(outgoing), width), dtype=torch.uint8, device=device)
-    for row, tensors in zip(rows, outgoing, strict=True):
-        for target, tensor in zip(
-            row.split([tensor.nbytes for tensor in tensors]), tensors, strict=True
+    for row, shards in zip(rows, outgoing, strict=True):
+        for target, shard in zip(
+            row.split([shard.num_bytes for shard in shards]), shards, strict=True
         ):
-            target.copy_(_as_bytes(tensor))
+            with shard.borrow() as tensor:
+                target.copy_(_as_bytes(tensor))
     received, work = transport.start(rows, moves.send_counts, moves.receive_counts)
     work.wait()
     return received
@@ -169,9 +173,9 @@ def _as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(-1).view(torch.uint8)
 
 
-def _unpack(row: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write a received expert over the tensors of one that was sent."""
-    for source, tensor in zip(
-        row.split([tensor.nbytes for tensor in tensors]), tensors, strict=True
-    ):
-        tensor.copy_(source.clone().view(tensor.dtype).view(tensor.shape))  # A clone is aligned.
+def _unpack(row: Tensor, shards: Sequence[TensorShard]) -> None:
+    """Write a received expert over the shards of one that was sent."""
+    for source, shard in zip(row.split([shard.num_bytes for shard in shards]), shards, strict=True):
+        values = source.clone().view(shard.dtype).view(shard.size)  # A clone is aligned.
+        with shard.borrow() as tensor:
+            tensor.copy_(values)

@@ -12,7 +12,7 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
-from moesaic.facts.workload.adapters import A, B, describe_trainable
+from moesaic.facts.workload.parameters import A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.init import InitialSource
@@ -88,11 +88,11 @@ class LanguageModelKind:
             has_fixed_placement = loaded.plan is not None and job.balance.migrate_every == 0
             plan = _restore_decisions(plan, checkpoint, has_fixed_placement)
         run = assemble(job, plan, world, source, counters, log)
-        run.replay = replay
+        run.routing_replay = replay
         if job.routing.record:
             recorder = open_recorder(Path(job.routing.record), world, data.digest, first_step)
             try:
-                run.recorder = run.files.enter_context(recorder)
+                run.routing_recorder = run.files.enter_context(recorder)
             except BaseException:
                 run.close()
                 raise

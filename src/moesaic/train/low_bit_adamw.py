@@ -70,7 +70,7 @@ class LowBitAdamW(AdamW):
         super().__init__(config)
         self._seed = seed
         self._format: MomentFormat = (
-            BF16Moments() if config.moments == "bf16" else EightBitMoments(device)
+            BF16Moments(device) if config.moments == "bf16" else EightBitMoments(device)
         )
         self._chunk_elements = MOMENT_CHUNK if device.type == "cpu" else GPU_MOMENT_CHUNK
 
@@ -80,7 +80,7 @@ class LowBitAdamW(AdamW):
             super().init_moments(flat_params, rank)
             return
         for item in flat_params.params:
-            for values in item.tensor_shards(PARAMETER, item.local, rank):
+            for values in item.parameter_shards(rank):
                 self.moments[values.name] = self._format.zeros(values)
 
     def moment_shards(self, param: LocalParam, rank: int) -> Iterator[TensorShard]:
@@ -88,7 +88,7 @@ class LowBitAdamW(AdamW):
         if not param.has_weight_decay:
             yield from super().moment_shards(param, rank)
             return
-        for values in param.tensor_shards(PARAMETER, param.local, rank):
+        for values in param.parameter_shards(rank):
             yield from self._format.shards(values, self.moments[values.name])
 
     def update_block(
@@ -99,58 +99,64 @@ class LowBitAdamW(AdamW):
             [one for one in flat_params if not one.has_weight_decay], rank, step, lr=lr, clip=clip
         )
         for item in (item for one in flat_params if one.has_weight_decay for item in one.params):
-            grads = item.tensor_shards(PARAMETER, item.grad, rank)
-            for values, grad in zip(
-                item.tensor_shards(PARAMETER, item.local, rank), grads, strict=True
-            ):
-                self.update_matrix(values, grad.tensor, step, lr=lr, clip=clip)
+            by_slot = item.grad if item.places is None else item.grads()
+            grads = item.tensor_shards(PARAMETER, by_slot, rank)
+            for values, lent_grad in zip(item.parameter_shards(rank), grads, strict=True):
+                with lent_grad.borrow() as grad:
+                    self.update_matrix(values, grad, step, lr=lr, clip=clip)
 
     @torch.no_grad()
     def update_matrix(
         self, values: TensorShard, grad: Tensor, step: int, *, lr: float, clip: float
     ) -> None:
         """Apply one step to a matrix in place, a chunk of rows at a time; see `update`."""
-        stored, tensor = self.moments[values.name], values.tensor
-        rows = max(self._chunk_elements // max(tensor.shape[1], 1), 1)
-        for start in range(0, len(tensor), rows):
-            rows_slice = slice(start, start + rows)
-            chunk = [moment[rows_slice] for moment in stored]
-            moments = self._format.decode(chunk, tensor.dtype)
-            self.update(
-                [tensor[rows_slice]],
-                [grad[rows_slice]],
-                [moments],
-                step,
-                lr=lr,
-                clip=clip,
-                decay=True,
-            )
-            positions = _element_indices(values, start, len(chunk[0]))
-            draws = bits(self._seed, f"moments {values.name}", step, positions)
-            self._format.encode(*moments, chunk, draws)
+        stored, (num_rows, columns) = self.moments[values.name], values.size
+        rows = max(self._chunk_elements // max(columns, 1), 1)
+        with values.borrow() as tensor:
+            for start in range(0, num_rows, rows):
+                rows_slice = slice(start, start + rows)
+                chunk = [moment[rows_slice] for moment in stored]
+                moments = self._format.decode(chunk, tensor.dtype)
+                self.update(
+                    [tensor[rows_slice]],
+                    [grad[rows_slice]],
+                    [moments],
+                    step,
+                    lr=lr,
+                    clip=clip,
+                    decay=True,
+                )
+                positions = _element_indices(values, start, len(chunk[0]), tensor.device)
+                draws = bits(self._seed, f"moments {values.name}", step, positions)
+                self._format.encode(*moments, chunk, draws)
 
 
-def _element_indices(values: TensorShard, start: int, rows: int) -> Tensor:
+def _element_indices(values: TensorShard, start: int, rows: int, device: torch.device) -> Tensor:
     """Return each element's flat position in the logical tensor, modulo 2^32, int32 [rows,
     columns]."""
-    device, (first_row, first_column) = values.tensor.device, values.offset
+    first_row, first_column = values.offset
     row = torch.arange(rows, device=device) + (first_row + start)
-    column = torch.arange(values.tensor.shape[1], device=device) + first_column
+    column = torch.arange(values.size[1], device=device) + first_column
     return (row[:, None] * values.shape[1]).int() + column.int()
 
 
 class BF16Moments:
     """Both moments in bfloat16."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def zeros(self, values: TensorShard) -> tuple[Tensor, Tensor]:
         """Return zero moments in the shape of the values."""
-        first = torch.zeros_like(values.tensor, dtype=torch.bfloat16)
+        first = torch.zeros(values.size, dtype=torch.bfloat16, device=self._device)
         return first, torch.zeros_like(first)
 
     def shards(self, values: TensorShard, moments: Sequence[Tensor]) -> Iterator[TensorShard]:
         """Yield moments with the shape and offset of their values."""
         for kind, tensor in zip((FIRST_MOMENT, SECOND_MOMENT), moments, strict=True):
-            yield TensorShard(kind, values.name, values.shape, values.offset, tensor, values.owners)
+            yield TensorShard.of_tensor(
+                kind, values.name, values.shape, values.offset, tensor, values.owners
+            )
 
     def decode(self, moments: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return both moments cast to `dtype`."""
@@ -171,19 +177,20 @@ class EightBitMoments:
     """8-bit codes, with one fp32 scale per block of a row."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._signed = Codebook.from_values(dynamic_codebook(signed=True), device)
         self._unsigned = Codebook.from_values(dynamic_codebook(signed=False), device)
 
     def zeros(self, values: TensorShard) -> tuple[Tensor, ...]:
         """Return zero codes in the shape of the values and zero scales per block. A shard must not
         cut a block."""
-        (_, first), (rows, columns) = values.offset, values.tensor.shape
+        (_, first), (rows, columns) = values.offset, values.size
         end = first + columns
         assert not first % MOMENT_BLOCK, values.name
         assert not end % MOMENT_BLOCK or end == values.shape[1], values.name
-        blocks, device = -(-columns // MOMENT_BLOCK), values.tensor.device
-        codes = torch.zeros_like(values.tensor, dtype=torch.int8)
-        scales = torch.zeros(rows, blocks, device=device)
+        blocks = -(-columns // MOMENT_BLOCK)
+        codes = torch.zeros(values.size, dtype=torch.int8, device=self._device)
+        scales = torch.zeros(rows, blocks, device=self._device)
         return codes, scales, torch.zeros_like(codes, dtype=torch.uint8), torch.zeros_like(scales)
 
     def shards(self, values: TensorShard, moments: Sequence[Tensor]) -> Iterator[TensorShard]:
@@ -193,7 +200,7 @@ class EightBitMoments:
         boxes = ((values.shape, values.offset), blocks) * 2
         kinds = (FIRST_CODES, FIRST_SCALES, ROOT_CODES, ROOT_SCALES)
         for kind, tensor, (shape, offset) in zip(kinds, moments, boxes, strict=True):
-            yield TensorShard(kind, values.name, shape, offset, tensor, values.owners)
+            yield TensorShard.of_tensor(kind, values.name, shape, offset, tensor, values.owners)
 
     def decode(self, moments: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the values that the codes and scales represent."""

@@ -21,6 +21,7 @@ from moesaic.dist.buckets import FlatView
 from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, TensorShard
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.models.state import LocalParam
+from moesaic.nn.experts.places import Places
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,17 @@ class FlatParams:
     def has_weight_decay(self) -> bool:
         """True if weight decay applies to the parameters."""
         return self.params[0].has_weight_decay
+
+    @property
+    def places(self) -> Places | None:
+        """Places of the experts; None if all values are always in memory."""
+        return self.params[0].places
+
+    def zero_moments(self) -> tuple[Tensor, Tensor]:
+        """Return zero first and second moments in the layout of all values."""
+        if self.places is None:
+            return zero_moments(self.values)
+        return zero_moments(self.params[0].local.new_empty(self.params[0].local_shape))
 
     def split(self, tensor: Tensor) -> Iterator[tuple[LocalParam, Tensor]]:
         """Yield each parameter and its view of `tensor`, which has the layout of `values`."""
@@ -125,7 +137,7 @@ class AdamW:
     def init_moments(self, flat_params: FlatParams, rank: int) -> None:
         """Create zero moments for the parameters as `rank` stores them."""
         del rank
-        first, second = zero_moments(flat_params.values)
+        first, second = flat_params.zero_moments()
         self._flat_moments[flat_params.params[0].name] = first, second
         for (item, first_view), (_, second_view) in zip(
             flat_params.split(first), flat_params.split(second), strict=True
@@ -141,18 +153,49 @@ class AdamW:
     def update_block(
         self, flat_params: Sequence[FlatParams], rank: int, step: int, *, lr: float, clip: float
     ) -> None:
-        """Update parameters of a block in place by their gradients; see `update`."""
+        """Update parameters of a block in place by their gradients; see `update`.
+
+        Experts are updated one by one, so the bits do not depend on those in memory.
+        """
         del rank
+        for one in flat_params:
+            if one.places is not None:
+                self._update_places(one, step, lr=lr, clip=clip)
         for decay in (True, False):
-            selected = [one for one in flat_params if one.has_weight_decay == decay]
-            self.update(
-                [one.values for one in selected], [one.grads() for one in selected],
-                [self._flat_moments[one.params[0].name] for one in selected],
-                step, lr=lr, clip=clip, decay=decay,
-            )  # fmt: skip
+            selected = [
+                one for one in flat_params if one.places is None and one.has_weight_decay == decay
+            ]
+            tensors = [found for one in selected for found in self._tensors(one)]
+            values, grads, moments = zip(*tensors, strict=True) if tensors else ((), (), ())
+            self.update(values, grads, moments, step, lr=lr, clip=clip, decay=decay)
             # Version counters of parameters do not see writes to the flat tensor.
             flattened = (one for one in selected if one.flat is not None)
             increment_version([item.local for one in flattened for item in one.params])
+
+    def _tensors(
+        self, flat_params: FlatParams
+    ) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
+        """Yield (values, gradient, moments) of the tensors to update: of each expert, or all."""
+        values, grads = flat_params.values, flat_params.grads()
+        moments = self._flat_moments[flat_params.params[0].name]
+        if flat_params.params[0].bank is None:
+            yield values, grads, moments
+            return
+        columns = [
+            [row for _, tensor in flat_params.split(one) for row in tensor.unbind()]
+            for one in (values, grads, *moments)
+        ]
+        for row, grad, *row_moments in zip(*columns, strict=True):
+            yield row, grad, tuple(row_moments)
+
+    def _update_places(self, flat_params: FlatParams, step: int, *, lr: float, clip: float) -> None:
+        """Update the experts of a bank with fewer places, each while it is in memory."""
+        assert flat_params.places is not None
+        moments = zip(*self._flat_moments[flat_params.params[0].name], strict=True)
+        for slot, expert_moments in enumerate(moments):
+            with flat_params.places.borrow(slot) as values:
+                grad = flat_params.places.gradient(slot)
+                self.update([values], [grad], [expert_moments], step, lr=lr, clip=clip, decay=True)
 
     def rename_params(self, names: Mapping[str, str]) -> None:
         """Rename the parameters of moments; `names` maps old names to new ones."""

@@ -29,7 +29,8 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
+from moesaic.nn.reports import BlockReport, moe_reports
 from moesaic.train.data import Batch
 from moesaic.train.objectives import lm
 
@@ -63,22 +64,26 @@ class MicroBatchFlow:
     def __init__(
         self,
         batches: Sequence[Batch],
-        make_context: Callable[[Batch], Context],
+        make_inputs: Callable[[Batch], Inputs],
         autocast: Callable[[], AbstractContextManager[object]],
         loss_scale: float,
     ) -> None:
-        """Store the micro-batches; `make_context` makes a context when the first block of one is
+        """Store the micro-batches; `make_inputs` makes the inputs when the first block of one is
         computed, under `autocast`. Backward starts from the loss times `loss_scale`."""
         self.batches, self.autocast, self.loss_scale = batches, autocast, loss_scale
         self.losses: dict[int, lm.Losses] = {}
-        self._make_context = make_context
-        self._contexts: dict[int, Context] = {}
+        self._make_inputs = make_inputs
+        self._inputs: dict[int, Inputs] = {}
 
-    def context(self, number: int) -> Context:
-        """Return the context of a micro-batch."""
-        if number not in self._contexts:
-            self._contexts[number] = self._make_context(self.batches[number])
-        return self._contexts[number]
+    def inputs(self, number: int) -> Inputs:
+        """Return the inputs of a micro-batch."""
+        if number not in self._inputs:
+            self._inputs[number] = self._make_inputs(self.batches[number])
+        return self._inputs[number]
+
+    def drop_mask(self, number: int) -> None:
+        """Drop the mask of a micro-batch, which no later stage here needs."""
+        self._inputs[number] = replace(self._inputs[number], mask=None)
 
     def add_losses(self, number: int, losses: lm.Losses) -> None:
         """Add a stage's share of a micro-batch's losses."""
@@ -88,7 +93,7 @@ class MicroBatchFlow:
                 previous.loss + losses.loss,
                 previous.balance_loss + losses.balance_loss,
                 previous.z_loss + losses.z_loss,
-                losses.context,
+                {**previous.moe_reports, **losses.moe_reports},
             )
         self.losses[number] = losses
 
@@ -101,42 +106,38 @@ class Stage(nn.Module):
     """Micro-batches of the current step."""
 
     def __init__(
-        self, model: LanguageModel, names: Sequence[str], job: Job, frees_mask: bool
+        self, model: LanguageModel, names: Sequence[str], job: Job, *, is_last_here: bool
     ) -> None:
-        """Take the blocks called `names`; `frees_mask` drops attention masks if no later stage here
-        needs them."""
+        """Take the blocks called `names`; `is_last_here` if no later stage is on this rank."""
         super().__init__()
         blocks = dict(model.blocks())
         self.blocks = nn.ModuleList(blocks[name] for name in names)
-        self.layers = [i for i in job.model.expert_layers if f"layers.{i}" in names]
         self.is_first, self.is_last = "embed" in names, "head" in names
-        self.job, self.frees_mask = job, frees_mask
+        self.job, self.is_last_here = job, is_last_here
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """Compute micro-batch `number`; the last stage returns its share of the loss.
 
-        Other stages attach their auxiliary losses to the activation they send.
+        Other stages attach their auxiliary losses to the activation they send. The flow collects
+        the reports.
         """
         index = int(number)
-        context, routing = self.flow.context(index), self.job.routing
+        inputs, routing = self.flow.inputs(index), self.job.routing
         if self.is_first:
-            assert context.samples is not None
-            x = self.flow.batches[index].inputs.to(context.samples.device)
+            x = self.flow.batches[index].inputs.to(inputs.rotary.cosine.device)
+        block_reports = list[BlockReport]()
         with self.flow.autocast():
             for block in self.blocks:
-                x = block(x, context)
-        if self.frees_mask:
-            context.mask = None
-        zero = x.new_zeros(())
-        balance, z = lm.auxiliary_losses(context, self.layers, zero, self.job)
+                x, report = block(x, inputs)
+                block_reports.append(report)
+        if self.is_last_here:
+            self.flow.drop_mask(index)
+        zero, reports = x.new_zeros(()), moe_reports(block_reports)
+        balance, z = lm.auxiliary_losses(reports.values(), zero, self.job)
         aux_loss = routing.balance_loss * balance + routing.z_loss * z
-        for layer in self.layers:  # Facts kept for the record must not keep the graph alive.
-            facts = context.layer_facts[layer]
-            context.layer_facts[layer] = replace(
-                facts, balance_loss=facts.balance_loss.detach(), z_loss=facts.z_loss.detach()
-            )
         loss = x.detach() / self.flow.loss_scale if self.is_last else zero
-        self.flow.add_losses(index, lm.Losses(loss, balance.detach(), z.detach(), context))
+        losses = lm.Losses(loss, balance.detach(), z.detach(), lm.detach_all(reports))
+        self.flow.add_losses(index, losses)
         aux_loss = self.flow.loss_scale * aux_loss
         result: Tensor = x + aux_loss if self.is_last else AttachAuxLoss.apply(x, aux_loss)
         return result
@@ -151,10 +152,9 @@ class Pipeline:
         assert chain is not None, "a pipeline has two parts at least"
         self._group = chain
         names = stage_blocks(plan, job.model)
-        recompute = job.train.recompute if plan.recompute is None else plan.recompute
         local_stages = range(plan.pp_rank(world.rank), len(names), plan.pp)
         self.stages = {
-            index: Stage(model, names[index], job, index == local_stages[-1] and not recompute)
+            index: Stage(model, names[index], job, is_last_here=index == local_stages[-1])
             for index in local_stages
         }
         self._num_stages, self._dtype = len(names), next(model.parameters()).dtype

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moesaic.dist.buckets import GradientBuckets
 from moesaic.dist.collectives import all_gather, all_reduce_, all_reduce_buckets_
-from moesaic.dist.state import PARAMETER, State, TensorShard
+from moesaic.dist.state import State, TensorShard
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -31,7 +31,8 @@ from moesaic.kernels.grouped_mm import describe_backend
 from moesaic.kernels.norms import sum_of_squares
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import EMBED_WEIGHT, LocalParam, router_biases
-from moesaic.nn.context import LOW_PRECISION, Context, autocast_to
+from moesaic.nn.inputs import LOW_PRECISION, ByProduct, Inputs, autocast_to
+from moesaic.nn.reports import MoEReport
 from moesaic.policy.balance import LayerBalancer, reason_not_to_balance
 from moesaic.train import loss_scale
 from moesaic.train.balancing import take_layer_balance
@@ -68,14 +69,17 @@ class Run:
     """First and last pipeline rank that both hold the tied weight."""
     buckets: GradientBuckets
     """Buckets of the gradients that ranks reduce."""
+    expert_dp_group: Group | None
+    """Ranks that own the same experts. Gradients of experts without places of their own are reduced
+    over it after backward."""
     pipeline: Pipeline | None
     frozen: list[LocalParam] = field(default_factory=list)
     """Frozen parameters: no gradients, no moments, no part in the gradient norm."""
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
     phase_hook: Callable[[str], None] | None = None
     """Function to call with the name of each phase as it begins."""
-    recorder: RoutingRecorder | None = None
-    replay: RoutingReplay | None = None
+    routing_recorder: RoutingRecorder | None = None
+    routing_replay: RoutingReplay | None = None
     files: ExitStack = field(default_factory=ExitStack)
     """Files that are open as long as the run."""
     migration: ExpertMigration | None = None
@@ -85,10 +89,10 @@ class Run:
         """Return everything that training resumes from, as live shards."""
         shards: list[TensorShard] = []
         for item in self.trainable:
-            shards += item.tensor_shards(PARAMETER, item.local, self.world.rank)
+            shards += item.parameter_shards(self.world.rank)
             shards += self.optimizer.moment_shards(item, self.world.rank)
         for item in self.frozen:
-            shards += item.tensor_shards(PARAMETER, item.local, self.world.rank)
+            shards += item.parameter_shards(self.world.rank)
         shards += router_biases(self.model, self.plan, self.world.rank)
         shards += () if self.migration is None else self.migration.state_shards()
         return State(shards, dict(self.counters))
@@ -97,9 +101,9 @@ class Run:
         """Take one optimizer step on the next global batch of `samples`."""
         phases = PhaseTimer(self.world.device, self.phase_hook)
         with phases("data"):
-            micro = self._load_micro_batches(samples)
-            targets = self._count_targets(micro)
-        losses = self._forward_backward(micro, targets, phases)
+            micro_batches = self._load_micro_batches(samples)
+            targets = self._count_targets(micro_batches)
+        losses = self._forward_backward(micro_batches, targets, phases)
         with phases("reduce"):
             self._reduce_gradients()
         with phases("clip"):
@@ -140,10 +144,9 @@ class Run:
 
         In fp16 they are multiplied by the loss scale.
         """
-        micro = self._load_micro_batches(samples)
-        losses = self._forward_backward(
-            micro, self._count_targets(micro), PhaseTimer(self.world.device)
-        )
+        micro_batches = self._load_micro_batches(samples)
+        targets = self._count_targets(micro_batches)
+        losses = self._forward_backward(micro_batches, targets, PhaseTimer(self.world.device))
         self._reduce_gradients()
         return losses
 
@@ -156,96 +159,93 @@ class Run:
         starts = range(start, start + train.batch, size)
         return [samples.batch(range(first + local.start, first + local.stop)) for first in starts]
 
-    def _count_targets(self, micro: Sequence[Batch]) -> int:
-        local = sum(self._num_local_targets(batch) for batch in micro)
+    def _count_targets(self, micro_batches: Sequence[Batch]) -> int:
+        local = sum(self._num_local_targets(batch) for batch in micro_batches)
         total = torch.tensor([local], device=self.world.device)
         return int(all_reduce_(total, self.pipeline_rank_group))
 
-    def _training_context(self, batch: Batch) -> Context:
-        """Return the training context of a micro-batch."""
-        context = lm.make_context(self.model, batch, self.job, self.counters["step"])
-        context.training = True
-        context.keep_choices = self.recorder is not None
-        if self.replay is not None:
-            choices = self.replay.read_expert_ids(self.counters["step"], batch.samples)
-            context.replay = {
-                layer: chosen[context.token_slice].to(self.world.device)
+    def _training_inputs(self, batch: Batch) -> Inputs:
+        """Return the training inputs of a micro-batch."""
+        inputs = lm.make_inputs(self.model, batch, self.job, self.counters["step"])
+        kept: frozenset[ByProduct] = frozenset()
+        if self.routing_recorder is not None:
+            kept = frozenset({"router_choices"})
+        routing_replay = None
+        if self.routing_replay is not None:
+            choices = self.routing_replay.read_expert_ids(self.counters["step"], batch.samples)
+            routing_replay = {
+                layer: chosen[inputs.token_slice].to(self.world.device)
                 for layer, chosen in choices.items()
             }
-        return context
+        return replace(inputs, training=True, keep=kept, routing_replay=routing_replay)
 
     def _num_local_targets(self, batch: Batch) -> int:
         return lm.num_targets(batch) if self.plan.counts_samples(self.world.rank) else 0
 
     def _forward_backward(
-        self, micro: Sequence[Batch], targets: int, phases: PhaseTimer
+        self, micro_batches: Sequence[Batch], targets: int, phases: PhaseTimer
     ) -> list[lm.Losses]:
         self.model.train()
         if self.pipeline is None:
-            losses = self._run_micro_batches(micro, targets, phases)
+            losses = self._run_micro_batches(micro_batches, targets, phases)
         else:
             with phases("pipeline"):
-                factor = loss_scale.current_scale(self.counters)
+                scale = loss_scale.current_scale(self.counters)
                 losses = self.pipeline.step(
-                    self._micro_batch_flow(micro, self._training_context, targets, factor)
+                    self._micro_batch_flow(micro_batches, self._training_inputs, targets, scale)
                 )
-        if self.recorder is not None:
-            for batch, result in zip(micro, losses, strict=True):
-                self._record_routing(self.recorder, batch, result.context.choices)
+        if self.routing_recorder is not None:
+            for batch, result in zip(micro_batches, losses, strict=True):
+                self._record_routing(self.routing_recorder, batch, result.moe_reports)
         return losses
 
     def _micro_batch_flow(
         self,
-        micro: Sequence[Batch],
-        make_context: Callable[[Batch], Context],
+        micro_batches: Sequence[Batch],
+        make_inputs: Callable[[Batch], Inputs],
         targets: int,
-        loss_scale: float = 1.0,
+        scale: float = 1.0,
     ) -> MicroBatchFlow:
         """Return micro-batches for the pipeline."""
         from moesaic.train.pipeline import MicroBatchFlow
 
-        def context_with_targets(batch: Batch) -> Context:
-            context = make_context(batch)
-            lm.set_targets(context, batch, targets, self.world.device, loss_scale)
-            return context
+        def inputs_with_targets(batch: Batch) -> Inputs:
+            return lm.add_targets(make_inputs(batch), batch, targets, scale)
 
-        return MicroBatchFlow(micro, context_with_targets, self.autocast, loss_scale)
+        return MicroBatchFlow(micro_batches, inputs_with_targets, self.autocast, scale)
 
     def _run_micro_batches(
-        self, micro: Sequence[Batch], targets: int, phases: PhaseTimer
+        self, micro_batches: Sequence[Batch], targets: int, phases: PhaseTimer
     ) -> list[lm.Losses]:
         """Run forward and backward of one micro-batch after the other."""
         losses = []
-        for index, batch in enumerate(micro):
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
             if self.plan.dp_shard > 1:
                 # Each micro-batch reduce-scatters gradients; only the last one all-reduces over
                 # replicas.
-                sharded = cast("FSDPModule", self.model)
-                sharded.set_requires_all_reduce(index == len(micro) - 1)
+                cast("FSDPModule", self.model).set_requires_all_reduce(is_last)
             with phases("forward"), self.autocast():
                 scale = loss_scale.current_scale(self.counters)
-                context = self._training_context(batch)
-                total, result = lm.compute_loss(
-                    self.model, batch, context, self.job, targets, scale
-                )
+                inputs = self._training_inputs(batch)
+                total, result = lm.compute_loss(self.model, batch, inputs, self.job, targets, scale)
+                del inputs  # Most of its memory is the mask.
             with phases("backward"):
-                if index == len(micro) - 1:
+                if is_last:
                     self.buckets.expect_last_backward()
                 total.backward()
-                result.context.mask = None  # The mask is most of the memory that the losses keep.
             losses.append(result)
         return losses
 
     def _record_routing(
-        self, recorder: RoutingRecorder, batch: Batch, local_expert_ids: dict[int, Tensor]
+        self, recorder: RoutingRecorder, batch: Batch, reports: Mapping[int, MoEReport]
     ) -> None:
         """Record the choices of all TP ranks together, because one rank's need not cover whole
         samples."""
-        group = self.model.tp.group
-        choices = {
-            layer: all_gather(chosen, group).flatten(0, 1)
-            for layer, chosen in local_expert_ids.items()
-        }
+        choices = dict[int, Tensor]()
+        for layer, report in reports.items():
+            assert report.router_choices is not None
+            choices[layer] = all_gather(report.router_choices, self.model.tp.group).flatten(0, 1)
         if self.plan.counts_samples(self.world.rank):
             recorder.record(self.counters["step"], batch.samples, choices)
 
@@ -303,6 +303,10 @@ class Run:
             ]
             all_reduce_buckets_(unsharded, self.model.tp.group)
         self.buckets.finish()
+        if self.expert_dp_group is not None:
+            with_places = (item for item in reversed(self.trainable) if item.places is not None)
+            grads = [grad for item in with_places for grad in item.grads()]
+            all_reduce_buckets_(grads, self.expert_dp_group)
         if self.tied_weight_group is not None:
             all_reduce_buckets_(
                 [item.grad for item in self.trainable if item.name == EMBED_WEIGHT],
@@ -310,24 +314,28 @@ class Run:
             )
 
     def gradient_norm(self) -> float:
-        """Return the norm of the whole gradient; the first owner of each element counts it."""
-        local = [item.grad for item in self.trainable if item.owners[0] == self.world.rank]
+        """Return the norm of the whole gradient; the first owner of each element counts it.
+
+        Experts count one by one, so the bits do not depend on those in memory.
+        """
+        own = (item for item in self.trainable if item.owners[0] == self.world.rank)
+        local = [grad for item in own for grad in item.grads()]
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if local:
             total += sum_of_squares(local)
         return math.sqrt(float(all_reduce_(total, self.world.group)))
 
-    def _update(self, norm: float, factor: float) -> float:
-        """Update all parameters by gradients that are `factor` times too large; return the learning
+    def _update(self, norm: float, scale: float) -> float:
+        """Update all parameters by gradients that are `scale` times too large; return the learning
         rate."""
         train, lr = self.job.train, self._learning_rate()
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
         update = loss_scale.num_updates(self.counters) + 1
         for _, block in groupby(self.flat_params, key=lambda flat: flat.block):
             group = list(block)
-            self.optimizer.update_block(group, self.world.rank, update, lr=lr, clip=clip / factor)
+            self.optimizer.update_block(group, self.world.rank, update, lr=lr, clip=clip / scale)
             for item in (item for flat in group for item in flat.params):
-                item.parameter.grad = None
+                item.clear_grad()
         loss_scale.record_update(self.counters)
         return lr
 
@@ -336,7 +344,7 @@ class Run:
         rate."""
         loss_scale.back_off(self.counters, norm, self._reduce_losses(losses)[0])
         for item in self.trainable:
-            item.parameter.grad = None
+            item.clear_grad()
         return self._learning_rate()
 
     def _learning_rate(self) -> float:
@@ -351,9 +359,7 @@ class Run:
         if self.job.finetune is not None and self.job.finetune.router == "frozen":
             return
         for layer, router in self.model.sigmoid_routers():
-            requested = torch.stack(
-                [micro.context.layer_facts[layer].requested for micro in losses]
-            ).sum(0)
+            requested = torch.stack([one.moe_reports[layer].requested for one in losses]).sum(0)
             router.update_bias(requested, self.job.routing.bias_update_rate)
 
     def _migrate_experts(
@@ -373,13 +379,11 @@ class Run:
         """Return the total loss, its terms, and the replay mismatches, each summed over all
         ranks."""
         mismatches = sum(
-            facts.num_replay_mismatches
-            for micro in losses
-            for facts in micro.context.layer_facts.values()
+            report.num_replay_mismatches for one in losses for report in one.moe_reports.values()
         )
         terms = [
-            torch.stack([term.double() for term in (micro.loss, micro.balance_loss, micro.z_loss)])
-            for micro in losses
+            torch.stack([term.double() for term in (one.loss, one.balance_loss, one.z_loss)])
+            for one in losses
         ]
         local = torch.cat((torch.stack(terms).sum(0), terms[0].new_tensor([mismatches])))
         loss, balance, z, all_mismatches = all_reduce_(local, self.world.group).tolist()
@@ -394,9 +398,9 @@ class Run:
         by_rank: dict[int, Tensor] = {}
         dropped: dict[int, int] = {}
         for one in losses:
-            for layer, facts in one.context.layer_facts.items():
-                by_rank[layer] = facts.counts + by_rank.get(layer, 0)
-                dropped[layer] = facts.num_dropped + dropped.get(layer, 0)
+            for layer, report in one.moe_reports.items():
+                by_rank[layer] = report.counts + by_rank.get(layer, 0)
+                dropped[layer] = report.num_dropped + dropped.get(layer, 0)
         by_rank = _copy_to_host(by_rank)
         counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
         if self.pipeline is not None:
@@ -430,18 +434,18 @@ class Run:
     def _validation_losses(self, batch: Batch) -> lm.Losses:
         """Return the losses of a batch; in a pipeline, this rank's share of them."""
 
-        def make_context(batch: Batch) -> Context:
-            return lm.make_context(self.model, batch, self.job, 0)
+        def make_inputs(batch: Batch) -> Inputs:
+            return lm.make_inputs(self.model, batch, self.job, 0)
 
         if self.pipeline is not None:
-            return self.pipeline.evaluate(self._micro_batch_flow([batch], make_context, 1))
+            return self.pipeline.evaluate(self._micro_batch_flow([batch], make_inputs, 1))
         with self.autocast():
-            return lm.compute_loss(self.model, batch, make_context(batch), self.job, 1)[1]
+            return lm.compute_loss(self.model, batch, make_inputs(batch), self.job, 1)[1]
 
     def flush(self) -> None:
         """Write the routing recorded so far."""
-        if self.recorder is not None:
-            self.recorder.flush()
+        if self.routing_recorder is not None:
+            self.routing_recorder.flush()
 
     def close(self) -> None:
         """Release the model and files; the world stays."""

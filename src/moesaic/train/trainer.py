@@ -20,7 +20,7 @@ from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_he
 from moesaic.dist.world import World
 from moesaic.facts.plan import describe_plan
 from moesaic.kernels import device as devices
-from moesaic.nn.context import LOW_PRECISION
+from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.train import loss_scale
 from moesaic.train.assemble import DTYPES
 from moesaic.train.job_file import LoadedJob

@@ -11,7 +11,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.models.expert_benchmark import BatchRun, DeviceLimit, ExpertLayerBenchmark
+from moesaic.models.expert_benchmark import DeviceLimit, ExpertLayerBenchmark, PreparedBatch
 from moesaic.models.hf.config import config_text
 
 LINE = ["bench", "layer", "--model", "tiny-mixtral", "--set", "seconds=5"]
@@ -56,7 +56,7 @@ def test_rows_are_printed_at_once(
 ) -> None:
     """A later lack of memory does not hide earlier results."""
 
-    def fail(layer: ExpertLayerBenchmark, dtype: str, tokens: int, max_s: float) -> BatchRun:
+    def fail(layer: ExpertLayerBenchmark, dtype: str, tokens: int, max_s: float) -> PreparedBatch:
         if tokens > 8:
             raise RuntimeError("no memory")
         return original(layer, dtype, tokens, max_s)

@@ -18,32 +18,10 @@ from moesaic.dist.checkpoint import Saver
 from moesaic.dist.state import PARAMETER, State, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.workload import parameters
+from moesaic.testing.jobs import RUN_JOB
 from moesaic.train.job_file import load_job
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
-
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 4
-batch = 4
-device = "cpu"
-
-[checkpoint]
-every = 2
-
-[log]
-tensorboard = false
-"""
+JOB = RUN_JOB + "\n[checkpoint]\nevery = 2\n"
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +136,7 @@ def test_damaged_records_cause_one_error(
 def test_weights_with_nan_cause_an_error(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = load_job(place / "job.toml").job
     shards = [
-        TensorShard(
+        TensorShard.of_tensor(
             PARAMETER, p.name, p.shape, (0,) * len(p.shape), torch.full(p.shape, torch.nan), (0,)
         )
         for p in parameters(job.model)

@@ -17,29 +17,10 @@ from moesaic.cli.main import main
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.writer import SHARD_BYTES
+from moesaic.testing.jobs import RUN_JOB
 from moesaic.train import loss_scale
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
-
-[data]
-path = "text"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 4
-batch = 4
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
+JOB = RUN_JOB.replace("text.txt", "text")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +30,7 @@ from moesaic.dist.state import PARAMETER, State, TensorShard
 from moesaic.dist.world import World
 from moesaic.testing.states import (
     blank_shards,
+    live_values,
     make_shards,
     row_boxes,
     same_bits,
@@ -188,7 +188,7 @@ def test_each_file_is_read_and_hashed_once(tmp_path: Path) -> None:
             if values is None:
                 (shard,) = (s for s in blank_shards(make_shards(TENSORS, ONE, 0)) if s.name == name)
                 checkpoint.fill([shard])
-                values = shard.tensor
+                values = live_values(shard)
             assert torch.equal(values, TENSORS[name])
     assert sorted(file.name for file in files_read) == files
     last = path / files[-1]
@@ -336,7 +336,7 @@ def test_rolled_back_checkpoint_is_removed_last(tmp_path: Path) -> None:
     set_head(tmp_path / "step-00000010")
     saver = Saver(tmp_path, World.solo(), keep=1)
     tensor = torch.arange(3.0)
-    state = State([TensorShard(PARAMETER, "a", (3,), (0,), tensor, (0,))], {"step": 11})
+    state = State([TensorShard.of_tensor(PARAMETER, "a", (3,), (0,), tensor, (0,))], {"step": 11})
     saver.save(state, 11, {})
     saver.wait()
     assert names(list_committed(tmp_path)) == ["11"]
@@ -405,7 +405,9 @@ def test_manifest_that_contradicts_its_files_is_rejected(tmp_path: Path) -> None
         raw["tensors"]["parameter/b"]["dtype"] = "F16"
 
     forge(path, change)
-    shards = [TensorShard(PARAMETER, "b", (6,), (0,), torch.empty(6, dtype=torch.float16), (0,))]
+    shards = [
+        TensorShard.of_tensor(PARAMETER, "b", (6,), (0,), torch.empty(6, dtype=torch.float16), (0,))
+    ]
     with pytest.raises(StoreError, match=r"does not contain .*parameter/b"):
         Checkpoint.open(path).fill(shards)
 
@@ -413,13 +415,13 @@ def test_manifest_that_contradicts_its_files_is_rejected(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        (TensorShard(PARAMETER, "c", (6,), (0,), torch.empty(6), (0,)),
+        (TensorShard.of_tensor(PARAMETER, "c", (6,), (0,), torch.empty(6), (0,)),
          "parameter/c is not in the checkpoint"),
-        (TensorShard("first_moment", "a", (7, 5), (0, 0), torch.empty(7, 5), (0,)),
+        (TensorShard.of_tensor("first_moment", "a", (7, 5), (0, 0), torch.empty(7, 5), (0,)),
          "first_moment/a is"),
-        (TensorShard(PARAMETER, "a", (5, 7), (0, 0), torch.empty(5, 7), (0,)),
+        (TensorShard.of_tensor(PARAMETER, "a", (5, 7), (0, 0), torch.empty(5, 7), (0,)),
          r"parameter/a has shape \[7, 5\] in the checkpoint and \[5, 7\] in the model"),
-        (TensorShard(PARAMETER, "a", (7, 5), (0, 0), torch.empty(7, 5).double(), (0,)),
+        (TensorShard.of_tensor(PARAMETER, "a", (7, 5), (0, 0), torch.empty(7, 5).double(), (0,)),
          r"parameter/a is F32 in the checkpoint and torch\.float64 in the model"),
     ],
 )  # fmt: skip
@@ -435,17 +437,17 @@ def test_mismatch_is_named_before_anything_is_written(
 
 def test_precision_changes_only_with_cast(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    wide = TensorShard(PARAMETER, "b", (6,), (0,), torch.empty(6), (0,))
-    narrow = TensorShard(
+    wide = TensorShard.of_tensor(PARAMETER, "b", (6,), (0,), torch.empty(6), (0,))
+    narrow = TensorShard.of_tensor(
         PARAMETER, "a", (7, 5), (2, 0), torch.empty(3, 5, dtype=torch.bfloat16), (0,)
     )
-    integers = replace(wide, tensor=torch.empty(6, dtype=torch.int32))
+    integers = wide.with_tensor(torch.empty(6, dtype=torch.int32))
     with pytest.raises(StoreError, match="precision"):
         Checkpoint.open(path).fill([wide])
     checkpoint = Checkpoint.open(path, cast=True)
     checkpoint.fill([wide, narrow])
-    assert torch.equal(wide.tensor, TENSORS["b"].float())
-    assert torch.equal(narrow.tensor, TENSORS["a"][2:5].bfloat16())
+    assert torch.equal(live_values(wide), TENSORS["b"].float())
+    assert torch.equal(live_values(narrow), TENSORS["a"][2:5].bfloat16())
     with pytest.raises(StoreError, match=r"torch\.int32"):
         checkpoint.fill([integers])
 
@@ -454,8 +456,10 @@ def test_parameters_and_strided_views_are_filled_in_place(tmp_path: Path) -> Non
     checkpoint = Checkpoint.open(save(tmp_path, 1))
     parameter = torch.nn.Parameter(torch.zeros(7, 5))
     arena = torch.zeros(7, 9)
-    strided = TensorShard(PARAMETER, "a", (7, 5), (0, 0), arena[:, 2:7], (0,))
-    checkpoint.fill([TensorShard(PARAMETER, "a", (7, 5), (0, 0), parameter, (0,)), strided])
+    strided = TensorShard.of_tensor(PARAMETER, "a", (7, 5), (0, 0), arena[:, 2:7], (0,))
+    checkpoint.fill(
+        [TensorShard.of_tensor(PARAMETER, "a", (7, 5), (0, 0), parameter, (0,)), strided]
+    )
     assert torch.equal(parameter, TENSORS["a"])
     assert torch.equal(arena[:, 2:7], TENSORS["a"])
     assert arena[:, :2].eq(0).all()

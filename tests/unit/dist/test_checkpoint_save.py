@@ -28,6 +28,7 @@ from moesaic.testing.states import (
     Box,
     Division,
     blank_shards,
+    live_values,
     make_shards,
     row_boxes,
     same_bits,
@@ -38,8 +39,8 @@ from moesaic.testing.states import (
 
 def solo_state(value: float = 1.0) -> State:
     shards = [
-        TensorShard(PARAMETER, "a", (4, 3), (0, 0), torch.full((4, 3), value), (0,)),
-        TensorShard(FIRST_MOMENT, "a", (4, 3), (0, 0), torch.full((4, 3), -value), (0,)),
+        TensorShard.of_tensor(PARAMETER, "a", (4, 3), (0, 0), torch.full((4, 3), value), (0,)),
+        TensorShard.of_tensor(FIRST_MOMENT, "a", (4, 3), (0, 0), torch.full((4, 3), -value), (0,)),
     ]
     return State(shards, {"step": int(value), "samples": 8})
 
@@ -105,8 +106,8 @@ def test_every_dtype_shape_and_stride_is_restored(tmp_path: Path, asynchronous: 
     division = {name: [(whole_box(tensor.shape), (0,))] for name, tensor in tensors.items()}
     shards = make_shards(tensors, division, 0)
     arena = torch.randn(6, 40)
-    shards.append(TensorShard(PARAMETER, "strided", (6, 8), (0, 0), arena[:, 3:11], (0,)))
-    shards.append(TensorShard(PARAMETER, "transposed", (40, 6), (0, 0), arena.t(), (0,)))
+    shards.append(TensorShard.of_tensor(PARAMETER, "strided", (6, 8), (0, 0), arena[:, 3:11], (0,)))
+    shards.append(TensorShard.of_tensor(PARAMETER, "transposed", (40, 6), (0, 0), arena.t(), (0,)))
     saver = Saver(tmp_path, World.solo(), keep=1, asynchronous=asynchronous)
     saver.save(State(shards, {"step": 7, "tokens": 9}), 7, {"job": {"seed": 1}})
     saver.wait()
@@ -178,17 +179,17 @@ def test_save_has_the_state_at_its_call(tmp_path: Path, overlap: bool) -> None:
     saver = Saver(tmp_path, World.solo(), keep=1, phase=phase)
     state = solo_state(5)
     saver.save(state, 5, {}, overlap)
-    expected = [shard.tensor.clone() for shard in state.shards]
+    expected = [live_values(shard).clone() for shard in state.shards]
     saver.wait_for_copy()
     state.counters["step"] = 99
     for shard in state.shards:
-        shard.tensor.zero_()
+        live_values(shard).zero_()
     go_on.set()
     saver.wait()
     checkpoint = Checkpoint.open(tmp_path / "step-00000005")
     checkpoint.fill(state.shards)
     assert all(
-        torch.equal(shard.tensor, values)
+        torch.equal(live_values(shard), values)
         for shard, values in zip(state.shards, expected, strict=True)
     )
     assert checkpoint.counters["step"] == 5
@@ -244,7 +245,7 @@ def test_state_changed_during_the_copy_is_never_committed(
     saver = Saver(tmp_path, World.solo(), 1)
     state = solo_state(1)
     saver.save(state, 1, {}, overlap=True)
-    state.shards[1].tensor.add_(1)
+    live_values(state.shards[1]).add_(1)
     go_on.set()
     with pytest.raises(AssertionError, match=r"first_moment/a was changed .* wait_for_copy\(\)"):
         saver.wait()
@@ -377,7 +378,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def big_state(num_bytes: int) -> State:
     tensor = torch.zeros(num_bytes, dtype=torch.uint8)
     return State(
-        [TensorShard(PARAMETER, "big", tuple(tensor.shape), (0,), tensor, (0,))], {"step": 2}
+        [TensorShard.of_tensor(PARAMETER, "big", tuple(tensor.shape), (0,), tensor, (0,))],
+        {"step": 2},
     )
 
 
@@ -505,7 +507,7 @@ def test_failed_copy_fails_the_save_of_all(tmp_path: Path, overlap: bool) -> Non
 
 
 def test_incomplete_or_overlapping_shards_are_never_committed(tmp_path: Path) -> None:
-    half = TensorShard(PARAMETER, "t", (4, 2), (0, 0), torch.zeros(2, 2), (0,))
+    half = TensorShard.of_tensor(PARAMETER, "t", (4, 2), (0, 0), torch.zeros(2, 2), (0,))
     saver = Saver(tmp_path, World.solo(), keep=2)
     saver.save(State([half]), 1, {})
     with pytest.raises(AssertionError, match=r"parameter/t .* not wholly covered: 4 of 8"):

@@ -14,7 +14,7 @@ from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.job.job import _available_targets, fill_preset
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import count_parameters
-from moesaic.facts.workload.adapters import adapters, describe_trainable
+from moesaic.facts.workload.parameters import adapters, describe_trainable
 
 GOOD = """
 [model]

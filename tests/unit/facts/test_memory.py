@@ -8,8 +8,7 @@ import pytest
 
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
-from moesaic.facts.workload import memory, parameters
-from moesaic.facts.workload.activation_memory import activation_bytes
+from moesaic.facts.workload import memory, parameters, workload
 from moesaic.testing.jobs import tiny_job
 
 DEEPSEEK: dict[str, Any] = {
@@ -80,13 +79,13 @@ def bytes_in_flight(schedule: str, micro_batches: int, rank: int) -> int:
 def test_schedule_determines_micro_batches_in_flight() -> None:
     job = make_job({"pp": 2, "schedule": "gpipe"}, batch=4)
     plan = plan_from_layout(job.layout, job.model, 2)
-    saved = activation_bytes(job, plan, 0)
+    angles = job.data.sequence * job.model.rotary_dim * 8
+    saved = sum(block.saved_bytes for block in workload(job, plan, 0)) + angles
     stream = job.data.sequence * job.model.hidden * 8
-    per_micro_batch = sum(saved.values()) - job.data.sequence**2  # Forward frees masks.
-    per_micro_batch += 2 * stream  # The result, and the receive buffer of its gradient.
+    # Forward frees masks. A rank has the result, and the receive buffer of its gradient.
+    per_micro_batch = saved + 2 * stream
     assert bytes_in_flight("gpipe", 4, 0) == 4 * per_micro_batch + job.data.sequence**2
     # 1f1b has two in flight on the first rank and one on the last; only buffers grow further.
-    angles = job.data.sequence * job.model.rotary_dim * 8
     for rank in (0, 1):
         extra = bytes_in_flight("1f1b", 8, rank) - bytes_in_flight("1f1b", 4, rank)
         assert extra == 4 * (stream + angles)

@@ -42,7 +42,7 @@ FROZEN = {
     **BLOCK, "name": "b", "gradients": [], "forward": WORK, "backward": IDLE, "saved_bytes": 11,
 }  # fmt: skip
 RAW: dict[str, Any] = {
-    "version": 1, "name": "net", "torch": "2.13.0", "batch": 4, "buffer_bytes": 9,
+    "version": 2, "name": "net", "torch": "2.13.0", "batch": 4, "buffer_bytes": 9,
     "inputs": [{"name": "[0]", "shape": [4, 3], "dtype": "float32"}], "blocks": [BLOCK, FROZEN],
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
 def test_traced_blocks() -> None:
     first, second, step = traced_blocks(make_traced())
     assert [first.name, second.name, step.name] == ["a", "b", "step"]
-    assert [op.name for op in first.forward.ops] == ["products", "products", "attend", "passes"]
+    assert [op.name for op in first.forward.ops] == ["matmuls", "matmuls", "attend", "elementwise"]
     assert first.forward.ops[0].matmuls == (MatmulShape(4, 5, 6, 2),)
     assert first.forward.ops[2].matmuls == (MatmulShape(4, 4, 2, 8), MatmulShape(4, 3, 4, 8))
     assert [op.dtype for op in first.forward.ops[:2]] == ["fp32", "bf16"]
@@ -117,7 +117,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (change("version", 2), "version = 2 is not known: moesaic reads version 1"),
+        (change("version", 1), "version = 1 is not known: moesaic reads version 2"),
         (change("version", True), "version = true is not known"),
         (change("batsch", 2), "unknown key 'batsch': did you mean 'batch'?"),
         (change("blocks.0.saved", 2), "unknown key 'blocks[0].saved'"),
@@ -166,6 +166,6 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ConfigError, match="holds no JSON object: give a file that `moesaic trace"):
         load_traced(path)
-    path.write_text('{"version": 1, "version": 1}')
+    path.write_text('{"version": 2, "version": 1}')
     with pytest.raises(ConfigError, match="has the key 'version' twice in one object"):
         load_traced(path)

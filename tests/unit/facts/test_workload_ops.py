@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
@@ -23,26 +19,19 @@ from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import (
-    Block,
-    BlockWork,
-    blocks,
     count_parameters,
     memory,
-    ops,
     parameters,
     workload,
 )
-from moesaic.facts.workload.activation_memory import activation_bytes
+from moesaic.facts.workload.blocks import BlockBuilder
 from moesaic.facts.workload.loads import expert_counts
 from moesaic.kernels import device as devices
 from moesaic.models.init import InitialSource
-from moesaic.nn import norm
 from moesaic.nn.experts import tiles
-from moesaic.testing.blocks import BlockTrace, trace_blocks
-from moesaic.testing.flops import flops
+from moesaic.testing.blocks import BlockTrace, check_work, trace_blocks
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
-from moesaic.train.objectives import lm
 
 SMALL = {
     "vocab": 331, "hidden": 48, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 72,
@@ -84,60 +73,47 @@ def trace_one_rank(job: Job) -> BlockTrace:
     return trace_blocks(job, one_rank_plan(job), World.solo())
 
 
-def by_layer(blocks: list[Block], direction: str) -> Iterator[tuple[str, list[BlockWork]]]:
-    """Yield works by block of the model: attention and FFN of a layer together."""
-    works: dict[str, list[BlockWork]] = {}
-    for block in blocks:
-        if block.name != "step":
-            name = ".".join(block.name.split(".")[:2])
-            works.setdefault(name, []).append(getattr(block, direction))
-    yield from works.items()
-
-
 LATENT: list[dict[str, Any]] = [
     {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 12},
-    {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 12, "q_lora_rank": 28},
-    {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 16},
     {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 24, "q_lora_rank": 28},
 ]
-SHAPES: list[dict[str, Any]] = [
-    {},
-    {"tied": True, "data__packing": "stream"},
-    {"train__recompute": True},
-    {"train__precision": "bf16"},
-    {"train__precision": "bf16", "train__recompute": True, "kv_heads": 6},
-    {"train__precision": "fp64", "kv_heads": 6, "layers": 3},
-    {"data__sequence": 33, "train__batch": 2, "hidden": 40, "vocab": 257, "ffn": 56},
-    {"train__batch": 64, "data__sequence": 24, "hidden": 16, "layers": 1},  # two chunks of logits
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in FAMILIES),
+    *((name, {"train__precision": "bf16", "train__recompute": True}) for name in FAMILIES),
+    ("tiny-olmoe", {"data__packing": "stream"}),
+    ("tiny-olmoe", {"clip_qkv": 0.1}),
+    ("tiny-mixtral", {"train__precision": "fp64", "kv_heads": 6, "layers": 3}),
+    ("tiny-mixtral", {"window": 63}),
+    ("tiny-qwen3", {"window": 63, "data__packing": "stream"}),
+    ("tiny-qwen3", {"train__precision": "bf16"}),
+    ("tiny-deepseek", {"train__precision": "bf16", "data__packing": "stream"}),
+    ("tiny-dense", {"train__batch": 64, "data__sequence": 24, "layers": 1}),  # two loss chunks
+    *(("tiny-deepseek", {"latent": latent, "train__precision": precision})
+      for latent in LATENT for precision in ("fp32", "bf16")),
+]  # fmt: skip
+LORA: list[tuple[str, dict[str, Any]]] = [
+    ("tiny-olmoe", {}),
+    ("tiny-olmoe", {"targets": ["experts"]}),
+    ("tiny-mixtral", {"targets": ["experts"], "router": "train"}),
+    ("tiny-qwen3", {"router": "train", "rank": 3}),
+    ("tiny-dense", {"targets": ["ffn"]}),
+    ("tiny-deepseek", {"targets": ["attention", "experts", "ffn", "shared"]}),
+    ("tiny-deepseek", {"targets": ["shared"]}),
+    ("tiny-olmoe", {"method": "full"}),
 ]
 
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
-def test_flops_match_torch(name: str, changes: dict[str, Any]) -> None:
-    job = make_job(name, **changes)
-    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
-    for direction in ("forward", "backward"):
-        traced = getattr(trace, direction)
-        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, direction)}
-        assert predicted == {key: flops(one) for key, one in traced.items()}, direction
-
-
-LORA: list[tuple[str, dict[str, Any]]] = [
-    ("tiny-olmoe", {}),
-    ("tiny-olmoe", {"targets": ["attention"]}),
-    ("tiny-olmoe", {"targets": ["experts"]}),
-    ("tiny-mixtral", {"targets": ["experts"], "router": "train"}),
-    ("tiny-qwen3", {"router": "train", "rank": 3}),
-    ("tiny-dense", {"targets": ["attention", "ffn"]}),
-    ("tiny-dense", {"targets": ["ffn"]}),
-    ("tiny-deepseek", {"targets": ["attention", "experts", "ffn", "shared"]}),
-    ("tiny-deepseek", {"targets": ["shared"]}),
-    ("tiny-deepseek", {"targets": ["experts"], "router": "train"}),
-    ("tiny-olmoe", {"method": "full"}),
-    ("tiny-deepseek", {"method": "full", "router": "train"}),
-]
+@pytest.mark.parametrize(("name", "changes"), SHAPES, ids=str)
+def test_blocks_match_torch(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts run in one chunk, as each further chunk starts more kernels."""
+    monkeypatch.setattr(tiles, "_RANGE_BYTES", 1 << 30)
+    shape = {"data__sequence": 64, "train__batch": 4, "hidden": 192}
+    job = make_job(name, **{**shape, **changes})
+    blocks = workload(job, one_rank_plan(job))
+    check_work(trace_one_rank(job), blocks, saved=not job.train.recompute)
 
 
 @pytest.mark.usefixtures("without_onednn")
@@ -146,187 +122,12 @@ LORA: list[tuple[str, dict[str, Any]]] = [
 def test_frozen_parameters_have_no_gradients(
     name: str, finetune: dict[str, Any], precision: str, recompute: bool
 ) -> None:
-    """FLOPs match exactly, elementwise bytes and kernel launches nearly."""
     changes = {f"finetune__{key}": value for key, value in ({"method": "lora"} | finetune).items()}
-    job = make_job(name, train__precision=precision, train__recompute=recompute, **changes)
-    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
-    for direction in ("forward", "backward"):
-        traced = getattr(trace, direction)
-        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, direction)}
-        assert predicted == {key: flops(one) for key, one in traced.items()}, direction
-        for key, works in by_layer(blocks, direction):
-            moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
-            assert moved == pytest.approx(traced[key].moved_bytes, rel=0.03), (direction, key)
-            assert kernels == pytest.approx(traced[key].num_kernels, rel=0.08), (direction, key)
-
-
-def make_latent(latent: dict[str, Any], **changes: Any) -> Job:
-    """Return a job with latent attention and Mixtral's experts."""
-    return make_job(
-        "tiny-mixtral", family="deepseek_v3", latent=latent, **{"kv_heads": 6, **changes}
-    )
-
-
-@pytest.mark.parametrize("latent", LATENT, ids=str)
-@pytest.mark.parametrize(
-    ("precision", "packing", "recompute"),
-    [
-        ("fp32", "documents", False), ("bf16", "stream", False), ("bf16", "documents", True),
-        ("fp64", "stream", True),
-    ],
-)  # fmt: skip
-def test_latent_attention(
-    latent: dict[str, Any], precision: str, packing: str, recompute: bool
-) -> None:
-    """FLOPs and saved bytes match exactly, elementwise bytes and kernel launches nearly."""
-    job = make_latent(
-        latent, train__precision=precision, train__recompute=recompute, data__packing=packing,
-        data__sequence=64, train__batch=4, hidden=96, ffn=16,
-    )  # fmt: skip
-    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
-    for direction in ("forward", "backward"):
-        traced = getattr(trace, direction)["layers.0"]
-        works = dict(by_layer(blocks, direction))["layers.0"]
-        assert sum(w.flops for w in works) == flops(traced), direction
-        moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
-        assert moved == pytest.approx(traced.moved_bytes, rel=0.005), direction
-        assert kernels == pytest.approx(traced.num_kernels, rel=0.02), direction
-    saved = activation_bytes(job, one_rank_plan(job), 0)["layers.0"]
-    if recompute:
-        saved = 4 * 64 * 96 * (8 if precision == "fp64" else 4)
-    assert trace.saved_bytes["layers.0"] == saved
-
-
-def check_elementwise(job: Job) -> None:
-    """Check elementwise bytes and kernel launches of every block, forward and backward."""
-    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
-    for direction in ("forward", "backward"):
-        for key, works in by_layer(blocks, direction):
-            traced = getattr(trace, direction)[key]
-            moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
-            assert moved == pytest.approx(traced.moved_bytes, rel=0.005), (direction, key)
-            assert kernels == pytest.approx(traced.num_kernels, rel=0.02), (direction, key)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("packing", ["documents", "stream"])
-def test_elementwise_kernels_match_torch(
-    name: str, precision: str, packing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Experts run in one chunk, as each further chunk starts more kernels."""
-    monkeypatch.setattr(tiles, "_RANGE_BYTES", 1 << 30)
     job = make_job(
-        name, train__precision=precision, data__packing=packing, data__sequence=64,
-        train__batch=4, hidden=96,
+        name, train__precision=precision, train__recompute=recompute, data__sequence=64,
+        train__batch=4, hidden=192, **changes,
     )  # fmt: skip
-    check_elementwise(job)
-
-
-def test_chunked_norms_start_kernels_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ops, norm):
-        monkeypatch.setattr(module, "NORM_CHUNK_BYTES", 50 * 96 * 4)
-    monkeypatch.setattr(tiles, "_RANGE_BYTES", 1 << 30)
-    job = make_job("tiny-qwen3", data__sequence=64, train__batch=4, hidden=96)
-    check_elementwise(job)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
-def test_saved_bytes_match_autograd(name: str, changes: dict[str, Any]) -> None:
-    job = make_job(name, **changes)
-    saved, predicted = trace_one_rank(job).saved_bytes, activation_bytes(job, one_rank_plan(job), 0)
-    expected = {key: num_bytes for key, num_bytes in predicted.items() if key != "context"}
-    if job.train.recompute:  # A layer saves only its input.
-        stored = 8 if job.train.precision == "fp64" else 4
-        stream = job.train.batch * job.data.sequence * job.model.hidden * stored
-        expected |= {key: stream for key in expected if key.startswith("layers.")}
-    assert saved == expected
-
-
-@pytest.mark.parametrize("packing", ["documents", "stream"])
-@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3"])
-def test_window_needs_a_mask(name: str, packing: str) -> None:
-    """One mask per sample where documents end, else one for all samples."""
-    shape = {"data__packing": packing, "data__sequence": 64, "train__batch": 4, "hidden": 96}
-    job, unmasked = (make_job(name, window=window, **shape) for window in (63, 64))
-    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
-    saved, saved_unmasked = (
-        activation_bytes(job, one_rank_plan(job), 0),
-        activation_bytes(unmasked, one_rank_plan(unmasked), 0),
-    )
-    rows = 4 if packing == "documents" else 1
-    assert saved["context"] - saved_unmasked["context"] == (64 * 64 if packing == "stream" else 0)
-    assert {key: saved[key] for key in trace.saved_bytes} == trace.saved_bytes
-    for direction in ("forward", "backward"):
-        for key, works in by_layer(blocks, direction):
-            traced = getattr(trace, direction)[key]
-            moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
-            assert sum(w.flops for w in works) == flops(traced)
-            assert moved == pytest.approx(traced.moved_bytes, rel=0.005), (direction, key)
-            assert kernels == pytest.approx(traced.num_kernels, rel=0.02), (direction, key)
-    attend = next(op for op in blocks[1].forward.ops if op.name == "attend")
-    assert attend.causal_fraction == 1.0
-    stream_job = make_job(name, **{**shape, "data__packing": "stream"})
-    unmasked_attend = next(
-        op
-        for op in workload(stream_job, one_rank_plan(stream_job))[1].forward.ops
-        if op.name == "attend"
-    )
-    assert attend.moved_bytes - unmasked_attend.moved_bytes == rows * 64 * 64 * (1 + 4)
-
-
-def test_clamp_saves_its_inputs() -> None:
-    job = make_job("tiny-olmoe", clip_qkv=0.1)
-    trace = trace_one_rank(job)
-    assert trace.saved_bytes["layers.0"] == activation_bytes(job, one_rank_plan(job), 0)["layers.0"]
-    for direction in ("forward", "backward"):
-        works = dict(by_layer(workload(job, one_rank_plan(job)), direction))["layers.0"]
-        traced = getattr(trace, direction)["layers.0"]
-        assert sum(w.flops for w in works) == flops(traced)
-        assert sum(w.moved_bytes for w in works) == pytest.approx(traced.moved_bytes, rel=0.03)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_forward_pass_saves_predicted_bytes(name: str, precision: str, recompute: bool) -> None:
-    """Run all blocks at once, as training does."""
-    job = make_job(name, train__precision=precision, train__recompute=recompute)
-    plan = one_rank_plan(job)
-    run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
-    parameter_storages = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
-    batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
-    batch = replace(batch, inputs=batch.inputs.clone())
-    context = lm.make_context(run.model, batch, job, 0)
-    context.training = True
-    assert context.mask is not None
-    storages: dict[int, int] = {}
-    saved_tensors: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameter_storages:
-            storages[storage.data_ptr()] = storage.nbytes()
-            saved_tensors.append(tensor)
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, run.autocast():
-        total, losses = lm.compute_loss(run.model, batch, context, job, 1)
-    saved = activation_bytes(job, plan, 0)
-    excluded = (
-        saved["context"] if recompute else context.mask.nbytes
-    )  # These belong to the context.
-    expected = memory(job, plan).activations_bytes + saved["head"] - excluded
-    # Forward saves only inputs; backward has those before a layer, and all of that layer.
-    if recompute:
-        stream = batch.inputs.numel() * job.model.hidden * 4
-        peak = max(index * stream + saved[f"layers.{index}"] for index in range(job.model.layers))
-        expected += job.model.layers * stream - peak
-    assert total.isfinite()
-    assert losses.loss.isfinite()
-    assert sum(storages.values()) == pytest.approx(expected, rel=0.001)
+    check_work(trace_one_rank(job), workload(job, one_rank_plan(job)), saved=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -640,31 +441,19 @@ def test_document_mask_disables_causal_skipping() -> None:
 
 @pytest.mark.parametrize("dp_shard", [1, 2])
 @pytest.mark.parametrize("finetune", [{}, {"method": "lora"}, {"router": "frozen"}])
-@pytest.mark.parametrize("targets", [["experts"], ["ffn", "shared"]])
-@pytest.mark.parametrize("loaded", [False, True])
 def test_reused_blocks_equal_separately_built_blocks(
-    dp_shard: int, finetune: dict[str, Any], targets: list[str], loaded: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """A dense FFN of width 1 must not count as equal to True."""
-    if finetune.get("method") == "lora":
-        finetune = {**finetune, "targets": targets}
-    for dense_ffn, recompute in itertools.product((1, 100), (False, True)):
-        raw = {f"finetune__{key}": value for key, value in finetune.items()}
+    dp_shard: int, finetune: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = {f"finetune__{key}": value for key, value in finetune.items()}
+    for recompute in (False, True):
         job = make_job(
-            "tiny-deepseek", layers=6, dense_layers=3, **raw, dense_ffn=dense_ffn,
-            train__recompute=recompute,
+            "tiny-deepseek", layers=6, dense_layers=3, dense_ffn=100, train__recompute=recompute,
+            **raw,
         )  # fmt: skip
         plan = Plan(ranks=2, ep=2, dp_shard=dp_shard, experts=job.model.experts)
-        generator = np.random.default_rng(0)
-        loads = [generator.integers(1, 9, job.model.experts) for _ in range(3)] if loaded else None
-        reused = workload(job, plan, 1, loads)
+        reused = workload(job, plan, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(blocks._BlockBuilder, "kind", lambda builder, name: name)
-            assert reused == workload(job, plan, 1, loads)
+            patch.setattr(BlockBuilder, "_work_key", lambda _, specs: specs[0].name)
+            assert reused == workload(job, plan, 1)
         names = [block.name for block in reused]
         assert names[1:13:2] == [f"layers.{layer}.attention" for layer in range(6)]
-        assert names[2:13:2] == [
-            *(f"layers.{n}.ffn" for n in range(3)),
-            *(f"layers.{n}.moe" for n in range(3, 6)),
-        ]

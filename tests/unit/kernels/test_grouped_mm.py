@@ -15,7 +15,7 @@ from moesaic.kernels.grouped_mm import (
     grouped_mm,
     grouped_wgrad,
 )
-from moesaic.nn.experts.grouped import arena_views
+from moesaic.nn.experts.lease import arena_views
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0], [40, 0, 17], [2, 131, 3]]
 

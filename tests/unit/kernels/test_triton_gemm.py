@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.facts.plan.checks import check_plan, prediction_digest
 from moesaic.facts.plan.layout import plan_from_job
 from moesaic.kernels import device as devices
@@ -282,8 +282,10 @@ def run_layer(
     device = bank.arena.device
     leaves = [tokens.to(device, dtype).requires_grad_(), weights.to(device).requires_grad_()]
     dispatcher = Dispatcher(len(bank.experts), DispatchGroups())
-    backend = bank.grouped_mm(dtype)
-    counted = dispatcher.count(choices.to(device), training=True, is_complete=True, backend=backend)
+    backend = bank.matmul_backend(dtype)
+    counted = dispatcher.count(
+        choices.to(device), training=True, allow_device_counts=True, backend=backend
+    )
     assert (counted.token_slots is None) == (backend == "torch")
     placed = dispatcher.assign_slots(counted)
     sent = dispatcher.start_dispatch(*leaves, placed)
@@ -311,7 +313,7 @@ def test_layer_equals_torch_backend(kernels: Any, lora: bool, spread: str) -> No
         "random": torch.rand(12, 4, generator=torch.Generator().manual_seed(3)).argsort()[:, :2],
     }[spread]
     found = {}
-    for backend in get_args(GroupedMM):
+    for backend in get_args(MatmulBackend):
         device = cpu if backend == "torch" else DEVICE
         bank = ExpertBank(range(4), 24, 40, backend=backend)
         if lora:
@@ -371,7 +373,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.d
     """Return a device of this compute capability, on which Triton works."""
     monkeypatch.setattr(devices, "compute_capability", lambda device: capability)
     monkeypatch.setattr(fused, "triton_error", lambda: None)
-    grouped_mm.choose.cache_clear()
+    grouped_mm.choose_backend.cache_clear()
     return torch.device("cuda", 0)
 
 
@@ -379,7 +381,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.d
 def cleared_cache() -> Iterator[None]:
     """Clear the cache of chosen backends after the test."""
     yield
-    grouped_mm.choose.cache_clear()
+    grouped_mm.choose_backend.cache_clear()
 
 
 @pytest.mark.usefixtures("cleared_cache")
@@ -397,17 +399,19 @@ def test_auto_selects_triton_on_measured_gpus(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, backend: str
 ) -> None:
     device = gpu(monkeypatch, capability)
-    assert grouped_mm.choose("auto", device, dtype) == backend
-    assert ExpertBank(range(2), 8, 8).grouped_mm(dtype) == "torch", "its parameters are on the CPU"
-    for explicit in get_args(GroupedMM):
-        assert grouped_mm.choose(explicit, device, dtype) == explicit
+    assert grouped_mm.choose_backend("auto", device, dtype) == backend
+    assert ExpertBank(range(2), 8, 8).matmul_backend(dtype) == "torch", (
+        "its parameters are on the CPU"
+    )
+    for explicit in get_args(MatmulBackend):
+        assert grouped_mm.choose_backend(explicit, device, dtype) == explicit
 
 
 @pytest.mark.usefixtures("cleared_cache")
 def test_auto_selects_torch_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     device = gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(fused, "triton_error", lambda: "Failed to find C compiler")
-    assert grouped_mm.choose("auto", device, torch.bfloat16) == "torch"
+    assert grouped_mm.choose_backend("auto", device, torch.bfloat16) == "torch"
     grouped_mm.check_backend("auto", device)
     grouped_mm.check_backend("torch", device)
     with pytest.raises(ConfigError, match=r"needs Triton, .*find C compiler.*pip install triton"):
@@ -507,7 +511,7 @@ def test_plan_and_job_must_agree_on_fp8(plan_first: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "fp8"])
-def test_gpu_kernels_are_rejected_for_cpu_jobs(backend: GroupedMM) -> None:
+def test_gpu_kernels_are_rejected_for_cpu_jobs(backend: MatmulBackend) -> None:
     with pytest.raises(ConfigError, match=r'is for GPUs, and train.device = "cpu": leave one'):
         tiny_job(kernels={"grouped_mm": backend}, train={"precision": "fp32", "device": "cpu"})
     dense = {"family": "llama", "experts": 0, "top_k": 0}
@@ -525,7 +529,7 @@ def test_predictions_only_depend_on_fp8() -> None:
     job = tiny_job(train={"precision": "bf16"})
     plans = [
         plan_from_job(job, 1).model_copy(update={"grouped_mm": backend})
-        for backend in ("auto", *get_args(GroupedMM))
+        for backend in ("auto", *get_args(MatmulBackend))
     ]
     *others, fp8_digest = (prediction_digest(job, plan) for plan in plans)
     assert len(set(others)) == 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.expert_benchmark import (
-    BatchRun,
     DeviceLimit,
     ExpertLayerBenchmark,
     MeasuredSpeed,
@@ -49,13 +50,15 @@ class Paced:
     def roofline(self, limit: DeviceLimit, tokens: int) -> Roofline:
         return Roofline(limit.dtype, tokens, tokens, tokens * 5e-4, tokens * 1.5e-3, "matmul")
 
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> BatchRun:
+    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> _Through:
         return _Through(self, tokens * 1e-3)
 
 
 def in_time(sizes: list[int], budget_s: float) -> tuple[list[MeasuredSpeed | SkippedBatch], float]:
     layer = Paced()
-    return list(measure_speeds(layer, LIMIT, sizes, budget_s)), layer.now_s
+    return list(
+        measure_speeds(cast(ExpertLayerBenchmark, layer), LIMIT, sizes, budget_s)
+    ), layer.now_s
 
 
 @pytest.mark.parametrize("budget_s", [0.1, 1.0, 4.0, 20.0])

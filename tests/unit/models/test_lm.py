@@ -13,12 +13,14 @@ from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import count_parameters, parameters
+from moesaic.facts.workload import block_specs, count_parameters, parameters
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
-from moesaic.nn.context import Context
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.nn.inputs import Inputs
+from moesaic.nn.reports import moe_reports
+from moesaic.testing.states import live_values
 
 SMALL = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 8, "vocab": 19}
 LATENT = {"kv_lora_rank": 6, "q_lora_rank": 5, "qk_rope_head_dim": 2, "v_head_dim": 3}
@@ -40,12 +42,16 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 @pytest.mark.parametrize(
     "name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"]
 )
-def test_tensor_shards_are_the_parameters_of_the_workload(name: str, tied: bool) -> None:
+def test_module_has_the_parameters_of_its_spec(name: str, tied: bool) -> None:
     config = small(name, tied=tied)
-    shapes = {
-        shard.name: tuple(shard.tensor.shape) for shard in tensor_shards(LanguageModel(config))
-    }
+    model = LanguageModel(config)
+    shapes = {shard.name: shard.size for shard in tensor_shards(model)}
     assert shapes == {p.name: p.shape for p in parameters(config)}
+    specs = block_specs(config, Plan(ranks=1, ep=1, dp_shard=1, experts=config.experts))
+    assert shapes == {p.name: p.shape for spec in specs for p in spec.parameters}
+    assert [spec.model_block for spec in specs if spec.kind != "attention"] == [
+        name for name, _ in model.blocks()
+    ]
 
 
 @pytest.mark.parametrize("queries", [None, 5])
@@ -77,7 +83,9 @@ def test_ranks_hold_disjoint_experts() -> None:
     names = []
     for rank in range(2):
         with torch.device("meta"):
-            model = LanguageModel(config, None, plan, DispatchGroups(rank, None, None, (0, 1)))
+            groups = DispatchGroups(rank, None, None, (0, 1))
+            specs = block_specs(config, plan, rank)
+            model = LanguageModel(config, specs, plan=plan, ranks=groups)
         mine = {p.name for p in tensor_shards(model, plan, rank) if ".experts." in p.name}
         names.append(mine)
     assert not names[0] & names[1]
@@ -88,18 +96,18 @@ def test_initial_values_depend_on_the_name_alone() -> None:
     model = build(small("tiny-olmoe"), seed=5)
     for shard in tensor_shards(model):
         if len(shard.shape) == 1:
-            assert bool((shard.tensor == 1).all())
+            assert bool((live_values(shard) == 1).all())
             continue
         rows = shard.shape[0]
         part = torch.empty(rows - rows // 2, *shard.shape[1:], dtype=torch.float64)
         offset = (rows // 2,) + (0,) * (len(shard.shape) - 1)
-        half = TensorShard(PARAMETER, shard.name, shard.shape, offset, part, (0,))
+        half = TensorShard.of_tensor(PARAMETER, shard.name, shard.shape, offset, part, (0,))
         columns = torch.empty(rows, 2, dtype=torch.float64)
-        inner = TensorShard(PARAMETER, shard.name, shard.shape, (0, 1), columns, (0,))
+        inner = TensorShard.of_tensor(PARAMETER, shard.name, shard.shape, (0, 1), columns, (0,))
         InitialSource(5, 0.3).fill([half, inner])
-        assert torch.equal(part, shard.tensor[rows // 2 :])
-        assert torch.equal(columns, shard.tensor[:, 1:3])
-    spread = torch.cat([p.tensor.flatten() for p in tensor_shards(model) if len(p.shape) > 1])
+        assert torch.equal(part, live_values(shard)[rows // 2 :])
+        assert torch.equal(columns, live_values(shard)[:, 1:3])
+    spread = torch.cat([live_values(p).flatten() for p in tensor_shards(model) if len(p.shape) > 1])
     assert float(spread.std()) == pytest.approx(0.3, rel=0.05)
 
 
@@ -108,11 +116,10 @@ def test_attention_stays_inside_documents() -> None:
     tokens = torch.randint(19, (1, 10))
     documents = torch.tensor([[0] * 4 + [1] * 6])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
-    packed = Context(model.rotary(positions))
-    packed.mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    together = model(tokens, packed)
+    mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    together, _ = model(tokens, Inputs(model.rotary(positions), mask=mask))
     alone = [
-        model(part, Context(model.rotary(torch.arange(part.shape[1])[None])))
+        model(part, Inputs(model.rotary(torch.arange(part.shape[1])[None])))[0]
         for part in (tokens[:, :4], tokens[:, 4:])
     ]
     torch.testing.assert_close(together, torch.cat(alone, dim=1))
@@ -125,11 +132,10 @@ def test_recompute_is_bitwise_equal() -> None:
         for layer in model.layers:
             layer.recompute = recompute
         tokens = torch.arange(14).view(2, 7)
-        context = Context(model.rotary(torch.arange(7)[None]))
-        context.training = True
-        logits = model(tokens, context)
-        facts = context.layer_facts
-        loss = logits.square().mean() + sum(f.balance_loss + f.z_loss for f in facts.values())
+        inputs = Inputs(model.rotary(torch.arange(7)[None]), training=True)
+        logits, reports = model(tokens, inputs)
+        moes = moe_reports(reports.values()).values()
+        loss = logits.square().mean() + sum(one.balance_loss + one.z_loss for one in moes)
         loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -144,21 +150,26 @@ def test_bf16_autocast_is_close_to_fp32(name: str) -> None:
     outputs = []
     recorded: dict[int, torch.Tensor] = {}
     for on in (False, True):
-        context = Context(model.rotary(torch.arange(24)[None]))
-        context.keep_choices, context.replay = True, recorded or None
+        inputs = Inputs(
+            model.rotary(torch.arange(24)[None]), routing_replay=recorded or None,
+            keep=frozenset({"router_choices"}),
+        )  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            outputs.append(model(tokens, context).float().detach())
-        recorded = context.choices
+            logits, reports = model(tokens, inputs)
+        outputs.append(logits.float().detach())
+        for layer, report in moe_reports(reports.values()).items():
+            assert report.router_choices is not None
+            recorded[layer] = report.router_choices
     assert 0 < float((outputs[1] - outputs[0]).norm() / outputs[0].norm()) < 0.02
 
 
 def test_clip_qkv_clamps() -> None:
     free, clipped = (build(small("tiny-olmoe", clip_qkv=c)) for c in (None, 0.05))
-    context = Context(free.rotary(torch.arange(6)[None]))
+    inputs = Inputs(free.rotary(torch.arange(6)[None]))
     tokens = torch.arange(6)[None]
-    assert not torch.allclose(free(tokens, context), clipped(tokens, context))
+    assert not torch.allclose(free(tokens, inputs)[0], clipped(tokens, inputs)[0])
     wide = build(small("tiny-olmoe", clip_qkv=1e6))
-    assert torch.equal(free(tokens, context), wide(tokens, context))
+    assert torch.equal(free(tokens, inputs)[0], wide(tokens, inputs)[0])
 
 
 def test_recomputed_graph_is_freed() -> None:
@@ -171,10 +182,11 @@ def test_recomputed_graph_is_freed() -> None:
         layer.moe.router.register_forward_hook(
             lambda _m, _i, routing: second.append(weakref.ref(routing.scores_TE))
         )
-    context = Context(model.rotary(torch.arange(7)[None]))
-    loss = model(torch.arange(14).view(2, 7), context).square().mean()
+    inputs = Inputs(model.rotary(torch.arange(7)[None]))
+    logits, reports = model(torch.arange(14).view(2, 7), inputs)
+    moes, loss = moe_reports(reports.values()).values(), logits.square().mean()
     first = len(second)
-    (loss + sum(f.balance_loss + f.z_loss for f in context.layer_facts.values())).backward()
+    (loss + sum(one.balance_loss + one.z_loss for one in moes)).backward()
     assert len(second) > first
     gc.collect()
     assert all(ref() is None for ref in second[first:])

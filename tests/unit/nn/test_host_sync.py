@@ -15,10 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
 from moesaic.nn import moe, router
-from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import dispatcher
 from moesaic.nn.dispatch.all_to_all import (
     DispatchGroups,
@@ -30,7 +29,9 @@ from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.tiles import split_slots
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
+from moesaic.nn.reports import MoEReport
 from moesaic.nn.router import NO_EXPERT, Router
 
 HIDDEN, FFN, EXPERTS, TOP_K = 16, 8, 6, 2
@@ -70,10 +71,8 @@ def make_layer(device: str, **options: Any) -> MoE:
     return result.to(device)
 
 
-def make_context(*, training: bool) -> Context:
-    result = Context(Rotary(torch.empty(0), torch.empty(0)))
-    result.training = training
-    return result
+def make_inputs(*, training: bool, **more: Any) -> Inputs:
+    return Inputs(Rotary(torch.empty(0), torch.empty(0)), training=training, **more)
 
 
 @pytest.fixture
@@ -83,18 +82,16 @@ def meta_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "compute_dtype", lambda x: x.dtype)
 
 
-def train_step(one: MoE, x: Tensor) -> Context:
+def train_step(one: MoE, x: Tensor) -> MoEReport:
     """Run forward and backward of the output and all losses."""
-    ctx = make_context(training=True)
-    out = one(x, ctx)
-    facts = ctx.layer_facts[3]
+    out, report = one(x, make_inputs(training=True))
     assert out.shape == x.shape
-    assert facts.counts.shape == (1, EXPERTS)
-    assert facts.requested.shape == (EXPERTS,)
-    assert facts.counts.device == facts.requested.device == x.device
-    assert (facts.num_dropped, facts.dedup_counts, facts.balance_decision) == (0, None, None)
-    (out.sum() + facts.balance_loss + facts.z_loss).backward()
-    return ctx
+    assert report.counts.shape == (1, EXPERTS)
+    assert report.requested.shape == (EXPERTS,)
+    assert report.counts.device == report.requested.device == x.device
+    assert (report.num_dropped, report.dedup_counts, report.balance_decision) == (0, None, None)
+    (out.sum() + report.balance_loss + report.z_loss).backward()
+    return report
 
 
 @pytest.mark.usefixtures("meta_tensors")
@@ -135,10 +132,10 @@ def test_inference_needs_no_host_sync(
     dtype: torch.dtype, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moe, "compute_dtype", lambda x: dtype)
-    ctx = make_context(training=training)
-    out = make_layer("meta")(torch.empty(1, 40, HIDDEN, device="meta"), ctx)
+    inputs = make_inputs(training=training)
+    out, report = make_layer("meta")(torch.empty(1, 40, HIDDEN, device="meta"), inputs)
     assert (out.device.type, out.dtype) == ("meta", dtype)
-    assert ctx.layer_facts[3].counts.device.type == "meta"
+    assert report.counts.device.type == "meta"
 
 
 def test_gpu_copies_nothing_to_the_host() -> None:
@@ -148,7 +145,7 @@ def test_gpu_copies_nothing_to_the_host() -> None:
         tokens_TH = torch.empty(40, HIDDEN, device="cuda", dtype=torch.bfloat16)
         dispatcher = Dispatcher(EXPERTS, DispatchGroups())
         token_slots = dispatcher.assign_slots(
-            dispatcher.count(experts_TK, training=True, is_complete=True, backend="triton")
+            dispatcher.count(experts_TK, training=True, allow_device_counts=True, backend="triton")
         )
         permutations = list[Permutation]()
 
@@ -186,7 +183,7 @@ def test_few_launches_between_router_and_experts(
     x = torch.empty(1, 40, HIDDEN, device="meta", dtype=torch.bfloat16)
     for _ in range(2):
         with Launches() as launches:
-            one(x, make_context(training=True))
+            one(x, make_inputs(training=True))
     between = launches.names[launch_counts["routed"] : launches.names.index("grouped_swiglu")]
     by_torch = ["_to_copy", "sort", "searchsorted", "sub", "arange", "scatter_"]
     assert between == [
@@ -247,7 +244,7 @@ def test_device_counts_equal_host_counts(name: str, moved: bool) -> None:
     dispatcher = Dispatcher(experts, DispatchGroups(), slot_experts=slot_experts)
     on_device, on_host = (
         dispatcher.count_on_device(experts_TK),
-        dispatcher.count(experts_TK, training=True, is_complete=True),
+        dispatcher.count(experts_TK, training=True, allow_device_counts=True),
     )
     assert (on_host.token_slots, on_device.token_slots is None) == (None, False)
     for one in ("requested_E", "counts_RE", "counts_RCE"):
@@ -295,10 +292,10 @@ def test_device_counts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch)
         if on_device:
             monkeypatch.setattr(one.dispatcher, "count", count_on_device(one.dispatcher))
         x = torch.randn(2, 15, HIDDEN, requires_grad=True)
-        facts = train_step(one, x).layer_facts[3]
+        report = train_step(one, x)
         grads = [parameter.grad for parameter in one.parameters()]
         actual.append(
-            [facts.counts, facts.requested, facts.balance_loss, facts.z_loss, x.grad, *grads]
+            [report.counts, report.requested, report.balance_loss, report.z_loss, x.grad, *grads]
         )
     for one, other in zip(*actual, strict=True):
         assert torch.equal(one, other)
@@ -306,10 +303,10 @@ def test_device_counts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 def count_on_device(dispatcher: Dispatcher) -> Callable[..., DispatchCounts]:
     def count(
-        experts_TK: Tensor, *, training: bool, is_complete: bool, backend: str
+        experts_TK: Tensor, *, training: bool, allow_device_counts: bool, backend: str
     ) -> DispatchCounts:
         assert training
-        assert is_complete
+        assert allow_device_counts
         assert backend == "torch"
         return dispatcher.count_on_device(experts_TK)
 
@@ -322,19 +319,22 @@ def test_cases_that_need_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "make_full_permutation", None)
     for options in ({}, {"capacity": 2.0}, {"num_chunks": 2}, {"overlap_local": True}):
         counted = Dispatcher(6, DispatchGroups(), **options).count(
-            choices, training=True, is_complete=True
+            choices, training=True, allow_device_counts=True
         )
         assert counted.token_slots is None
         assert counted.counts_RE.tolist() == [[4] * 6]
     meta_choices = choices.to("meta")
-    cases: list[tuple[dict[str, Any], bool, GroupedMM]] = [
+    cases: list[tuple[dict[str, Any], bool, MatmulBackend]] = [
         ({"capacity": 2.0}, True, "triton"), ({"num_chunks": 2}, True, "triton"),
         ({"overlap_local": True}, True, "triton"), ({}, False, "triton"), ({}, True, "torch"),
     ]  # fmt: skip
-    for options, is_complete, backend in cases:
+    for options, allow_device_counts, backend in cases:
         with pytest.raises(NotImplementedError):
             Dispatcher(6, DispatchGroups(), **options).count(
-                meta_choices, training=True, is_complete=is_complete, backend=backend
+                meta_choices,
+                training=True,
+                allow_device_counts=allow_device_counts,
+                backend=backend,
             )
     assert choices.min() > NO_EXPERT
 
@@ -350,11 +350,12 @@ def test_cases_that_need_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_routers_report_complete_choices(
     kind: Any, training: bool, replayed: bool, is_complete: bool
 ) -> None:
-    one, ctx = Router(0, 4, 6, 2, kind=kind), make_context(training=training)
+    one, routing_replay = Router(0, 4, 6, 2, kind=kind), None
     torch.nn.init.normal_(one.weight)
     if replayed:
-        ctx.replay = {0: torch.tensor([[1, 2], [-2, 3], [0, 1]])}
-    routing = one(torch.randn(3, 4), ctx)
+        routing_replay = {0: torch.tensor([[1, 2], [-2, 3], [0, 1]])}
+    inputs = make_inputs(training=training, routing_replay=routing_replay)
+    routing = one(torch.randn(3, 4), inputs)
     assert routing.is_complete == is_complete
     assert not is_complete or bool((routing.experts_TK >= 0).all())
 

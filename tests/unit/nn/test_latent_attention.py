@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from moesaic.facts.job.model import LatentConfig, RopeScaling
-from moesaic.nn.context import Context, Rotary
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.latent_attention import NORM_EPSILON, LatentAttention
 
 HIDDEN, HEADS, HEAD_DIM = 24, 3, 10
@@ -37,13 +37,10 @@ def make(latent: LatentConfig, scaling: RopeScaling | None = None) -> LatentAtte
     return layer
 
 
-def make_context(batch: int, sequence: int, mask: Tensor | None = None) -> Context:
+def make_inputs(batch: int, sequence: int, mask: Tensor | None = None) -> Inputs:
     positions = torch.arange(sequence).expand(batch, -1)
-    context = Context(
-        Rotary.at_positions(positions, LATENTS[0].qk_rope_head_dim, 100.0, torch.float64)
-    )
-    context.mask = mask
-    return context
+    rotary = Rotary.at_positions(positions, LATENTS[0].qk_rope_head_dim, 100.0, torch.float64)
+    return Inputs(rotary, mask=mask)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -106,10 +103,10 @@ def test_equals_loop_over_heads_queries_and_keys(latent: LatentConfig, masked: b
     mask = torch.ones(2, 6, 6, dtype=torch.bool).tril()
     if masked:
         mask[1, 4:, :3] = False
-    context = make_context(2, 6, mask[:, None] if masked else None)
+    inputs = make_inputs(2, 6, mask[:, None] if masked else None)
     cotangent = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
     actual = []
-    for out in (layer(x, context), oracle(layer, x, mask)):
+    for out in (layer(x, inputs)[0], oracle(layer, x, mask)):
         grads = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
         actual.append([out, *grads])
     for ours, expected in zip(*actual, strict=True):
@@ -118,7 +115,7 @@ def test_equals_loop_over_heads_queries_and_keys(latent: LatentConfig, masked: b
 
 def test_no_tokens_give_zero_gradients() -> None:
     layer = make(LATENTS[1]).double()
-    layer(torch.zeros(0, 6, HIDDEN, dtype=torch.float64), make_context(0, 6)).sum().backward()
+    layer(torch.zeros(0, 6, HIDDEN, dtype=torch.float64), make_inputs(0, 6))[0].sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
@@ -162,12 +159,12 @@ def test_equals_transformers(latent: LatentConfig, scaling: RopeScaling | None) 
     peer.load_state_dict(peer_state)
     x = torch.randn(2, 9, HIDDEN, requires_grad=True)
     positions = torch.arange(9).expand(2, -1)
-    context = Context(
+    inputs = Inputs(
         Rotary.at_positions(positions, latent.qk_rope_head_dim, 100.0, torch.float32, scaling)
     )
     causal_mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
     cotangent = torch.randn(2, 9, HIDDEN)
-    output = ours(x, context)
+    output, _ = ours(x, inputs)
     peer_output = peer(x, rotary(x, positions), causal_mask)[0]
     expected = torch.autograd.grad(peer_output, [x, *peer.parameters()], cotangent)
     actual = torch.autograd.grad(output, [x, *ours.parameters()], cotangent)
@@ -201,15 +198,14 @@ def test_latent_cache_equals_full_attention(latent: LatentConfig, chunk_sizes: l
     x = torch.randn(2, 7, HIDDEN, dtype=torch.float64)
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
     mask[1, :, 2:, :2] = False  # left padding of a shorter prompt
-    whole = layer(x, make_context(2, 7, mask))
+    whole, _ = layer(x, make_inputs(2, 7, mask))
     cache, actual, start = ConcatCache(), [], 0
     for size in chunk_sizes:
         end = start + size
-        context = make_context(2, 7, mask[:, :, start:end, :end])
-        rotary = context.rotary
-        context.rotary = Rotary(rotary.cosine[:, :, start:end], rotary.sine[:, :, start:end])
-        context.cache = cache
-        actual.append(layer(x[:, start:end], context))
+        rotary = make_inputs(2, 7).rotary
+        rotary = Rotary(rotary.cosine[:, :, start:end], rotary.sine[:, :, start:end])
+        inputs = Inputs(rotary, mask=mask[:, :, start:end, :end], cache=cache)
+        actual.append(layer(x[:, start:end], inputs)[0])
         start = end
     torch.testing.assert_close(torch.cat(actual, 1), whole, rtol=1e-9, atol=1e-9)
     assert cache.entries.shape == (2, 1, 7, latent.kv_lora_rank + latent.qk_rope_head_dim)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import NO_EXPERT, Router
 
@@ -33,12 +33,10 @@ def make(experts: int, top_k: int, capacity: float | None = None, **router: Any)
     return layer
 
 
-def context(batch: int = 0, sequence: int = 0, training: bool = True) -> Context:
-    result = Context(Rotary(torch.empty(0), torch.empty(0)))
-    result.training = training
+def make_inputs(batch: int = 0, sequence: int = 0, training: bool = True, **more: Any) -> Inputs:
     if batch:
-        result.samples, result.positions = torch.arange(batch), torch.arange(sequence)
-    return result
+        more |= {"samples": torch.arange(batch), "positions": torch.arange(sequence)}
+    return Inputs(Rotary(torch.empty(0), torch.empty(0)), training=training, **more)
 
 
 def oracle(layer: MoE, x: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -55,19 +53,18 @@ def oracle(layer: MoE, x: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Ten
     return torch.stack(rows).view(x.shape) if rows else x * 0
 
 
-def check_against_oracle(layer: MoE, x: Tensor, ctx: Context) -> None:
-    ctx.keep_choices = True
+def check_against_oracle(layer: MoE, x: Tensor, inputs: Inputs) -> None:
     x = x.requires_grad_()
     cotangent = torch.randn_like(x)
-    actual = layer(x, ctx)
-    routing = layer.router(x.reshape(-1, HIDDEN), ctx)
-    counts = layer.dispatcher.count(routing.experts_TK, training=ctx.training)
+    actual, _ = layer(x, inputs)
+    routing = layer.router(x.reshape(-1, HIDDEN), inputs)
+    counts = layer.dispatcher.count(routing.experts_TK, training=inputs.training)
     expected = oracle(layer, x, counts.experts_TK, routing.weights_TK)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    inputs = [x, *layer.parameters()]
-    actual_grads = torch.autograd.grad(actual, inputs, cotangent, allow_unused=True)
-    expected_grads = torch.autograd.grad(expected, inputs, cotangent, allow_unused=True)
-    for a, b, parameter in zip(actual_grads, expected_grads, inputs, strict=True):
+    leaves = [x, *layer.parameters()]
+    actual_grads = torch.autograd.grad(actual, leaves, cotangent, allow_unused=True)
+    expected_grads = torch.autograd.grad(expected, leaves, cotangent, allow_unused=True)
+    for a, b, parameter in zip(actual_grads, expected_grads, leaves, strict=True):
         zero = torch.zeros_like(parameter)
         torch.testing.assert_close(
             zero if a is None else a, zero if b is None else b, rtol=1e-11, atol=1e-11
@@ -84,7 +81,7 @@ def test_softmax_router_equals_loop(
 ) -> None:
     torch.manual_seed(seed)
     layer = make(experts, min(top_k, experts), renormalise=renormalise)
-    check_against_oracle(layer, torch.randn(1, tokens, HIDDEN).double(), context())
+    check_against_oracle(layer, torch.randn(1, tokens, HIDDEN).double(), make_inputs())
 
 
 @settings(max_examples=25, deadline=None)
@@ -96,7 +93,7 @@ def test_capacity_equals_loop(capacity: float, kind: str, seed: int) -> None:
     torch.manual_seed(seed)
     top_k = {"top-k": 3, "switch": 1, "gshard": 2}[kind]
     layer = make(4, top_k, capacity, kind=kind)
-    check_against_oracle(layer, torch.randn(2, 9, HIDDEN).double(), context(2, 9))
+    check_against_oracle(layer, torch.randn(2, 9, HIDDEN).double(), make_inputs(2, 9))
 
 
 def test_expert_without_tokens_gets_zero_gradient() -> None:
@@ -105,14 +102,14 @@ def test_expert_without_tokens_gets_zero_gradient() -> None:
         layer.router.weight.zero_()
         layer.router.weight[2] = 1.0
     x = torch.rand(1, 5, HIDDEN).double()
-    layer(x, context()).square().sum().backward()
+    layer(x, make_inputs())[0].square().sum().backward()
     grads = {(e, p): g for e, p, g in layer.bank.matrices(layer.bank.arena.grad)}
     for (expert, _), grad in grads.items():
         assert bool(grad.any()) == (expert == 2)
 
 
 def test_one_token() -> None:
-    check_against_oracle(make(6, 2), torch.randn(1, 1, HIDDEN).double(), context())
+    check_against_oracle(make(6, 2), torch.randn(1, 1, HIDDEN).double(), make_inputs())
 
 
 def test_drops_are_counted_and_first_tokens_stay() -> None:
@@ -121,20 +118,17 @@ def test_drops_are_counted_and_first_tokens_stay() -> None:
         layer.router.weight.zero_()
         layer.router.weight[1] = 1.0
     x = torch.rand(1, 8, HIDDEN).double()
-    ctx = context()
-    y = layer(x, ctx)
-    facts = ctx.layer_facts[0]
-    assert (facts.num_dropped, facts.counts.tolist()) == (4, [[0, 4]])
+    y, report = layer(x, make_inputs())
+    assert (report.num_dropped, report.counts.tolist()) == (4, [[0, 4]])
     assert bool((y[0, :4] != 0).any(dim=1).all())
     assert not bool(y[0, 4:].any())
 
 
 def test_nothing_is_dropped_outside_training() -> None:
     layer = make(2, 1, capacity=0.1)
-    ctx = context(training=False)
-    layer(torch.rand(1, 8, HIDDEN).double(), ctx)
-    assert ctx.layer_facts[0].num_dropped == 0
-    assert int(ctx.layer_facts[0].counts.sum()) == 8
+    _, report = layer(torch.rand(1, 8, HIDDEN).double(), make_inputs(training=False))
+    assert report.num_dropped == 0
+    assert int(report.counts.sum()) == 8
 
 
 def test_first_choices_precede_second_choices() -> None:
@@ -148,11 +142,11 @@ def test_first_choices_precede_second_choices() -> None:
 
 def test_balanced_router_is_even() -> None:
     layer = make(6, 2, kind="balanced")
-    ctx = context(2, 9)
-    layer(torch.randn(2, 9, HIDDEN).double(), ctx)
-    assert ctx.layer_facts[0].counts.tolist() == [[6] * 6]
+    inputs = make_inputs(2, 9)
+    _, report = layer(torch.randn(2, 9, HIDDEN).double(), inputs)
+    assert report.counts.tolist() == [[6] * 6]
     assert len({tuple(row) for row in layer.router(
-        torch.randn(18, HIDDEN).double(), ctx).experts_TK.tolist()}) > 1  # fmt: skip
+        torch.randn(18, HIDDEN).double(), inputs).experts_TK.tolist()}) > 1  # fmt: skip
 
 
 def test_second_expert_is_kept_by_weight() -> None:
@@ -162,60 +156,52 @@ def test_second_expert_is_kept_by_weight() -> None:
         layer.router.weight[0, 0] = math.log(4.0)  # probabilities 0.8 and 0.2
     x = torch.zeros(64, 64, HIDDEN).double()
     x[..., 0] = 1.0
-    ctx = context(64, 64)
-    layer(x, ctx)
-    kept_fraction = int(ctx.layer_facts[0].counts[0, 1]) / 4096
+    _, report = layer(x, make_inputs(64, 64))
+    kept_fraction = int(report.counts[0, 1]) / 4096
     assert kept_fraction == pytest.approx(2 * 0.2, abs=0.03)
-    second = context(64, 64)
-    layer(x, second)
-    assert torch.equal(second.layer_facts[0].counts, ctx.layer_facts[0].counts)
+    _, second = layer(x, make_inputs(64, 64))
+    assert torch.equal(second.counts, report.counts)
 
 
 def test_balance_and_z_loss_equal_their_definitions() -> None:
     layer = make(5, 2)
     x = torch.randn(1, 30, HIDDEN).double()
-    ctx = context()
-    layer(x, ctx)
+    _, report = layer(x, make_inputs())
     scores = x[0] @ layer.router.weight.T
     p = scores.softmax(-1)
     chosen = F.one_hot(p.topk(2).indices, 5).sum(1).double()
     balance = 5 * ((chosen.sum(0) / chosen.sum()) * p.mean(0)).sum()
-    torch.testing.assert_close(ctx.layer_facts[0].balance_loss, balance)
-    torch.testing.assert_close(ctx.layer_facts[0].z_loss, scores.logsumexp(-1).square().mean())
+    torch.testing.assert_close(report.balance_loss, balance)
+    torch.testing.assert_close(report.z_loss, scores.logsumexp(-1).square().mean())
 
 
 def test_noise_depends_on_the_token_and_only_in_training() -> None:
     layer = make(8, 1, kind="switch", noise=0.5)
     x = torch.randn(6, HIDDEN).double()
-    noisy_scores = layer.router(x, context(2, 3)).scores_TE
-    clean_scores = layer.router(x, context(2, 3, training=False)).scores_TE
+    noisy_scores = layer.router(x, make_inputs(2, 3)).scores_TE
+    clean_scores = layer.router(x, make_inputs(2, 3, training=False)).scores_TE
     ratio = noisy_scores / clean_scores
     assert bool(((ratio > 0.5) & (ratio < 1.5)).all())
     assert ratio.unique().numel() == ratio.numel()
-    assert torch.equal(noisy_scores, layer.router(x, context(2, 3)).scores_TE)
+    assert torch.equal(noisy_scores, layer.router(x, make_inputs(2, 3)).scores_TE)
 
 
 def test_replay_uses_recorded_experts_and_counts_mismatches() -> None:
     layer = make(4, 2)
     x = torch.randn(1, 6, HIDDEN).double()
-    ctx = context()
-    ctx.keep_choices = True
-    layer(x, ctx)
-    own = ctx.choices[0]
+    _, kept = layer(x, make_inputs(keep=frozenset({"router_choices"})))
+    own = kept.router_choices
     for choices, mismatches in ((own, 0), (own.flip(1), 0), ((own + 1) % 4, None)):
-        replay_context = context()
-        replay_context.replay = {0: choices}
-        y = layer(x, replay_context)
+        y, report = layer(x, make_inputs(routing_replay={0: choices}))
         weights = (x[0] @ layer.router.weight.T).softmax(-1).gather(1, choices)
         torch.testing.assert_close(y, oracle(layer, x, choices, weights))
         if mismatches is None:
-            assert replay_context.layer_facts[0].num_replay_mismatches > 0
+            assert report.num_replay_mismatches > 0
         else:
-            assert replay_context.layer_facts[0].num_replay_mismatches == mismatches
+            assert report.num_replay_mismatches == mismatches
 
 
 def test_huge_capacity_drops_nothing() -> None:
     layer = make(4, 2, capacity=1e300)
-    ctx = context()
-    layer(torch.randn(1, 6, HIDDEN).double(), ctx)
-    assert ctx.layer_facts[0].num_dropped == 0
+    _, report = layer(torch.randn(1, 6, HIDDEN).double(), make_inputs())
+    assert report.num_dropped == 0

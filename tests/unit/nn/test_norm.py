@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from moesaic.nn import norm
 from moesaic.nn.attention import rotate
-from moesaic.nn.context import Rotary
+from moesaic.nn.inputs import Rotary
 from moesaic.nn.norm import RMSNorm
 
 EPSILON = 1e-5

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moesaic.facts.job.model import RopeScaling
 from moesaic.models.hf.config import from_huggingface
-from moesaic.nn.context import Rotary
+from moesaic.nn.inputs import Rotary
 from moesaic.nn.rope import attention_factor, frequencies, mscale
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_max_positions": 64}

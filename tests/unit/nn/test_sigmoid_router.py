@@ -15,10 +15,10 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
 
 from moesaic.nn.attention import FeedForward
-from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import SigmoidRouter
 
@@ -38,10 +38,8 @@ def make(experts: int, top_k: int, shared: int = 0, **router: Any) -> MoE:
     return layer
 
 
-def context() -> Context:
-    result = Context(Rotary(torch.empty(0), torch.empty(0)))
-    result.training = True
-    return result
+def make_inputs() -> Inputs:
+    return Inputs(Rotary(torch.empty(0), torch.empty(0)), training=True)
 
 
 def reference_route(router: SigmoidRouter, token: Tensor) -> tuple[list[int], Tensor]:
@@ -91,7 +89,7 @@ def test_layer_equals_loop(
         renormalise=renormalise, scale=2.5,
     )  # fmt: skip
     x = torch.randn(1, tokens, HIDDEN).double().requires_grad_()
-    fast, expected = layer(x, context()), reference_output(layer, x)
+    fast, expected = layer(x, make_inputs())[0], reference_output(layer, x)
     torch.testing.assert_close(fast, expected, rtol=1e-12, atol=1e-12)
     cotangent, inputs = torch.randn_like(x), [x, *layer.parameters()]
     ours, theirs = (torch.autograd.grad(y, inputs, cotangent) for y in (fast, expected))
@@ -123,7 +121,7 @@ def test_router_equals_transformers(groups: int, top_groups: int, renormalise: b
         {"weight": theirs.weight, "bias": theirs.e_score_correction_bias}, strict=True
     )
     tokens = torch.randn(200, HIDDEN)
-    routing = ours(tokens, context())
+    routing = ours(tokens, make_inputs())
     logits, weights, experts = theirs(tokens)
     torch.testing.assert_close(routing.scores_TE, logits)
     theirs_TE = torch.zeros(200, 16).scatter(1, experts, weights)
@@ -154,7 +152,7 @@ def test_layer_equals_transformers() -> None:
             our_parameter = getattr(ours.shared, part).weight
             getattr(theirs.shared_experts, f"{part}_proj").weight.copy_(our_parameter)
     x = torch.randn(2, 30, HIDDEN, requires_grad=True)
-    ours_output, theirs_output = ours(x, context()), theirs(x)
+    ours_output, theirs_output = ours(x, make_inputs())[0], theirs(x)
     torch.testing.assert_close(ours_output, theirs_output, rtol=1e-5, atol=1e-5)
     cotangent = torch.randn_like(x)
     pairs = [(x, x), (ours.router.weight, theirs.gate.weight)]
@@ -184,9 +182,7 @@ def test_bias_evens_out_requested_loads() -> None:
     x = torch.randn(1, 500, HIDDEN).double() + 0.5
     imbalance = []
     for _ in range(300):
-        ctx = context()
-        layer(x, ctx)
-        requested = ctx.layer_facts[0].requested
+        requested = layer(x, make_inputs())[1].requested
         imbalance.append(float(requested.max() / requested.double().mean()))
         layer.router.update_bias(requested, 0.005)
     assert imbalance[0] > 1.8
@@ -196,13 +192,12 @@ def test_bias_evens_out_requested_loads() -> None:
 def test_balance_and_z_loss_equal_their_definitions() -> None:
     layer = make(8, 2, groups=(4, 2))
     x = torch.randn(1, 30, HIDDEN).double()
-    ctx = context()
-    layer(x, ctx)
+    _, report = layer(x, make_inputs())
     scores = x[0] @ layer.router.weight.T
     odds = scores.sigmoid() / scores.sigmoid().sum(dim=1, keepdim=True)
-    share = ctx.layer_facts[0].requested.double() / 60
-    torch.testing.assert_close(ctx.layer_facts[0].balance_loss, 8 * (share * odds.mean(0)).sum())
-    torch.testing.assert_close(ctx.layer_facts[0].z_loss, scores.logsumexp(-1).square().mean())
+    share = report.requested.double() / 60
+    torch.testing.assert_close(report.balance_loss, 8 * (share * odds.mean(0)).sum())
+    torch.testing.assert_close(report.z_loss, scores.logsumexp(-1).square().mean())
 
 
 def test_the_bias_stays_in_fp32_and_is_no_parameter() -> None:

@@ -328,11 +328,11 @@ def test_replicated_ranks_wait_only_for_reductions() -> None:
     )
     alone = simulate_events(replicated_events(blocks, 1, cluster()), 1)
     assert alone.step_s == pytest.approx(step_s(tiny_job(), 1, cluster()))
-    summed = CollectiveCall("dense", "all_reduce", (0, 1, 2, 3), 10**8)
+    summed = CollectiveCall("dense gradients", "all_reduce", (0, 1, 2, 3), 10**8)
     *inner, last = blocks
     blocks = [*inner, replace(last, update=BlockWork(last.update.ops, (summed,)))]
     events = replicated_events(blocks, 4, cluster())
-    (dense,) = (event for event in events if event.name == "dense")
+    (dense,) = (event for event in events if event.name == "dense gradients")
     assert (dense.phase, dense.groups) == ("reduce", [[0, 1, 2, 3]])
     together = simulate_events(events, 4)
     assert together.step_s == pytest.approx(alone.step_s + dense.seconds[0])

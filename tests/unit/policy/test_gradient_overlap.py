@@ -47,14 +47,14 @@ def test_collectives_wait_for_reductions_on_the_same_channel(between: bool) -> N
     @dataclass(frozen=True)
     class DenseBetweenHosts(UniformNetwork):
         def is_inter_host(self, event: Event) -> bool:
-            return event.name == "dense" or between
+            return event.name == "dense gradients" or between
 
     names = ("layers.1", "layers.0", "embed")
     exchange = Event("tokens", "backward", names[1], np.full(2, 0.5), [[0, 1]])
     backward = [event("work", "backward", name, 1.0) for name in names]
     backward.insert(2, exchange)
     backward, rest = overlap_reductions(
-        backward, [event("dense", "reduce", names[0], 1.25)], DenseBetweenHosts(True)
+        backward, [event("dense gradients", "reduce", names[0], 1.25)], DenseBetweenHosts(True)
     )
     timeline = simulate_events([*backward, *rest], 2)
     assert timeline.step_s == 3.5 + 0.25 * between
@@ -65,7 +65,7 @@ def step(compute_s: float, collective_s: float, *, overlaps: bool) -> float:
     """Return seconds of a backward through four blocks with a bucket each, and of an update."""
     names = [f"layers.{n}" for n in (3, 2, 1, 0)]
     backward = [event("work", "backward", name, compute_s) for name in names]
-    reductions = [event("dense", "reduce", name, collective_s) for name in names]
+    reductions = [event("dense gradients", "reduce", name, collective_s) for name in names]
     update = [
         event("targets", "data", "step", 0.0),
         *reductions,

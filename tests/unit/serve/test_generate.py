@@ -11,11 +11,11 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, generate, sample_tokens
 from moesaic.train.objectives.lm import attention_mask
@@ -65,9 +65,10 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
 def slow_greedy(model: LanguageModel, prompt: list[int], max_tokens: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
-        context = Context(model.rotary(torch.arange(len(tokens))[None]))
-        context.mask = attention_mask(torch.zeros(1, len(tokens)), model.config.window)
-        tokens.append(int(model(torch.tensor([tokens]), context)[0, -1].argmax()))
+        mask = attention_mask(torch.zeros(1, len(tokens)), model.config.window)
+        inputs = Inputs(model.rotary(torch.arange(len(tokens))[None]), mask=mask)
+        logits, _ = model(torch.tensor([tokens]), inputs)
+        tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -145,7 +146,7 @@ def test_triton_kernels_give_the_same_tokens(name: str) -> None:
     InitialSource(1, 0.4).fill(tensor_shards(model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = []
-    for by in get_args(GroupedMM)[:2]:
+    for by in get_args(MatmulBackend)[:2]:
         for _, moe in model.expert_layers():
             moe.bank.backend = by
         texts.append(generate(model, PROMPTS, 6))

@@ -8,7 +8,7 @@ from moesaic.facts.cluster import Cluster, place_ranks
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import STEP, Block, BlockWork, MatmulShape, Op
+from moesaic.facts.workload import STEP, Block, BlockSpec, BlockWork, MatmulShape, Op
 from moesaic.policy.cost.cluster_costs import ClusterCosts
 from moesaic.policy.cost.compute import PEAK_FRACTION
 from moesaic.policy.cost.network import NetworkModel
@@ -40,7 +40,12 @@ def block(name: str, seconds: int = 1, update: BlockWork | None = None) -> Block
     """Return a block that takes `seconds` forward and twice as long backward."""
     forward = Op("q", (MatmulShape(2, 3, 4, seconds),))
     backward = Op("q", (MatmulShape(2, 4, 3, seconds), MatmulShape(3, 4, 2, seconds)))
-    return Block(name, BlockWork((forward,)), BlockWork((backward,)), update or BlockWork())
+    return Block(
+        BlockSpec(name, "other"),
+        BlockWork((forward,)),
+        BlockWork((backward,)),
+        update or BlockWork(),
+    )
 
 
 def pipeline(
@@ -68,7 +73,7 @@ def pipeline(
                 block(f"layers.{stage}.ffn", taken[stage])
                 for stage in range(rank, count, num_ranks)
             ),
-            Block(STEP, BlockWork(), BlockWork(), BlockWork()),
+            Block(BlockSpec(STEP, "other")),
         ]
         for rank in range(num_ranks)
     }

@@ -20,6 +20,7 @@ from moesaic.facts.workload import (
     GROUPED_MM,
     STEP,
     Block,
+    BlockSpec,
     BlockWork,
     CollectiveCall,
     MatmulShape,
@@ -158,14 +159,14 @@ def with_update(name: str, ranks: tuple[int, ...], *more: CollectiveCall) -> lis
     added = Op("accumulate", (MatmulShape(2, 3, 4, 3),))
     messages = (
         CollectiveCall("targets", "all_reduce", ranks, 8),
-        CollectiveCall("dense", "all_reduce", ranks, 100),
+        CollectiveCall("dense gradients", "all_reduce", ranks, 100),
         *more,
         CollectiveCall("norm", "all_reduce", tuple(range(6)), 8),
         CollectiveCall("losses", "all_reduce", tuple(range(6)), 32),
     )  # fmt: skip
     return [
         block(name, update=BlockWork((added, Op("adamw", (UNIT,))))),
-        Block(STEP, BlockWork(), BlockWork(), BlockWork((Op("reduce", (UNIT,)),), messages)),
+        Block(BlockSpec(STEP, "other"), update=BlockWork((Op("reduce", (UNIT,)),), messages)),
     ]
 
 
@@ -198,7 +199,7 @@ def test_once_per_step_events_follow_the_pipeline() -> None:
     own = [[[0, 1]], [[2, 3]], [[4, 5]]]
     ends = [[[0, 4], [1, 5]]]
     assert groups == {
-        "targets": own, "dense": own, "ends": ends, "norm": everyone, "losses": everyone,
+        "targets": own, "dense gradients": own, "ends": ends, "norm": everyone, "losses": everyone,
     }  # fmt: skip
     found = simulate_events(events, 6)
     assert found.end_s.tolist() == [found.step_s] * 6

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moesaic.dist.world import World
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
-from moesaic.nn.context import LayerFacts
 from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
+from moesaic.nn.reports import MoEReport
 from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.run import _copy_to_host
@@ -39,7 +40,7 @@ def train_steps(**tables: Any) -> tuple[list[LMStepStats], list[Tensor]]:
     )  # fmt: skip
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     facts = [run.step(samples) for _ in range(3)]
-    return facts, [shard.tensor for shard in run.state().shards]
+    return facts, [live_values(shard) for shard in run.state().shards]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -55,9 +56,14 @@ def test_counts_on_the_device_give_the_same_step(
     calls = list[bool]()
 
     def count(
-        one: Dispatcher, experts_TK: Tensor, *, training: bool, is_complete: bool, backend: str
+        one: Dispatcher,
+        experts_TK: Tensor,
+        *,
+        training: bool,
+        allow_device_counts: bool,
+        backend: str,
     ) -> DispatchCounts:
-        calls.append(training and is_complete)
+        calls.append(training and allow_device_counts)
         return one.count_on_device(experts_TK)
 
     monkeypatch.setattr(Dispatcher, "count", count)
@@ -82,8 +88,8 @@ def _figures(facts: LMStepStats) -> dict[str, Any]:
 
 def test_expert_load_without_deduplication() -> None:
     zero, counts = torch.zeros(()), torch.tensor([[3, 0, 2]])
-    facts = LayerFacts(zero, zero, counts[0], counts, 0, None, 0)
-    assert expert_load(facts) == [[3, 0, 2]]
+    report = MoEReport(2, zero, zero, counts[0], counts, 0, None, 0)
+    assert expert_load(report) == [[3, 0, 2]]
 
 
 class Copies(TorchDispatchMode):

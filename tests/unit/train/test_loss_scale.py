@@ -13,6 +13,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.nn.loss import HeadLoss
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.states import live_values
 from moesaic.train import loss_scale
 from moesaic.train.assemble import assemble
 from moesaic.train.optim import learning_rate
@@ -49,7 +50,7 @@ def samples() -> RandomSamples:
 
 
 def copy_state(run: Run) -> dict[str, torch.Tensor]:
-    return {shard.key: shard.tensor.clone() for shard in run.state().shards}
+    return {shard.key: live_values(shard).clone() for shard in run.state().shards}
 
 
 def counters_at(exponent: int, **more: int) -> dict[str, int]:
@@ -125,7 +126,7 @@ def test_a_nan_loss_raises() -> None:
 def test_an_overflow_at_scale_1_raises() -> None:
     """The gradient is not finite although the loss is."""
     run = start(counters_at(1))
-    run.model.layers[1].register_forward_hook(lambda *a: InfiniteGradient.apply(a[2]))
+    run.model.layers[1].register_forward_hook(lambda *a: (InfiniteGradient.apply(a[2][0]), a[2][1]))
     run.step(samples())
     with pytest.raises(DivergedError, match=r'scale, 1, .* train.precision = "bf16" or "fp32"'):
         run.step(samples())

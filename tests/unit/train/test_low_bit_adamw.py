@@ -23,6 +23,7 @@ from moesaic.kernels.randomness import bits, make_key
 from moesaic.models.init import InitialSource
 from moesaic.models.kernel_counter import KernelCounter, KernelCounts
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.low_bit_adamw import (
     BF16Moments,
@@ -42,7 +43,7 @@ LOW_BIT = ["bf16", "8bit"]
 def make_shard(values: torch.Tensor, rows: int | None = None, first: int = 0) -> TensorShard:
     """Return a shard of some rows of a tensor with `rows` rows."""
     shape = (rows or len(values), values.shape[1])
-    return TensorShard(PARAMETER, "w", shape, (first, 0), values, (0,))
+    return TensorShard.of_tensor(PARAMETER, "w", shape, (first, 0), values, (0,))
 
 
 def optimizer(moments: str, **more: Any) -> LowBitAdamW:
@@ -144,7 +145,7 @@ def test_values_on_a_level_stay(signed: bool) -> None:
 
 
 def test_bfloat16_rounds_stochastically() -> None:
-    form, wide = BF16Moments(), torch.randn(50, 40)
+    form, wide = BF16Moments(torch.device("cpu")), torch.randn(50, 40)
     kept = form.zeros(make_shard(wide))
     draws = draws_like(wide)
     form.encode(wide, wide.square(), kept, draws)
@@ -266,14 +267,14 @@ def test_blocks_are_not_cut() -> None:
     """Layouts may cut columns between blocks only."""
     values = torch.zeros(3, 128)
     ours = optimizer("8bit")
-    fine = TensorShard(PARAMETER, "w", (3, 384), (0, 128), values, (0,))
+    fine = TensorShard.of_tensor(PARAMETER, "w", (3, 384), (0, 128), values, (0,))
     attach(ours, fine)
     found = list(ours._format.shards(fine, ours.moments["w"]))
-    assert [(p.shape, p.offset, tuple(p.tensor.shape)) for p in found] == [
+    assert [(p.shape, p.offset, tuple(live_values(p).shape)) for p in found] == [
         ((3, 384), (0, 128), (3, 128)), ((3, 3), (0, 1), (3, 1)),
     ] * 2  # fmt: skip
     for shape, offset in (((3, 384), (0, 64)), ((3, 400), (0, 272))):
-        box = TensorShard(PARAMETER, "w", shape, offset, values[:, :100], (0,))
+        box = TensorShard.of_tensor(PARAMETER, "w", shape, offset, values[:, :100], (0,))
         with pytest.raises(AssertionError, match=r"^w"):
             attach(ours, box)
 

@@ -8,8 +8,9 @@ import torch
 from moesaic.dist.world import World
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.run import Run
 
@@ -41,23 +42,23 @@ def test_a_failed_step_changes_nothing(phase: str) -> None:
             raise InterruptedError(phase)
 
     run = tiny_run()
-    before = {shard.key: shard.tensor.clone() for shard in run.state().shards}
+    before = {shard.key: live_values(shard).clone() for shard in run.state().shards}
     run.phase_hook = fail
     with pytest.raises(InterruptedError, match=phase):
         run.step(SAMPLES)
     after = run.state()
     assert after.counters == {"step": 0, "samples": 0, "tokens": 0}
-    assert all(torch.equal(before[shard.key], shard.tensor) for shard in after.shards)
+    assert all(torch.equal(before[shard.key], live_values(shard)) for shard in after.shards)
 
 
 def test_a_model_is_its_blocks_one_after_another() -> None:
     model = tiny_run().model
     tokens = SAMPLES.batch([1, 2]).inputs
-    context = Context(model.rotary(torch.arange(12)[None].expand(2, -1)))
+    inputs = Inputs(model.rotary(torch.arange(12)[None].expand(2, -1)))
     names, x = [], tokens
     for name, block in model.blocks():
         names.append(name)
-        x = block(x, context)
+        x, _ = block(x, inputs)
     assert names == ["embed", "layers.0", "layers.1", "head"]
-    assert torch.equal(x, model(tokens, context))
-    assert not torch.equal(x, model(tokens.flip(1), context))
+    assert torch.equal(x, model(tokens, inputs)[0])
+    assert not torch.equal(x, model(tokens.flip(1), inputs)[0])

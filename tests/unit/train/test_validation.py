@@ -24,8 +24,8 @@ def test_validation_is_the_mean_over_targets(batch: int) -> None:
     with torch.no_grad():
         for index in range(20):
             one = samples.batch([index], shuffled=False)
-            context = lm.make_context(run.model, one, job, 0)
-            sums.append(lm.compute_loss(run.model, one, context, job, 1)[1].loss.item())
+            inputs = lm.make_inputs(run.model, one, job, 0)
+            sums.append(lm.compute_loss(run.model, one, inputs, job, 1)[1].loss.item())
             counts += lm.num_targets(one)
     assert targets == counts
     assert loss == pytest.approx(sum(sums) / counts, rel=1e-13)

@@ -42,7 +42,8 @@ class _Copy(NamedTuple):
     record: ShardRecord
     dtype: str
     source: tuple[slice, ...]
-    target: torch.Tensor
+    shard: TensorShard
+    target: tuple[slice, ...]
 
 
 class Checkpoint:
@@ -143,9 +144,9 @@ class Checkpoint:
             self._check_shard(shard)
             record = self._manifest.tensors[shard.key]
             for stored in record.shards:
-                boxes = overlap(stored.offset, stored.size, shard.offset, tuple(shard.tensor.shape))
+                boxes = overlap(stored.offset, stored.size, shard.offset, shard.size)
                 if boxes is not None:
-                    copy = _Copy(stored, record.dtype, boxes[0], shard.tensor[boxes[1]])
+                    copy = _Copy(stored, record.dtype, boxes[0], shard, boxes[1])
                     copies.setdefault(stored.file, []).append(copy)
         unverified = [name for name in copies if name not in self._verified]
         self._raise_damage(self._find_damage(unverified))
@@ -175,8 +176,8 @@ class Checkpoint:
         elif record.shape != tuple(shard.shape):
             shapes = list(record.shape), list(shard.shape)
             flaw = f"has shape {shapes[0]} in the checkpoint and {shapes[1]} in the model"
-        elif not self._may_fill(record.dtype, shard.tensor.dtype):
-            flaw = f"is {record.dtype} in the checkpoint and {shard.tensor.dtype} in the model"
+        elif not self._may_fill(record.dtype, shard.dtype):
+            flaw = f"is {record.dtype} in the checkpoint and {shard.dtype} in the model"
         else:
             return
         raise StoreError(
@@ -239,7 +240,8 @@ class Checkpoint:
     def _copy_out(self, name: str, copies: Sequence[_Copy]) -> None:
         tensors = self._read_values(name, [(copy.record, copy.dtype) for copy in copies])
         for copy, values in zip(copies, tensors, strict=True):
-            copy.target.copy_(values[copy.source])
+            with copy.shard.borrow() as tensor:
+                tensor[copy.target].copy_(values[copy.source])
 
     def _read_values(
         self, name: str, wanted: Iterable[tuple[ShardRecord, str]]

@@ -65,8 +65,8 @@ class Staging:
     def plan_files(self, shards: Sequence[TensorShard]) -> RankFiles:
         """Return this rank's files for `shards`; cached while their metadata stays the same."""
         signature: list[object] = [
-            (shard.kind, shard.name, shard.shape, shard.offset, shard.owners, shard.tensor.shape,
-             shard.tensor.dtype) for shard in shards
+            (shard.kind, shard.name, shard.shape, shard.offset, shard.owners, shard.size,
+             shard.dtype) for shard in shards
         ]  # fmt: skip
         if signature != self._signature:
             self._rank_files = _plan_files(shards, self._rank, self._file_bytes)
@@ -99,7 +99,8 @@ class Staging:
     def copy(self, shards: Sequence[TensorShard]) -> None:
         """Copy this rank's shards into the buffer and wait for the copy."""
         for slot, index in self._slots:
-            slot.copy_(shards[index].tensor, non_blocking=True)
+            with shards[index].borrow() as tensor:
+                slot.copy_(tensor, non_blocking=True)
         devices.synchronized_time_s(self._device)
 
     def staged_values(self, data_file: DataFile) -> Iterator[memoryview]:
@@ -115,8 +116,9 @@ class Staging:
 def live_values(data_file: DataFile, shards: Sequence[TensorShard]) -> Iterator[memoryview]:
     """Yield the live values of a file's entries, copied to the host one at a time."""
     for index in data_file.shard_indices:
-        host = shards[index].tensor.detach().to("cpu").contiguous()
-        yield host.reshape(-1).view(torch.uint8).numpy().data
+        with shards[index].borrow() as tensor:
+            host = tensor.detach().to("cpu").contiguous()
+            yield host.reshape(-1).view(torch.uint8).numpy().data
 
 
 def select_shards(shards: Sequence[TensorShard], rank: int) -> list[int]:
@@ -124,18 +126,18 @@ def select_shards(shards: Sequence[TensorShard], rank: int) -> list[int]:
     chosen: list[int] = []
     shared: dict[tuple[int, ...], list[int]] = {}
     for index, shard in enumerate(shards):
-        if shard.tensor.numel() == 0:
+        if not shard.num_elements:
             continue
         if shard.owners == (rank,):
             chosen.append(index)
         else:
             shared.setdefault(shard.owners, []).append(index)
     for owners, indices in shared.items():
-        indices.sort(key=lambda i: (-shards[i].tensor.nbytes, shards[i].key, shards[i].offset))
+        indices.sort(key=lambda i: (-shards[i].num_bytes, shards[i].key, shards[i].offset))
         loads = dict.fromkeys(owners, 0)
         for index in indices:
             writer = min(owners, key=loads.__getitem__)
-            loads[writer] += shards[index].tensor.nbytes
+            loads[writer] += shards[index].num_bytes
             if writer == rank:
                 chosen.append(index)
     return chosen
@@ -144,11 +146,11 @@ def select_shards(shards: Sequence[TensorShard], rank: int) -> list[int]:
 def _plan_files(shards: Sequence[TensorShard], rank: int, file_bytes: int) -> RankFiles:
     chosen = select_shards(shards, rank)
     # Wide dtypes first, so that every entry is aligned to its item size.
-    chosen.sort(key=lambda i: (-shards[i].tensor.itemsize, shards[i].key, shards[i].offset))
+    chosen.sort(key=lambda i: (-shards[i].dtype.itemsize, shards[i].key, shards[i].offset))
     files: list[DataFile] = []
     records: dict[str, list[ShardRecord]] = {}
     start = 0
-    for indices in _split_by_bytes([(i, shards[i].tensor.nbytes) for i in chosen], file_bytes):
+    for indices in _split_by_bytes([(i, shards[i].num_bytes) for i in chosen], file_bytes):
         suffix = f"-{len(files)}" if files else ""
         entries = tuple(_entry(shards[i]) for i in indices)
         file = DataFile(f"rank-{rank}{suffix}.safetensors", entries, tuple(indices), start)
@@ -187,16 +189,13 @@ def _split_by_bytes(sizes: Sequence[tuple[int, int]], limit: int) -> Iterator[li
 
 
 def _entry(shard: TensorShard) -> TensorEntry:
-    shape = tuple(shard.tensor.shape)
-    is_whole = shape == tuple(shard.shape)
+    is_whole = shard.size == tuple(shard.shape)
     name = shard.key if is_whole else f"{shard.key}@{','.join(map(str, shard.offset))}"
-    return TensorEntry(name, _dtype_name(shard), shape)
+    return TensorEntry(name, _dtype_name(shard), shard.size)
 
 
 def _dtype_name(shard: TensorShard) -> str:
-    name = DTYPES.get(shard.tensor.dtype)
+    name = DTYPES.get(shard.dtype)
     if name is None or name not in ITEM_BYTES:
-        raise StoreError(
-            f"{shard.key} has dtype {shard.tensor.dtype}, which checkpoints do not support"
-        )
+        raise StoreError(f"{shard.key} has dtype {shard.dtype}, which checkpoints do not support")
     return name

@@ -69,7 +69,7 @@ class _Save:
     rank_files: RankFiles
     state: State
     """Live state, valid until `wait_for_copy` returns, or throughout a blocking save."""
-    versions: list[int]
+    versions: list[int | None]
     """Version counters of the shards before an overlapped copy, else empty."""
     start_s: float
 
@@ -142,13 +142,15 @@ class Saver:
             state: state to save, as it is now.
             step: finished optimizer steps.
             facts: job and plan; must be JSON.
-            overlap: copy in a thread; the caller must call `wait_for_copy` before it changes
-                `state`.
+            overlap: copy in a thread, if all shards are in memory; the caller must call
+                `wait_for_copy` before it changes `state`.
         """
         start_s = time.perf_counter()
         self.wait()
         self._num_saves += 1
-        overlap = overlap and self._asynchronous
+        overlap = (
+            overlap and self._asynchronous and all(s.version is not None for s in state.shards)
+        )
         save = self._begin(state, step, facts, overlap, start_s)
         if not self._asynchronous:
             self._run_save(save)
@@ -210,7 +212,7 @@ class Saver:
             rank_files = self._staging.plan_files(state.shards)
             if self._asynchronous:
                 self._staging.reserve(rank_files)
-            versions = [shard.tensor._version for shard in state.shards] if overlap else []
+            versions = [shard.version for shard in state.shards] if overlap else []
             save = _Save(
                 self._num_saves, step, checkpoints.new_checkpoint_path(self._directory, step),
                 dict(state.counters), json.loads(json.dumps(dict(facts), allow_nan=False)),
@@ -239,7 +241,7 @@ class Saver:
         with self._post_failure(save.number):
             self._staging.copy(save.state.shards)
             for shard, version in zip(save.state.shards, save.versions, strict=True):
-                if shard.tensor._version != version:
+                if shard.version != version:
                     raise AssertionError(
                         f"{shard.key} was changed while it was copied; call wait_for_copy() first"
                     )

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from moesaic.dist.probe.timing import Figures, geometric_sizes, time_call
 from moesaic.kernels import device as devices
 from moesaic.kernels import threads
-from moesaic.kernels.grouped_mm import choose, grouped_mm, grouped_wgrad, matmul
+from moesaic.kernels.grouped_mm import choose_backend, grouped_mm, grouped_wgrad, matmul
 from moesaic.kernels.norms import sum_of_squares
 
 _TYPES = {
@@ -47,9 +47,9 @@ _SMALLEST_SIDE = 64
 _MATMUL_COST = 7
 """Cost of all matmuls in units of the largest: their sum is about 2.3, and each is run three times.
 """
-_GROUPED_MATMUL_COST = 24
-"""Cost of grouped matmuls with `_MIN_GROUPS`. More groups come with more threads, which are
-faster by as much."""
+_GROUPED_MATMUL_COST, _NUM_ROW_COUNTS = 9, 4
+"""Cost of all grouped matmuls with equally many rows, in units of the one with the largest
+matrices: their sum is about 3, and each is run three times."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,15 @@ def choose_sizes(
     `threads_per_rank` threads."""
     types = dtypes or devices.matmul_dtypes(device)
     max_side = largest or devices.max_matmul_size(device)
+    min_groups = num_groups_for(threads_per_rank)
     sides = {
-        dtype: _largest_side(device, dtype, max_side, budget_s / len(types)) for dtype in types
+        dtype: _largest_side(device, dtype, max_side, budget_s / len(types), min_groups)
+        for dtype in types
     }
     copies = geometric_sizes(
         _SMALLEST_COPY_BYTES, copy_bytes or devices.uncached_copy_bytes(device), 4
     )
-    return Sizes(sides, copies, num_groups_for(threads_per_rank))
+    return Sizes(sides, copies, min_groups)
 
 
 def num_groups_for(threads_per_rank: int) -> int:
@@ -129,20 +131,34 @@ def num_groups_for(threads_per_rank: int) -> int:
     return max(_MIN_GROUPS, 4 * threads_per_rank)
 
 
-def _largest_side(device: torch.device, dtype: str, max_side: int, budget_s: float) -> int:
+def _largest_side(
+    device: torch.device, dtype: str, max_side: int, budget_s: float, min_groups: int
+) -> int:
     """Return the largest side within the time budget; some dtypes are very slow on some devices."""
-    side, cost = _SMALLEST_SIDE, _MATMUL_COST + _GROUPED_MATMUL_COST
+    side = _SMALLEST_SIDE
     with _precision(dtype):
         while 2 * side <= max_side:
-            weight = torch.full((side * side,), 0.5, dtype=_TYPES[dtype], device=device)
-            call = _matmul(weight, side, side, side)
-            if (
-                8 * cost * time_call(call, lambda: devices.synchronized_time_s(device), 0.0)
-                > budget_s
-            ):
+            shape = (min_groups * side * side,)
+            arena = torch.full(shape, 0.5, dtype=_TYPES[dtype], device=device)
+            if 8 * _all_matmuls_s(arena, min_groups, side) > budget_s:
                 break
             side *= 2
     return side
+
+
+def _all_matmuls_s(arena: Tensor, min_groups: int, side: int) -> float:
+    """Return about the seconds of all single and grouped matmuls up to matrices of `side`."""
+    most_s, least_s, single_s = (
+        time_call(call, lambda: devices.synchronized_time_s(arena.device), 0.0)
+        for call in (
+            _grouped_matmul(arena, min_groups, side // 4, side, side),
+            _grouped_matmul(arena, min_groups, 1, side, side),
+            _matmul(arena[: side * side], side, side, side),
+        )
+    )
+    # With few rows, reading the weights takes as long for any number of rows.
+    grouped_s = 4 / 3 * most_s + (_NUM_ROW_COUNTS - 1) * least_s
+    return _MATMUL_COST * single_s + _GROUPED_MATMUL_COST * grouped_s
 
 
 def measure(
@@ -335,7 +351,7 @@ def _grouped_matmul(arena: Tensor, num_groups: int, rows: int, columns: int, inn
     counts = torch.full((num_groups,), rows)
     left = arena.new_full((num_groups * rows, inner), 1 / inner)
     right = arena.new_full((num_groups * rows, columns), 0.5)
-    backend, pool = choose("auto", arena.device, arena.dtype), None
+    backend, pool = choose_backend("auto", arena.device, arena.dtype), None
     if arena.device.type == "cpu":
         pool = threads.thread_pool()
     step = num_groups if pool is None else max(1, num_groups // (2 * pool.size))

@@ -89,11 +89,11 @@ def _choose_sizes(world: World, config: ProbeConfig, ranks_per_host: int) -> lis
         return []
     cpu, share_s, cores = torch.device("cpu"), _share_s(config), devices.num_cores()
     options = (config.dtypes, config.largest_side, config.copy_bytes)
-    is_cpu = world.device == cpu  # Threads only matter to ranks on a CPU.
-    threads_per_rank = max(1, cores // ranks_per_host) if is_cpu else 1
-    shared = compute.choose_sizes(world.device, *options, share_s, threads_per_rank)
-    if is_cpu:
-        return [replace(shared, min_groups=compute.num_groups_for(cores)), shared]
+    if world.device == cpu:  # Threads only matter to ranks on a CPU.
+        alone = compute.choose_sizes(cpu, *options, share_s, cores)
+        threads_per_rank = max(1, cores // ranks_per_host)
+        return [alone, replace(alone, min_groups=compute.num_groups_for(threads_per_rank))]
+    shared = compute.choose_sizes(world.device, *options, share_s, 1)
     return [compute.choose_sizes(cpu, None, None, None, share_s, cores), shared]
 
 

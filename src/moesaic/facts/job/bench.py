@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.facts.job.model import ModelConfig
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 
 ComputeDType = Literal["fp32", "bf16", "fp16"]
 
@@ -27,7 +27,7 @@ class BenchConfig(Section):
     """Device: auto (a GPU if there is one, else cpu), or as in `train.device`."""
     dtypes: list[ComputeDType] = Field(default_factory=_default_dtypes, min_length=1)
     """Dtypes of the matmuls; weights are fp32, as in training."""
-    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    grouped_mm: Literal["auto"] | MatmulBackend = "auto"
     """Kernels of the expert matmuls on a GPU, as in a job's `kernels.grouped_mm`."""
     tokens: list[Annotated[int, Field(ge=1, le=1 << 20)]] = Field(
         default_factory=lambda: [1, 16, 128, 512, 2048], min_length=1

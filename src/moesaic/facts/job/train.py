@@ -17,7 +17,7 @@ DispatchMethod = Literal["all_to_all", "dedup"]
 EmbeddingSharding = Literal["whole", "columns"]
 """Ways to place the embedding table on the ranks of a pipeline stage."""
 
-GroupedMM = Literal["torch", "triton", "fp8"]
+MatmulBackend = Literal["torch", "triton", "fp8"]
 """Kernels of the expert matmuls on a GPU."""
 
 MAX_CHUNKS = 64
@@ -78,7 +78,7 @@ class LayoutConfig(Section):
 class KernelsConfig(Section):
     """GPU kernels of the run."""
 
-    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    grouped_mm: Literal["auto"] | MatmulBackend = "auto"
     """Kernels of the expert matmuls on a GPU; a CPU has its own. torch: `F.grouped_mm` in bf16, one
     `torch.mm` per expert in other dtypes. triton: moesaic's Triton kernels, in fp32, bf16 and fp16.
     fp8: the Triton kernels with both factors in fp8, scaled by row and by column; gradients of
@@ -185,7 +185,7 @@ class LogConfig(Section):
     """Steps between records of expert loads and of the balance policy's decisions."""
 
 
-def grouped_mm_fault(grouped_mm: Literal["auto"] | GroupedMM, train: TrainConfig) -> str | None:
+def grouped_mm_fault(grouped_mm: Literal["auto"] | MatmulBackend, train: TrainConfig) -> str | None:
     """Return why these kernels cannot serve a job of this precision and device, or None."""
     if grouped_mm in ("auto", "torch"):
         return None

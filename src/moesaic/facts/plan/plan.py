@@ -15,7 +15,7 @@ from moesaic.facts.job.train import (
     MAX_CHUNKS,
     DispatchMethod,
     EmbeddingSharding,
-    GroupedMM,
+    MatmulBackend,
     PipelineSchedule,
 )
 from moesaic.facts.plan.predictions import Predictions
@@ -85,7 +85,7 @@ class Plan(Section):
     same matmuls as received tokens."""
     chunks: int = Field(default=1, ge=1, le=MAX_CHUNKS)
     """Chunks that a rank's tokens are dispatched in, one after another."""
-    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    grouped_mm: Literal["auto"] | MatmulBackend = "auto"
     """Kernels of the expert matmuls on a GPU, as in a job's `kernels.grouped_mm`; auto: as in the
     job."""
     embedding: EmbeddingSharding = "whole"

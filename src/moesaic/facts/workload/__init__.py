@@ -1,11 +1,10 @@
 """Workload of a model: its parameters, and the operations, collectives and memory of each rank."""
 
-from moesaic.facts.workload.block_work import STEP, Block, BlockWork
-from moesaic.facts.workload.blocks import workload
+from moesaic.facts.workload.blocks import STEP, Block, BlockWork, workload
 from moesaic.facts.workload.collectives import RESULTS, TOKENS, CollectiveCall
-from moesaic.facts.workload.expert_ops import EXPERTS
+from moesaic.facts.workload.experts import EXPERTS
 from moesaic.facts.workload.memory import Memory, memory
-from moesaic.facts.workload.ops import GROUPED_MM, MatmulShape, Op
+from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op
 from moesaic.facts.workload.parameters import (
     Parameter,
     ParameterCounts,
@@ -15,6 +14,7 @@ from moesaic.facts.workload.parameters import (
 )
 from moesaic.facts.workload.rank_params import expert_bytes
 from moesaic.facts.workload.sizes import COMPUTED_BYTES, STORED_BYTES
+from moesaic.facts.workload.spec import BlockSpec, block_specs
 from moesaic.facts.workload.traced import TracedModel, load_traced, traced_blocks, traced_memory
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "STORED_BYTES",
     "TOKENS",
     "Block",
+    "BlockSpec",
     "BlockWork",
     "CollectiveCall",
     "MatmulShape",
@@ -34,6 +35,7 @@ __all__ = [
     "Parameter",
     "ParameterCounts",
     "TracedModel",
+    "block_specs",
     "count_parameters",
     "expert_bytes",
     "expert_name",

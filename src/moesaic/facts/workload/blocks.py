@@ -1,44 +1,81 @@
-"""Workload of one rank: each block's operations and collectives, per micro-batch and per step."""
+"""Workload of one rank: each block's operations, collectives and saved bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from numpy.typing import ArrayLike
 
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import collectives, ops
-from moesaic.facts.workload.block_work import (
-    STEP,
-    Block,
-    BlockWork,
-    build_block,
-    concat_work,
-    extend_block,
-)
-from moesaic.facts.workload.collectives import TensorParallelCollectives
-from moesaic.facts.workload.fsdp_work import add_fsdp
+from moesaic.facts.workload import ops
+from moesaic.facts.workload.attention import attention
+from moesaic.facts.workload.collectives import CollectiveCall, count_exchange, scalar_reductions
+from moesaic.facts.workload.experts import mixture_of_experts
 from moesaic.facts.workload.gradient_reduction import (
     GradientReduction,
-    flat_param_leaders,
     gradient_reductions,
     reduction_work,
 )
-from moesaic.facts.workload.layer_work import attention_block, dense_block, moe_block
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
-from moesaic.facts.workload.ops import Op, OpPair
-from moesaic.facts.workload.parameter_placement import (
-    blocks_of_rank,
-    counts_in_grad_norm,
-    workload_block,
-)
+from moesaic.facts.workload.operation import Op, Operation
 from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
+from moesaic.facts.workload.sizes import Sizes, group_of
+from moesaic.facts.workload.spec import BlockSpec
+
+STEP = "step"
+"""Name of the block for work outside all blocks."""
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """Ops in order, and the collectives between them."""
+
+    ops: tuple[Op, ...] = ()
+    collectives: tuple[CollectiveCall, ...] = ()
+
+    def __add__(self, other: BlockWork) -> BlockWork:
+        """Return this work followed by `other`."""
+        return BlockWork(self.ops + other.ops, self.collectives + other.collectives)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all matmuls, in full."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written by elementwise kernels."""
+        return sum(op.moved_bytes for op in self.ops)
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernel launches."""
+        return sum(op.num_kernels for op in self.ops)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of the model on one rank, with its work."""
+
+    spec: BlockSpec
+    forward: BlockWork = BlockWork()
+    """Work once per micro-batch."""
+    backward: BlockWork = BlockWork()
+    """Work once per micro-batch; with `train.recompute` it starts with the recomputed forward."""
+    update: BlockWork = BlockWork()
+    """Work once per step."""
+    saved_bytes: int = 0
+    """Bytes that autograd saves in one forward without recomputation, without parameters."""
+
+    @property
+    def name(self) -> str:
+        """Name of the block; `step` for work outside all blocks."""
+        return self.spec.name
 
 
 def workload(
@@ -61,136 +98,212 @@ def workload(
         rank: the rank.
         loads: one load per expert layer of the whole model, as `loads.expert_counts` takes it; None
             for even routing.
-        on_cpu: whether the rank computes on a CPU; a GPU has other kernels for some elementwise
-            work.
+        on_cpu: whether the rank computes on a CPU; a GPU has other kernels for norms and casts.
     """
-    sizes, model = Sizes.of_rank(job, plan, rank, on_cpu=on_cpu), job.model
-    builder = _BlockBuilder(job, plan, rank, sizes, loads)
-    kinds = {name: builder.kind(name) for name in blocks_of_rank(model, plan, rank)}
-    first_names = {kind: name for name, kind in reversed(kinds.items())}
-    distinct = [name for name, kind in kinds.items() if first_names[kind] == name]
-    blocks = [block for name in distinct for block in builder.blocks(name)]
-    blocks = [builder.without_unneeded_backward(block) for block in blocks]
-    params = RankParams.of_rank(job, plan, rank)
-    by_block: dict[str, list[Parameter]] = {}
-    for parameter in (*params.dense, *params.experts):
-        by_block.setdefault(workload_block(parameter, model), []).append(parameter)
-    reductions = gradient_reductions(params)
-    leaders = flat_param_leaders(params, reductions)
-
-    def updated(block: Block) -> Block:
-        trained = [p for p in by_block[block.name] if p.name in params.trainable]
-        work = BlockWork(_update_ops(params, trained, leaders, sizes.moment_chunk))
-        return replace(block, update=work)
-
-    if plan.dp_shard > 1:
-        blocks = add_fsdp([updated(block) for block in blocks], by_block, params)
-    all_blocks = [
-        replace(block, name=block.name.replace(first_names[kind], name, 1))
-        for name, kind in kinds.items()
-        for block in blocks
-        if f"{block.name}.".startswith(f"{first_names[kind]}.")
-    ]
-    if plan.dp_shard == 1:  # Equal blocks may still have different bucket boundaries.
-        all_blocks = [updated(block) for block in all_blocks]
-    final = BlockWork((), tuple(collectives.scalar_reductions(model, plan, rank)))
-    return with_gradient_reductions(all_blocks, reductions, final)
+    builder = BlockBuilder(RankParams.of_rank(job, plan, rank), loads, on_cpu)
+    reductions = gradient_reductions(builder.params)
+    last = BlockWork((), tuple(scalar_reductions(job.model, plan, rank)))
+    return with_gradient_reductions(builder.blocks(), reductions, last)
 
 
 @dataclass(frozen=True)
-class _BlockBuilder:
-    """Builder of one rank's blocks."""
+class BlockBuilder:
+    """Builder of one rank's blocks, except for gradient reductions."""
 
-    job: Job
-    plan: Plan
-    rank: int
-    sizes: Sizes
+    params: RankParams
     loads: Sequence[ArrayLike] | None
+    on_cpu: bool
+    _built: dict[object, list[Block]] = field(default_factory=dict)
+    """Blocks of one module, by everything that determines their work."""
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of the rank's share of a micro-batch."""
+        params = self.params
+        return Sizes.of_rank(params.job, params.plan, params.rank, on_cpu=self.on_cpu)
+
+    @cached_property
+    def routed(self) -> dict[int, RoutedTokens]:
+        """Routed tokens by expert layer of the model."""
+        job, layers = self.params.job, self.params.job.model.expert_layers
+        if not layers:
+            return {}
+        found = routed_by_layer(job, self.params.plan, self.params.rank, self.loads)
+        return dict(zip(layers, found, strict=True))
 
     @cached_property
     def _first_trainable(self) -> str:
-        return self.sizes.trainable.first_trainable_block(self.job.model)
+        """Name of the first block with trainable parameters, where backward ends."""
+        return self.sizes.trainable.first_trainable_block(self.params.job.model)
 
-    @cached_property
-    def _routed_by_layer(self) -> list[RoutedTokens]:
-        return routed_by_layer(self.job, self.plan, self.rank, self.loads)
+    def blocks(self) -> list[Block]:
+        """Return the rank's blocks in model order; equal layers are built once."""
+        modules: dict[str, list[BlockSpec]] = {}
+        for spec in self.params.blocks:
+            modules.setdefault(spec.model_block, []).append(spec)
+        blocks = list[Block]()
+        for specs in modules.values():
+            key = self._work_key(specs)
+            if key not in self._built:
+                self._built[key] = self._build_module(specs)
+            blocks += [
+                replace(block, spec=spec)
+                for block, spec in zip(self._built[key], specs, strict=True)
+            ]
+        return self._with_root_fsdp(blocks) if self.params.plan.dp_shard > 1 else blocks
 
-    def kind(self, name: str) -> object:
-        """Return a key that is equal for all blocks of the model with the same work."""
-        model = self.job.model
-        if not name.startswith("layers."):
-            return name
-        layer, first = int(name.removeprefix("layers.")), _block_position(self._first_trainable)[0]
-        is_moe = layer in model.expert_layers
-        width = 0 if is_moe else model.ffn_width(layer)
-        has_own_load = self.loads is not None or bool(self.plan.expert_placement_by_layer)
-        own_load = layer if is_moe and has_own_load else None
-        # Layers differ only by their place: far before, just before (FSDP prefetches it), at, or
-        # after the first trainable layer.
-        from_first = max(-2.0, min(layer - first, 1.0))
-        return is_moe, width, own_load, from_first
+    def _work_key(self, specs: Sequence[BlockSpec]) -> object:
+        """Return a key that is equal for all modules with the same work."""
+        last = specs[-1]
+        if last.layer is None:
+            return last.name
+        has_own_load = self.loads is not None or bool(self.params.plan.expert_placement_by_layer)
+        own_load = last.layer if last.kind == "moe" and has_own_load else None
+        return last.kind, last.inner_width, own_load, self._distance(last.layer)
 
-    def blocks(self, name: str) -> Iterator[Block]:
-        """Yield the parts of the model's block `name`: two for a decoder layer, else one."""
-        model, recompute = self.job.model, self.job.train.recompute
-        sizes_and_rank = self.sizes, self.plan, self.rank
-        if name == "embed":
-            lookup = ops.embedding(self.sizes, tied=model.tied and self.plan.pp == 1)
-            calls = self._tp_collectives(name).reduce_scatter_sequence(self.sizes.stored_bytes)
-            yield build_block(
-                name, [lookup], calls.followed_by(collectives.embedding_lookup(*sizes_and_rank))
-            )
-        elif name == "head":
-            calls = (
-                self._tp_collectives(name)
-                .head()
-                .followed_by(collectives.gather_tied_embedding(*sizes_and_rank))
-            )
-            yield build_block(name, _head(self.sizes), calls)
-        else:
-            layer = int(name.removeprefix("layers."))
-            attention, ffn, moe = f"{name}.attention", f"{name}.ffn", f"{name}.moe"
-            yield attention_block(attention, self._tp_collectives(attention), recompute=recompute)
-            if layer in model.expert_layers:
-                routed = self._routed_by_layer[model.expert_layers.index(layer)]
-                yield moe_block(
-                    moe, self.job, self.plan, self.rank, self._tp_collectives(moe), routed
-                )
-            else:
-                yield dense_block(
-                    ffn, self._tp_collectives(ffn), self.sizes.ffn_width(layer), recompute=recompute
-                )
+    def _distance(self, layer: int) -> float:
+        """Return the place of `layer`: far before (-2), just before, at, or after (1) the first
+        trainable layer."""
+        return max(-2.0, min(layer - _block_position(self._first_trainable)[0], 1.0))
 
-    def without_unneeded_backward(self, block: Block) -> Block:
-        """Return `block` without its backward if nothing up to it is trainable.
+    def _build_module(self, specs: Sequence[BlockSpec]) -> list[Block]:
+        """Return the blocks of one module, with FSDP's work if it is a layer."""
+        blocks = []
+        for spec in specs:
+            block = self._build_block(spec, self._operations(spec))
+            blocks.append(replace(block, update=BlockWork(_update_ops(self.params, spec))))
+        if specs[0].layer is None or self.params.plan.dp_shard == 1:
+            return blocks
+        unshard, reshard, replica_reduction = self._fsdp_work(specs)
+        first, last = blocks[0], blocks[-1]
+        if self.params.plan.pp > 1:
+            first = replace(first, update=first.update + unshard + reshard + replica_reduction)
+            return [first, *blocks[1:]]
+        if last.backward.ops:
+            last = replace(last, backward=unshard + last.backward)
+        elif self._distance(specs[0].layer) == -1:  # FSDP prefetches it.
+            last = replace(last, backward=BlockWork((), unshard.collectives) + last.backward)
+        first = replace(
+            first, forward=unshard + first.forward, backward=first.backward + reshard,
+            update=first.update + replica_reduction,
+        )  # fmt: skip
+        return [first, *blocks[1:-1], last]
 
-        With recomputation, the first trainable layer still recomputes its earlier block.
+    def _operations(self, spec: BlockSpec) -> list[Operation]:
+        """Return the operations of a block in order."""
+        params, model = self.params, self.params.job.model
+        ends_backward = spec.name == self._first_trainable != "embed"
+        s = replace(self.sizes, input_has_no_grad=ends_backward)
+        if spec.kind == "embed":
+            return ops.embedding(s, tied=model.tied and params.plan.pp == 1)
+        if spec.kind == "head":
+            return ops.head(s)
+        if spec.kind == "attention":
+            return attention(s)
+        if spec.kind == "ffn":
+            return _dense_ffn(s, spec.inner_width // s.tp)
+        counts = count_exchange(params.job, params.plan, params.rank)
+        assert spec.layer is not None
+        return mixture_of_experts(s, self.routed[spec.layer], counts)
+
+    def _build_block(self, spec: BlockSpec, operations: Sequence[Operation]) -> Block:
+        """Return a block without its update.
+
+        With recomputation, backward of a layer starts with the forward that it needs. Without
+        trainable parameters up to the block, it has no backward; only the first trainable layer
+        still recomputes an earlier block of its own.
         """
-        position, first = _block_position(block.name), _block_position(self._first_trainable)
-        if position >= first:
-            return block
-        if position[0] < first[0] or not self.job.train.recompute:
-            return replace(block, backward=BlockWork())
-        return replace(block, backward=block.forward)
+        forward = BlockWork(
+            tuple(one.forward for one in operations if one.forward is not None),
+            tuple(call for one in operations for call in one.forward_calls),
+        )
+        saved = sum(one.saved_bytes for one in operations)
+        position, first = _block_position(spec.name), _block_position(self._first_trainable)
+        recomputes = self.params.job.train.recompute and spec.layer is not None
+        if position < first:
+            repeated = forward if recomputes and position[0] == first[0] else BlockWork()
+            return Block(spec, forward, repeated, saved_bytes=saved)
+        recomputed = BlockWork()
+        if recomputes:
+            recomputed = BlockWork(
+                tuple(op for one in operations if (op := one.recomputed) is not None),
+                tuple(
+                    call
+                    for one in operations
+                    if one.recompute != "nothing"
+                    for call in one.forward_calls
+                ),
+            )
+        backward = BlockWork(
+            tuple(one.backward for one in reversed(operations) if one.backward is not None),
+            tuple(call for one in reversed(operations) for call in one.backward_calls),
+        )
+        return Block(spec, forward, recomputed + backward, saved_bytes=saved)
 
-    def _tp_collectives(self, name: str) -> TensorParallelCollectives:
+    def _fsdp_work(self, specs: Iterable[BlockSpec]) -> tuple[BlockWork, BlockWork, BlockWork]:
+        """Return FSDP's work for the blocks of one group: all-gather of parameters, reduce-scatter
+        of gradients, and the all-reduce of gradient shards over replicas, once a step."""
+        params, plan, element_bytes = self.params, self.params.plan, self.sizes.stored_bytes
+        ranks = group_of(plan.dp_shard_groups(), params.rank)
+        replicas = group_of(plan.dp_replicate_groups(), params.rank)
+        dense = [p for spec in specs for p in spec.dense if not p.is_column_shard]
+        trained = [p for p in dense if params.is_trained(p)]
+        shard_bytes, gradient_bytes = (
+            sum(local_size(p, plan.dp_shard) for p in group) * element_bytes
+            for group in (dense, trained)
+        )
+        if not dense:  # A column-sharded embedding by itself, which FSDP skips.
+            return BlockWork(), BlockWork(), BlockWork()
+        whole_bytes, scattered = shard_bytes * len(ranks), gradient_bytes * len(ranks)
+        gather = CollectiveCall(
+            "parameters", "all_gather", ranks, whole_bytes, precedes_compute=True
+        )
+        unshard = BlockWork((Op("unshard", (), 2 * (whole_bytes + shard_bytes), 2),), (gather,))
+        if not trained:
+            return unshard, BlockWork(), BlockWork()
+        scatter = CollectiveCall("gradients", "reduce_scatter", ranks, scattered)
+        reduce = CollectiveCall("replicas", "all_reduce", replicas, gradient_bytes)
         return (
-            self._first_collectives
-            if name == self._first_trainable != "embed"
-            else self._inner_collectives
+            unshard,
+            BlockWork((Op("reshard", (), 2 * scattered, 1),), (scatter,)),
+            BlockWork((), (reduce,) if len(replicas) > 1 else ()),
         )
 
-    @cached_property
-    def _inner_collectives(self) -> TensorParallelCollectives:
-        return TensorParallelCollectives.of_rank(
-            replace(self.sizes, input_has_no_grad=False), self.plan, self.rank
-        )
+    def _with_root_fsdp(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return `blocks` with FSDP's work for embedding and head, which are one group.
 
-    @cached_property
-    def _first_collectives(self) -> TensorParallelCollectives:
-        return TensorParallelCollectives.of_rank(
-            replace(self.sizes, input_has_no_grad=True), self.plan, self.rank
-        )
+        They stay gathered between forward and backward. In a pipeline, stages stay gathered from
+        the first micro-batch to the last. Then they reduce-scatter the accumulated gradients, as
+        part of the update.
+        """
+        roots = [block.spec for block in blocks if block.spec.layer is None]
+        if not roots:
+            return list(blocks)
+        unshard, reshard, replica_reduction = self._fsdp_work(roots)
+        found = list(blocks)
+        at = next(at for at, block in enumerate(blocks) if block.spec.layer is None)
+        root = found[at]
+        if self.params.plan.pp > 1:
+            work = unshard + reshard + replica_reduction
+            found[at] = replace(root, update=root.update + work)
+        else:
+            found[at] = replace(
+                root, forward=unshard + root.forward, backward=root.backward + reshard,
+                update=root.update + replica_reduction,
+            )  # fmt: skip
+        return found
+
+
+def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
+    """Return a layer's dense FFN of width `ffn`, with its norm and residual."""
+    *inner, down, scatter = ops.gated_ffn(s, ffn, "ffn")
+    return [
+        ops.norm(s, s.model.hidden, num_uses=2 if s.tp == 1 else 1, in_residual=True),
+        *inner,
+        replace(down, recompute="input"),
+        replace(scatter, recompute="nothing"),
+        replace(ops.residual(s), recompute="nothing"),
+    ]
 
 
 def _block_position(block: str) -> tuple[float, bool]:
@@ -201,58 +314,42 @@ def _block_position(block: str) -> tuple[float, bool]:
     return int(layer), kind != "attention"
 
 
-def _head(s: Sizes) -> list[OpPair]:
-    gathers = *ops.gather_sequence(s, s.model.hidden), *ops.gather_tied_embedding(s)
-    return [ops.norm(s, s.model.hidden, in_residual=False), *gathers, ops.loss(s)]
-
-
-def _update_ops(
-    params: RankParams, trained: Sequence[Parameter], leaders: Container[str], chunk: int
-) -> tuple[Op, ...]:
-    """Return gradient norm, clipping and AdamW for the `trained` parameters.
-
-    `leaders` are the first parameters of flat tensors. Low-bit moments update `chunk` elements at a
-    time.
-    """
-    job, plan, rank = params.job, params.plan, params.rank
-    element_bytes, num_shards = STORED_BYTES[job.train.precision], plan.dp_shard
-    dense = [p for p in trained if p.is_dense]
-    experts = [p for p in trained if p.expert is not None]
-    sizes = [local_size(p, num_shards) for p in dense]
-    expert_elements = sum(p.size for p in experts)
-    elements, tensors = sum(sizes) + expert_elements, len(dense) + (expert_elements > 0)
-    num_flat_tensors = sum(p.name in leaders for p in dense) + (expert_elements > 0)
-    normed_elements = sum(
-        n for p, n in zip(dense, sizes, strict=True) if counts_in_grad_norm(p, plan, rank)
+def _update_ops(params: RankParams, spec: BlockSpec) -> tuple[Op, ...]:
+    """Return gradient norm, clipping and AdamW for the trainable parameters of a block."""
+    job, plan = params.job, params.plan
+    sizes = Sizes.of_rank(job, plan, params.rank)
+    element_bytes, trained = (
+        sizes.stored_bytes,
+        [p for p in spec.parameters if params.is_trained(p)],
     )
-    normed_elements += sum(p.size for p in experts if counts_in_grad_norm(p, plan, rank))
-    num_additions, clips = job.train.micro_batches - 1, job.train.clip > 0
+    is_matrix = {p.name: len(p.shape) > 1 for p in trained}
+
+    def elements(chosen: Iterable[Parameter]) -> int:
+        return sum(p.size if p.expert is not None else local_size(p, plan.dp_shard) for p in chosen)
+
+    total = elements(trained)
+    normed = elements(p for p in trained if params.counts_in_grad_norm(p))
+    # Experts are updated one by one. Gradients in buckets make flat tensors: matrices, and vectors.
+    num_dense = sum(p.is_dense for p in trained)
+    if plan.dp_shard == 1 and plan.ranks_per_stage > 1:
+        num_dense = min(num_dense, 2)
+    num_tensors = num_dense + len({p.expert for p in trained if p.expert is not None})
+    num_additions = job.train.micro_batches - 1
     # A pipeline accumulates unsharded gradients.
-    accumulated_elements = sum(p.size for p in dense) + expert_elements if plan.pp > 1 else elements
+    accumulated = sum(p.size for p in trained) if plan.pp > 1 else total
     update = ops.optimizer_update(
-        elements * element_bytes,
-        tensors,
-        normed_bytes=normed_elements * element_bytes,
-        num_flat_tensors=num_flat_tensors,
-        clips_gradient=clips,
+        total * element_bytes,
+        num_tensors,
+        normed_bytes=normed * element_bytes,
+        clips_gradient=job.train.clip > 0,
     )
     if job.optimizer.moments != "full":
-        matrices = [local_size(p, num_shards) for p in dense if len(p.shape) > 1]
-        matrices += [p.size for p in experts]
-        vectors = [p for p in dense if len(p.shape) == 1]
-        vector_bytes = sum(local_size(p, num_shards) for p in vectors) * element_bytes
-        num_flat_tensors = sum(p.name in leaders for p in vectors)
-        low_bit = ops.low_bit_adamw(matrices, job.optimizer.moments, chunk)
-        update = (*update[:-1], ops.adamw(vector_bytes, num_flat_tensors), low_bit)
-    return (
-        Op(
-            "accumulate",
-            (),
-            3 * num_additions * accumulated_elements * element_bytes,
-            num_additions * tensors,
-        ),
-        *update,
-    )
+        matrices = [elements([p]) for p in trained if is_matrix[p.name]]
+        vectors = elements(p for p in trained if not is_matrix[p.name]) * element_bytes
+        low_bit = ops.low_bit_adamw(matrices, job.optimizer.moments, sizes.moment_chunk)
+        update = (*update[:-1], ops.adamw(vectors, min(num_tensors, 2)), low_bit)
+    moved = 3 * num_additions * accumulated * element_bytes
+    return Op("accumulate", (), moved, num_additions * num_tensors), *update
 
 
 def with_gradient_reductions(
@@ -263,12 +360,10 @@ def with_gradient_reductions(
     An overlapped reduction belongs to the block whose backward completes its bucket. The last block
     has all others, and then `last`.
     """
-    work = reduction_work(reductions)
+    calls, copies = reduction_work(reductions)
     reduced = [
-        extend_block(block, update=BlockWork((), tuple(work.collectives[block.name])))
-        if block.name in work.collectives
-        else block
+        replace(block, update=block.update + BlockWork((), tuple(calls.get(block.name, ()))))
         for block in blocks
     ]
-    final = BlockWork(work.ops, tuple(work.collectives.get("", ())))
-    return [*reduced, Block(STEP, BlockWork(), BlockWork(), concat_work(final, last))]
+    final = BlockWork(copies, tuple(calls.get("", ()))) + last
+    return [*reduced, Block(BlockSpec(STEP, "other"), update=final)]

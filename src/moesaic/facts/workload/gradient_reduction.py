@@ -6,24 +6,21 @@ is reduced with its last gradient, while backward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from moesaic.facts.workload.collectives import (
     BucketLayout,
     CollectiveCall,
-    group_of,
     split_into_buckets,
-    stage_ranks,
 )
-from moesaic.facts.workload.ops import Op
-from moesaic.facts.workload.parameter_placement import model_block, workload_block
-from moesaic.facts.workload.parameters import Parameter, unpadded_local_size
+from moesaic.facts.workload.operation import Op
+from moesaic.facts.workload.parameters import Parameter
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import STORED_BYTES
+from moesaic.facts.workload.sizes import STORED_BYTES, group_of
 
-OVERLAPPED_REDUCTIONS = ("dense", "tp shards", "experts")
+OVERLAPPED_REDUCTIONS = ("dense gradients", "tp shard gradients", "expert gradients")
 """Names of the reductions that may overlap backward."""
 
 ALL_REDUCTIONS = (
@@ -45,8 +42,6 @@ class Gradient:
     num_bytes: int
     has_weight_decay: bool = True
     """True if weight decay applies; in a bucket, gradients without it come last."""
-    parameter: Parameter | None = None
-    """Dense parameter of the gradient, if known."""
 
 
 @dataclass(frozen=True)
@@ -75,109 +70,57 @@ def gradient_reductions(params: RankParams) -> list[GradientReduction]:
     """Return the gradient reductions that a rank takes part in."""
     plan, rank, model = params.plan, params.rank, params.job.model
     element_bytes, overlaps = STORED_BYTES[params.job.train.precision], plan.pp == 1
-    dense = _backward_order(params.trainable_dense, params)
-
-    def gradients(parameters: Iterable[Parameter]) -> list[Gradient]:
-        replica = plan.dp_rank(rank)
-        return [
-            Gradient(
-                workload_block(p, model),
-                unpadded_local_size(p, plan.dp_shard, replica) * element_bytes,
-                len(p.shape) > 1,
-                p,
-            )
-            for p in parameters
-        ]
-
-    replicated = gradients(p for p in dense if not (params.is_tp_sharded(p) or p.is_column_shard))
+    dense, experts = list[tuple[Parameter, Gradient]](), list[Gradient]()
+    for spec in reversed(params.blocks):
+        trained = [p for p in spec.parameters if params.is_trained(p)]
+        # Backward of the head finishes the norm first.
+        trained.sort(key=lambda p: spec.kind == "head" and p.kind == "norm")
+        for p in reversed([p for p in trained if p.is_dense]):
+            num_bytes = params.unpadded_local_size(p) * element_bytes
+            dense.append((p, Gradient(spec.name, num_bytes, len(p.shape) > 1)))
+        arena = sum(p.size for p in trained if p.expert is not None)
+        if arena:
+            experts.append(Gradient(spec.name, arena * element_bytes))
+    tp_sharded = [gradient for p, gradient in dense if params.is_tp_sharded(p)]
+    replicated = [
+        gradient for p, gradient in dense if not (params.is_tp_sharded(p) or p.is_column_shard)
+    ]
     if plan.dp_shard == 1:
-        tp_sharded = gradients(p for p in dense if params.is_tp_sharded(p))
-        dp_ranks = group_of(plan.dp_groups(), rank)
+        stage, dp_ranks = (
+            group_of(groups, rank) for groups in (plan.stage_groups(), plan.dp_groups())
+        )
         reductions = [
-            GradientReduction("dense", stage_ranks(plan, rank), replicated, overlaps),
-            GradientReduction("tp shards", dp_ranks, tp_sharded, overlaps),
+            GradientReduction("dense gradients", stage, replicated, overlaps),
+            GradientReduction("tp shard gradients", dp_ranks, tp_sharded, overlaps),
         ]
     else:  # FSDP reduces over the ranks with the same TP shard, and keeps its own tensors.
         tp_ranks = group_of(plan.tp_groups(), rank)
         reductions = [
             GradientReduction(
-                "dense", tp_ranks, replicated, overlaps_backward=False, stays_in_bucket=False
+                "dense gradients", tp_ranks, replicated, overlaps_backward=False,
+                stays_in_bucket=False,
             )
-        ]
-    arenas: dict[str, int] = {}
-    for p in _backward_order([p for p in params.experts if p.name in params.trainable], params):
-        block = workload_block(p, model)
-        arenas[block] = arenas.get(block, 0) + p.size * element_bytes
-    replica_ranks = group_of(plan.expert_dp_groups(), rank)
-    reductions.append(
-        GradientReduction(
-            "experts", replica_ranks, [Gradient(*one) for one in arenas.items()], overlaps
-        )
-    )
+        ]  # fmt: skip
+    replicas = group_of(plan.expert_dp_groups(), rank)
+    reductions.append(GradientReduction("expert gradients", replicas, experts, overlaps))
     if model.tied and plan.pp > 1 and plan.pp_rank(rank) in (0, plan.pp - 1):
-        end_ranks = (
-            rank % plan.ranks_per_stage,
-            rank % plan.ranks_per_stage + plan.ranks - plan.ranks_per_stage,
-        )
-        tied = gradients(p for p in dense if p.name.startswith("embed."))
+        chain = group_of(plan.pp_groups(), rank)
+        tied = [gradient for p, gradient in dense if p.name == "embed.weight"]
         reductions.append(
-            GradientReduction("tied embedding", end_ranks, tied, overlaps_backward=False)
+            GradientReduction(
+                "tied embedding", (chain[0], chain[-1]), tied, overlaps_backward=False
+            )
         )
     return reductions
 
 
-def flat_param_leaders(
-    params: RankParams, reductions: Sequence[GradientReduction]
-) -> frozenset[str]:
-    """Return the names of the first dense parameter in each tensor of the optimizer.
+def reduction_work(
+    reductions: Sequence[GradientReduction],
+) -> tuple[dict[str, list[CollectiveCall]], tuple[Op, ...]]:
+    """Return the collectives of all reductions, and the copies into buckets and back.
 
-    Parameters of one block that are neighbours in a bucket, with the same weight decay, form one
-    flat tensor. Any other parameter is a tensor by itself.
-    """
-    firsts, flattened = dict[object, str](), set[str]()
-    for one in (
-        one for one in reductions if one.stays_in_bucket and one.name in ("dense", "tp shards")
-    ):
-        for index, bucket in enumerate(one.buckets):
-            bucket_params = [one.gradients[at].parameter for at in bucket.members]
-            for p in (p for p in bucket_params if p is not None):
-                key = one.name, index, model_block(p), len(p.shape) > 1
-                firsts.setdefault(key, p.name)
-                flattened.add(p.name)
-    separate = (p.name for p in params.trainable_dense if p.name not in flattened)
-    return frozenset((*firsts.values(), *separate))
-
-
-def _backward_order(parameters: Sequence[Parameter], params: RankParams) -> list[Parameter]:
-    """Return parameters in backward order, the reverse of the model's modules."""
-
-    def position(p: Parameter) -> tuple[float, bool]:
-        if p.layer is not None:
-            return p.layer, not workload_block(p, params.job.model).endswith(".attention")
-        # The head's norm follows its weight.
-        return (
-            (-1, False)
-            if model_block(p) == "embed"
-            else (params.job.model.layers, p.kind == "norm")
-        )
-
-    return sorted(parameters, key=position)[::-1]
-
-
-@dataclass(frozen=True)
-class ReductionWork:
-    """Collectives and copies of gradient reductions."""
-
-    collectives: dict[str, list[CollectiveCall]]
-    """Collectives by the block whose backward completes the bucket; "" for those after backward."""
-    ops: tuple[Op, ...]
-    """Copies into buckets, and back."""
-
-
-def reduction_work(reductions: Sequence[GradientReduction]) -> ReductionWork:
-    """Return the work of all reductions.
-
-    Reductions of experts come last in a block, as some ranks may have none.
+    Collectives are keyed by the block whose backward completes the bucket; "" for those after
+    backward. Reductions of experts come last in a block, as some ranks may have none.
     """
     by_block: dict[str, list[CollectiveCall]] = {}
     moved, kernels = {True: 0, False: 0}, {True: 0, False: 0}
@@ -188,9 +131,8 @@ def reduction_work(reductions: Sequence[GradientReduction]) -> ReductionWork:
             by_block.setdefault(block, []).append(call)
             if len(bucket.members) > 1:
                 moved[one.overlaps_backward] += (2 if one.stays_in_bucket else 4) * bucket.num_bytes
-                kernels[one.overlaps_backward] += len(bucket.members) if one.stays_in_bucket else 2
-    ops = (
+                kernels[one.overlaps_backward] += len(bucket.members)
+    return by_block, (
         Op("fill buckets", (), moved[True], kernels[True]),
         Op("reduce", (), moved[False], kernels[False]),
     )
-    return ReductionWork(by_block, ops)

@@ -285,8 +285,6 @@ class RoutedTokens(NamedTuple):
     """Chunks that are dispatched one after another."""
     local_slot_tokens: tuple[int, ...] = ()
     """Local tokens at each slot, if computed separately (`layout.overlap_local`)."""
-    is_partial: bool = False
-    """True if tokens have choices that are not counted here."""
 
     @property
     def is_all_to_all(self) -> bool:
@@ -314,11 +312,6 @@ class RoutedTokens(NamedTuple):
             result.append(RoutedTokens(num_sent, slots, exchanges, self.is_dedup))
         return result
 
-    def local_only(self) -> RoutedTokens:
-        """Return the local tokens alone."""
-        slots = list(self.local_slot_tokens)
-        return RoutedTokens(sum(slots), slots, (), False, self.num_local_chunks, is_partial=True)
-
     def local_chunks(self) -> list[RoutedTokens]:
         """Return each chunk of local tokens, in slot order."""
         chunks, start = [], 0
@@ -330,7 +323,7 @@ class RoutedTokens(NamedTuple):
         ):
             bounds = np.clip(ends, start, start + size)
             slots = np.diff(bounds, prepend=start).tolist()
-            chunks.append(RoutedTokens(size, slots, (), is_dedup=False, is_partial=True))
+            chunks.append(RoutedTokens(size, slots, (), is_dedup=False))
             start += size
         return chunks
 
@@ -366,9 +359,7 @@ def routed_by_layer(
         slots = slot_tokens(counts, plan, layer, rank, group)
         is_dedup = plan.dispatch == "dedup" and plan.ep > 1
         num_sent = sent_tokens(counts, plan, rank)
-        return RoutedTokens(
-            num_sent, slots, exchanges, is_dedup, plan.chunks, local, is_partial=bool(local)
-        )
+        return RoutedTokens(num_sent, slots, exchanges, is_dedup, plan.chunks, local)
 
     layers = job.model.expert_layers
     if loads is None:

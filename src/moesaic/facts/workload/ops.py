@@ -1,9 +1,4 @@
-"""Operations of a layer, forward and backward: matmuls, and the elementwise kernels between them.
-
-Every function returns one forward and one backward op, or a list of such pairs. Matmuls are those
-of the layers. Elementwise kernels are counted as torch runs them on a CPU, unfused: each reads and
-writes whole tensors. On a GPU a norm is one forward kernel; other fusions there are unknown here.
-`num_kernels` is an estimate.
+"""Operations that blocks share: norms, matmuls, gathers of sequence shards, embedding and loss.
 
 With TP, each rank counts its own part of a layer. Norms, routers and the residual stream cover its
 sequence shard. Heads, inner channels and vocabulary cover all tokens, with matrices as narrow as
@@ -13,10 +8,13 @@ its shard. Copies within collectives belong to the collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Literal
 
 from moesaic.facts.job.finetune import AdapterTarget
-from moesaic.facts.workload.sizes import INDEX_BYTES, NORM_CHUNK_BYTES, FloatType, Sizes
+from moesaic.facts.workload.collectives import CollectiveCall, CollectiveKind, embedding_exchanges
+from moesaic.facts.workload.operation import MatmulShape, Op, Operation
+from moesaic.facts.workload.sizes import INDEX_BYTES, NORM_CHUNK_BYTES, Sizes
 
 TRAFFIC_FACTOR = {"norm": 1, "scale": 2, "adamw": 7}
 """Bytes read and written by an elementwise kernel, as a multiple of its tensor. AdamW reads values,
@@ -26,138 +24,76 @@ LOW_BIT_TRAFFIC = {"bf16": (225, 34), "8bit": (612, 80)}
 `optimizer.moments`. The numbers are those of a CPU, whose cache holds most intermediates."""
 
 
-@dataclass(frozen=True)
-class MatmulShape:
-    """`count` matmuls of [rows, inner] and [inner, columns]."""
-
-    rows: int
-    columns: int
-    inner: int
-    count: int = 1
-    is_weight_gradient: bool = False
-    """True if a grouped matmul computes weight gradients, which sum over `rows`."""
-
-    @property
-    def flops(self) -> int:
-        """FLOPs, two per multiplication."""
-        return 2 * self.rows * self.columns * self.inner * self.count
-
-    @property
-    def elements(self) -> int:
-        """Elements of both operands and the result."""
-        rows, columns, inner = self.rows, self.columns, self.inner
-        return (rows * inner + inner * columns + rows * columns) * self.count
+def tp_calls(
+    s: Sizes, kind: CollectiveKind, num_bytes: int, name: str = ""
+) -> tuple[CollectiveCall, ...]:
+    """Return a collective of the TP group; none for a group of one."""
+    default = "gather sequence" if kind == "all_gather" else "reduce-scatter sequence"
+    return (CollectiveCall(name or default, kind, s.tp_ranks, num_bytes),) if s.tp > 1 else ()
 
 
-GROUPED_MM = "slots"
-"""Kind of an op that runs the matmuls of many experts together."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """One part of a block, forward or backward."""
-
-    name: str
-    matmuls: tuple[MatmulShape, ...] = ()
-    """Matmuls in full, as torch counts them."""
-    moved_bytes: int = 0
-    """Bytes read and written by elementwise kernels; matmuls do not count."""
-    num_kernels: int = 0
-    """Estimated kernel launches."""
-    dtype: FloatType = "fp32"
-    """Data type of the matmul operands."""
-    num_transcendentals: int = 0
-    """Elements of exponentials and the like."""
-    kind: str = ""
-    """Kind of kernels with measured times of their own: attention, grouped matmuls, or one of
-    `Device.elementwise`."""
-    causal_fraction: float = 1.0
-    """Fraction of `matmuls` that remains if a kernel skips causally masked scores."""
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of all matmuls, in full."""
-        return sum(product.flops for product in self.matmuls)
-
-
-OpPair = tuple[Op, Op]
-"""Forward and backward op."""
-
-
-def embedding(s: Sizes, *, tied: bool) -> OpPair:
-    """Return the ops of the embedding lookup.
+def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
+    """Return the embedding lookup.
 
     Backward sums into a zeroed table, and adds that to the gradient of a `tied` head. With TP, each
-    rank writes zeros for words of other ranks. With column shards, each rank looks up the tokens of
-    all ranks, and reorders columns after the exchange and before its backward.
+    rank writes zeros for words of other ranks, and sums of all ranks are scattered. With column
+    shards, each rank looks up the tokens of all ranks, and reorders columns.
     """
-    table, ids = s.table_elements, s.tokens * INDEX_BYTES
+    ids, tokens = s.tokens * INDEX_BYTES, s.gathered_elements
+    forward, backward = 2 * tokens, s.table_elements * (1 + 3 * tied) + 3 * tokens
+    saved, index_bytes = ids, ids
+    calls, backward_calls = embedding_exchanges(s)
     if s.embedding_shards > 1:
-        lookup_ids = s.lookup_tokens * INDEX_BYTES
-        forward = (
-            2 * (s.lookup_elements + s.gathered_elements) * s.stored_bytes
-            + lookup_ids
-            + (s.embedding_shards + 1) * ids
+        forward += 2 * s.lookup_elements
+        backward += 3 * s.lookup_elements - tokens
+        saved = s.lookup_tokens * INDEX_BYTES
+        index_bytes += saved
+    elif s.tp > 1:
+        forward, backward = forward + 2 * tokens, backward + 2 * tokens
+        saved, index_bytes = ids + s.tokens, 8 * ids
+    num_bytes = tokens * s.stored_bytes
+    trained = s.trainable.weights
+    return [
+        Operation(
+            Op("lookup", (), forward * s.stored_bytes + index_bytes, 2),
+            Op("lookup", (), trained * (backward * s.stored_bytes + index_bytes), 2 * trained),
+            saved,
+            (*tp_calls(s, "reduce_scatter", num_bytes), *calls),
+            (*backward_calls * trained, *tp_calls(s, "all_gather", num_bytes)),
         )
-        backward = (
-            table * (1 + 3 * tied) + 3 * s.lookup_elements + 2 * s.gathered_elements
-        ) * s.stored_bytes + lookup_ids
-        backward_op = Op("lookup", (), backward, 2 + tied) if s.trainable.weights else Op("lookup")
-        return Op("lookup", (), forward, 3), backward_op
-    forward = 2 * s.gathered_elements * s.stored_bytes + ids
-    backward = (table * (1 + 3 * tied) + 3 * s.gathered_elements) * s.stored_bytes + ids
-    kernels = [1, 1 + tied]
-    if s.tp > 1:
-        zeros = 2 * s.gathered_elements * s.stored_bytes + s.tokens
-        forward, backward = forward + zeros + 6 * (ids + s.tokens), backward + zeros
-        kernels = [kernels[0] + 6, kernels[1] + 1]
-    backward_op = Op("lookup", (), backward, kernels[1]) if s.trainable.weights else Op("lookup")
-    return Op("lookup", (), forward, kernels[0]), backward_op
+    ]
 
 
-def gather_tied_embedding(s: Sizes) -> list[OpPair]:
-    """Return the ops that reorder the gathered column shards of a tied weight, and its gradient."""
-    if not s.gathers_tied_embedding:
-        return []
-    batches, moved = len(s.table_message_bytes), 2 * s.vocab * s.model.hidden * s.stored_bytes
-    backward_op = (
-        Op("gather tied embedding", (), moved, batches)
-        if s.trainable.weights
-        else Op("gather tied embedding")
-    )
-    return [(Op("gather tied embedding", (), moved, batches), backward_op)]
+def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = False) -> Operation:
+    """Return the gather of `width` channels from the sequence shards, in compute type.
 
-
-def gather_sequence(
-    s: Sizes, width: int, *, num_uses: int = 1, split: bool = False
-) -> list[OpPair]:
-    """Return the ops around a gather of the sequence shards, in compute type.
-
-    Backward sums the gradients of the result's `num_uses`.
-
-    Args:
-        s: the sizes.
-        width: channels per token.
-        num_uses: number of readers of the result.
-        split: whether the gathered tensor is concatenated from parts and split again.
+    Backward sums the gradients of the result's `num_uses`. `split`: the gathered tensor is
+    concatenated from parts and split again.
     """
     if s.tp == 1:
-        return []
-    shard, gathered = s.shard_tokens * width, s.tokens * width
+        return Operation()
+    shard, num_bytes = s.shard_tokens * width, s.tokens * width * s.compute_bytes
     forward = s.cast_bytes(shard) + split * 2 * shard * s.stored_bytes
-    if s.input_has_no_grad:
-        return [(Op("gather sequence", (), forward, s.num_casts + split), Op("gather sequence"))]
     backward = (
         s.cast_bytes(shard)
         + 2 * shard * s.stored_bytes
-        + (3 * (num_uses - 1) + 2 * split) * gathered * s.compute_bytes
+        + (3 * (num_uses - 1) + 2 * split) * num_bytes
     )
-    return [
-        (
-            Op("gather sequence", (), forward, s.num_casts + split),
-            Op("gather sequence", (), backward, s.num_casts + num_uses + split),
-        )
-    ]
+    has_grad = not s.input_has_no_grad
+    return Operation(
+        Op("gather sequence", (), forward, 1),
+        Op("gather sequence", (), has_grad * backward, has_grad * (1 + num_uses)),
+        num_bytes,
+        tp_calls(s, "all_gather", num_bytes),
+        has_grad * tp_calls(s, "reduce_scatter", num_bytes),
+    )
+
+
+def scatter_sequence(s: Sizes) -> Operation:
+    """Return the reduce-scatter of a layer's result into sequence shards."""
+    num_bytes = s.gathered_elements * s.compute_bytes
+    calls = tp_calls(s, "reduce_scatter", num_bytes), tp_calls(s, "all_gather", num_bytes)
+    return Operation(None, None, 0, *calls)
 
 
 def norm(
@@ -167,9 +103,10 @@ def norm(
     *,
     rows: int | None = None,
     num_uses: int = 1,
-    in_residual: bool = True,
-) -> OpPair:
-    """Return the ops of an RMS norm; backward first sums the gradients of the result's `num_uses`.
+    in_residual: bool = False,
+    casts: bool = False,
+) -> Operation:
+    """Return an RMS norm; backward first sums the gradients of the result's `num_uses`.
 
     Args:
         s: the sizes.
@@ -178,61 +115,27 @@ def norm(
         rows: number of rows; None for one per token of the sequence shard.
         num_uses: number of readers of the result.
         in_residual: whether the input is also the residual stream, whose gradient backward adds.
+        casts: whether input and result are of compute type.
     """
-    t, adds = s.shard_tokens if rows is None else rows, num_uses - 1 + in_residual
-    n = t * width
-    if in_residual and s.input_has_no_grad:
-        forward, _ = norm(
-            replace(s, input_has_no_grad=False), width, name, rows=rows, num_uses=num_uses
-        )
-        return forward, Op(name)
-    if not s.on_cpu:
-        return (
-            Op(name, (), (2 * n + t + width) * s.stored_bytes, 1),
-            Op(name, (), ((3 + 3 * adds) * n + t + 2 * width) * s.stored_bytes, 2 + adds),
-        )
-    num_chunks = -(-t // max(1, NORM_CHUNK_BYTES // (width * s.stored_bytes)))
-    return (
-        Op(name, (), (5 * n + 10 * t + width * num_chunks) * s.stored_bytes, 7 * num_chunks),
-        Op(name, (), ((16 + 3 * adds) * n + 11 * t + (1 + 6 * num_chunks) * width) * s.stored_bytes,
-           1 + 12 * num_chunks + adds),
-    )  # fmt: skip
-
-
-def qk_norms(s: Sizes) -> list[OpPair]:
-    """Return the ops of the query and key norms, which cast from compute type to stored type."""
-    parts = []
-    for width in (s.q_width, s.kv_width):
-        if s.model.qk_norm == "whole" and s.tp > 1:
-            forward, backward = _tp_norm(s, width)
-        else:
-            rows = width // s.model.head_dim if s.model.qk_norm == "heads" else 1
-            forward, backward = norm(s, width // rows, rows=s.tokens * rows, in_residual=False)
-        casts = s.cast_bytes(s.tokens * width)
-        parts.append(
-            (
-                Op("head norm", (), forward.moved_bytes + casts, forward.num_kernels + s.num_casts),
-                Op(
-                    "head norm",
-                    (),
-                    backward.moved_bytes + casts,
-                    backward.num_kernels + s.num_casts,
-                ),
-            )
-        )
-    return parts
-
-
-def _tp_norm(s: Sizes, width: int) -> OpPair:
-    """Return the ops of a norm over the channels of all TP ranks, `width` of them on this rank.
-
-    An all-reduce of the squares runs in between.
-    """
-    t, n = s.tokens, s.tokens * width
-    return (
-        Op("norm", (), (7 * n + 10 * t + width) * s.stored_bytes, 8),
-        Op("norm", (), (21 * n + 14 * t + 2 * width) * s.stored_bytes, 15),
+    t = s.shard_tokens if rows is None else rows
+    n, adds, cast = t * width, num_uses - 1 + in_residual, casts * s.cast_bytes(t * width)
+    # A CPU reads and writes each intermediate, in chunks that fit the cache.
+    chunks = -(-t // max(1, NORM_CHUNK_BYTES // (width * s.stored_bytes))) if s.on_cpu else 0
+    forward = 5 * n + 10 * t + width * chunks if s.on_cpu else 2 * n + t + width
+    backward = 16 * n + 11 * t + (1 + 6 * chunks) * width if s.on_cpu else 3 * n + t + 2 * width
+    backward = (backward + 3 * adds * n) * s.stored_bytes + cast
+    has_grad = not (in_residual and s.input_has_no_grad)
+    return Operation(
+        Op(name, (), forward * s.stored_bytes + cast, 7 * chunks or 1),
+        Op(name, (), has_grad * backward, has_grad * (1 + adds + (12 * chunks or 1))),
+        (n + t) * s.stored_bytes,
     )
+
+
+Source = Literal["stored", "shared", "computed"]
+"""Input of a matmul. stored: of stored type, cast and saved for its weight's gradient. shared: the
+same, but saved by an earlier operation unless it is cast. computed: of compute type, and saved by
+the operation that computed it."""
 
 
 def linear(
@@ -241,207 +144,155 @@ def linear(
     columns: int,
     inner: int,
     *,
-    wide_input: bool,
+    source: Source = "computed",
     rows: int | None = None,
     target: AdapterTarget = "attention",
     reads_block_input: bool = False,
-) -> OpPair:
-    """Return the ops of tokens times a weight; weights and inputs in stored type are cast first.
+) -> Operation:
+    """Return tokens times a weight; weights and inputs in stored type are cast first.
 
     Args:
         name: name of the ops.
         s: the sizes.
         columns: output channels.
         inner: input channels.
-        wide_input: whether the input has the stored type.
+        source: kind of its input.
         rows: number of tokens; None for all.
         target: adapter target of the weight.
         reads_block_input: whether the input is that of the block.
     """
     t = s.tokens if rows is None else rows
-    has_input_grad, has_weight_grad = (
-        not (reads_block_input and s.input_has_no_grad),
-        s.trainable.weights,
-    )
-    cast = s.cast_bytes(t * inner) if wide_input else 0
-    moved, kernels = s.cast_bytes(columns * inner) + cast, s.num_casts * (1 + wide_input)
-    backward_bytes = has_weight_grad * s.cast_bytes(columns * inner) + has_input_grad * cast
-    grad_matmuls = has_input_grad * (MatmulShape(t, inner, columns),)
-    grad_matmuls += has_weight_grad * (MatmulShape(columns, inner, t),)
-    forward = Op(name, (MatmulShape(t, columns, inner),), moved, 1 + kernels, s.precision)
-    casts = s.num_casts * (has_weight_grad + has_input_grad * wide_input)
-    backward = Op(name, grad_matmuls, backward_bytes, len(grad_matmuls) + casts, s.precision)
+    has_input_grad = not (reads_block_input and s.input_has_no_grad)
+    trained, cast, weight_cast = s.trainable.weights, 0, s.cast_bytes(columns * inner)
+    is_stored = source != "computed"
+    if is_stored:
+        cast = s.cast_bytes(t * inner)
+    forward = Op(name, (MatmulShape(t, columns, inner),), weight_cast + cast, 2, s.precision)
+    grads = has_input_grad * (MatmulShape(t, inner, columns),)
+    grads += trained * (MatmulShape(columns, inner, t),)
+    moved = trained * weight_cast + has_input_grad * cast
+    backward = Op(name, grads, moved, 2 * len(grads), s.precision)
+    saved = s.num_casts * columns * inner * s.compute_bytes
+    if source == "stored" or (source == "shared" and s.num_casts):
+        saved += t * inner * s.compute_bytes
     rank = s.trainable.rank_of_target(target)
     if rank:
-        adapter_forward, adapter_backward = _adapter_ops(
-            s, t, columns, inner, rank, wide_input, has_input_grad
-        )
-        forward, backward = (
-            merge_ops(forward, adapter_forward),
-            merge_ops(backward, adapter_backward),
-        )
-    return forward, backward
+        thin = 2 * t * rank * s.compute_bytes
+        weight_cast = s.cast_bytes(rank * (inner + columns))
+        sums = 3 * t * s.compute_bytes
+        forward = forward.merged(
+            Op("", (MatmulShape(t, rank, inner), MatmulShape(t, columns, rank)),
+               weight_cast + cast + thin + sums * columns, 5)
+        )  # fmt: skip
+        grads = (
+            MatmulShape(t, rank, columns), MatmulShape(columns, rank, t),
+            MatmulShape(rank, inner, t), *has_input_grad * (MatmulShape(t, inner, rank),),
+        )  # fmt: skip
+        widened = s.stored_bytes // s.compute_bytes if is_stored else 1
+        moved = weight_cast + thin + has_input_grad * (cast + sums * inner * widened)
+        backward = backward.merged(Op("", grads, moved, 7))
+    return Operation(forward, backward, saved)
 
 
-def _adapter_ops(
-    s: Sizes,
-    t: int,
-    columns: int,
-    inner: int,
-    rank: int,
-    wide_input: bool,
-    has_token_gradient: bool,
-) -> OpPair:
-    """Return the ops that an adapter adds to a weight: A, B and their gradients."""
-    weight_bytes = s.cast_bytes(rank * inner) + s.cast_bytes(columns * rank)
-    cast = s.cast_bytes(t * inner) if wide_input else 0
-    thin_bytes, element_bytes = (
-        2 * t * rank * s.compute_bytes,
-        s.stored_bytes if wide_input else s.compute_bytes,
-    )
-    forward = (MatmulShape(t, rank, inner), MatmulShape(t, columns, rank))
-    backward: tuple[MatmulShape, ...] = (
-        MatmulShape(t, rank, columns), MatmulShape(columns, rank, t), MatmulShape(rank, inner, t),
-    )  # fmt: skip
-    backward += has_token_gradient * (MatmulShape(t, inner, rank),)
-    kernels, input_grad_bytes = (
-        s.num_casts * (2 + wide_input),
-        has_token_gradient * (cast + 3 * t * inner * element_bytes),
-    )
-    return (
-        Op("", forward, weight_bytes + cast + thin_bytes + 3 * t * columns * s.compute_bytes,
-           4 + kernels),
-        Op("", backward, weight_bytes + thin_bytes + input_grad_bytes,
-           len(backward) + 1 + has_token_gradient
-           + s.num_casts * (2 + wide_input * has_token_gradient)),
-    )  # fmt: skip
+def input_sources(s: Sizes, num: int) -> list[Source]:
+    """Return the kinds of `num` matmuls' common input, a norm's result or gathered from there."""
+    first: Source = "computed" if s.tp > 1 else "stored"
+    others: Source = "computed" if s.tp > 1 else "shared"
+    return [first, *[others] * (num - 1)]
 
 
-def merge_ops(one: Op, other: Op) -> Op:
-    """Return one op with the work of both."""
-    return replace(
-        one,
-        matmuls=one.matmuls + other.matmuls,
-        moved_bytes=one.moved_bytes + other.moved_bytes,
-        num_kernels=one.num_kernels + other.num_kernels,
+def residual(s: Sizes) -> Operation:
+    """Return the addition of a layer's result to the residual stream."""
+    moved = s.stream_elements * (2 * s.stored_bytes + s.compute_bytes)
+    return Operation(
+        Op("residual", (), moved, 1), Op("residual", (), s.cast_bytes(s.stream_elements), 1)
     )
 
 
-def rotary(s: Sizes, width: int) -> OpPair:
-    """Return the ops of rotary embedding; normed queries and keys come in stored type."""
-    n, angles = s.tokens * width, s.tokens * s.model.head_dim // 2
-    input_bytes = s.stored_bytes if s.model.qk_norm is not None else s.compute_bytes
-    casts = 1 + (input_bytes != s.stored_bytes)
-    moved, kernels = (
-        (5 * n + 4 * angles) * s.stored_bytes + casts * s.cast_bytes(n),
-        4 + casts * s.num_casts,
-    )
-    return Op("rotary", (), moved, kernels), Op("rotary", (), moved, kernels)
+def gated_ffn(
+    s: Sizes, ffn: int, target: AdapterTarget, *, shares_input: bool = False
+) -> list[Operation]:
+    """Return a gated FFN of inner width `ffn`, with the collectives of TP around it.
 
-
-def clamp(s: Sizes) -> OpPair:
-    """Return the ops that clamp queries, keys and values; backward applies a mask."""
-    wide, narrow = s.tokens * (s.q_width + s.kv_width), s.tokens * s.kv_width
-    elements = wide * s.stored_bytes + narrow * s.compute_bytes
-    masks = 6 * (wide + narrow)
-    return Op("clamp", (), 2 * elements, 3), Op("clamp", (), 4 * elements + masks, 12)
-
-
-def attention_kernel(s: Sizes) -> OpPair:
-    """Return the ops of attention: two batched matmuls forward, five backward.
-
-    Backward recomputes the scores, which are not saved.
+    `shares_input`: another operation saves the same input.
     """
-    model, length = s.model, s.sequence
-    batch = s.batch * s.heads
-    scores = MatmulShape(length, length, model.head_dim, batch)
-    values = MatmulShape(length, model.head_dim, length, batch)
-    q, k = s.tokens * s.q_width, s.tokens * s.kv_width
-    repeats = int(s.heads != s.kv_heads)
-    # Gradients of repeated keys and values; with one head they already are in token order.
-    moved_k = int(s.kv_heads > 1) * repeats
-    repeated = 2 * repeats * (q + k) * s.compute_bytes
-    causal_fraction = 1.0 if s.has_mask else (length + 1) / (2 * length)
-    rotated_bytes = s.stored_bytes if model.qk_norm is not None else s.compute_bytes
-    masking = s.mask_elements * (1 + s.compute_bytes)
-    transcendentals = round(batch * length**2 * causal_fraction)
-    return (
-        Op("attend", (scores, values), repeated + masking,
-           1 + 2 * repeats + 3 * s.has_mask, s.precision, transcendentals, "attention",
-           causal_fraction),
-        Op("attend", (scores, scores, values, values, values),
-           repeated + 2 * moved_k * k * rotated_bytes + 2 * repeats * moved_k * k * s.compute_bytes,
-           1 + moved_k + repeats * (2 + moved_k), s.precision, transcendentals,
-           "attention backward", causal_fraction),
-    )  # fmt: skip
-
-
-def residual(s: Sizes) -> OpPair:
-    """Return the ops that add a layer's result to the residual stream."""
-    return (
-        Op("residual", (), s.stream_elements * (2 * s.stored_bytes + s.compute_bytes), 1),
-        Op("residual", (), s.cast_bytes(s.stream_elements), s.num_casts),
+    hidden, prefix = s.model.hidden, "shared " * (target == "shared")
+    inner_bytes = s.tokens * ffn * s.compute_bytes
+    first, second = input_sources(s, 2)
+    gate, up = (
+        linear(
+            f"{prefix}{name}", s, ffn, hidden, source=source, target=target, reads_block_input=True
+        )
+        for name, source in (("gate", second if shares_input else first), ("up", second))
     )
-
-
-def gate(s: Sizes, ffn: int, name: str = "gate") -> OpPair:
-    """Return the ops of silu(gate) * up in a dense FFN of inner width `ffn`."""
-    elements = s.tokens * ffn
-    n = elements * s.compute_bytes
-    return (
-        Op(name, (), 5 * n, 2, num_transcendentals=elements),
-        Op(name, (), 9 * n, 3, num_transcendentals=elements),
+    activation = Operation(
+        Op(f"{prefix}gate", (), 5 * inner_bytes, 2, num_transcendentals=s.tokens * ffn),
+        Op(f"{prefix}gate", (), 9 * inner_bytes, 3, num_transcendentals=s.tokens * ffn),
+        4 * inner_bytes,  # Gate, up, silu(gate) and the input of the down projection.
     )
+    down = linear(f"{prefix}down", s, hidden, ffn, target=target)
+    parts = [gather_sequence(s, hidden, num_uses=2), gate, up, activation, down]
+    if s.input_has_no_grad and not s.trainable.rank_of_target(target):
+        parts = [replace(part, backward=None) for part in parts]
+    return [*parts, scatter_sequence(s)]
 
 
-def loss(s: Sizes) -> OpPair:
-    """Return the ops of logits, loss and both gradients, chunk by chunk; backward scales the
-    gradients.
+def head(s: Sizes) -> list[Operation]:
+    """Return the head: norm, gathers of tokens and of a column-sharded tied weight, and loss.
 
-    With TP, each rank has the logits of its vocabulary shard. It reads tokens in compute type, and
-    masks targets outside its shard.
+    The loss computes logits and both gradients in forward, chunk by chunk; backward scales them.
+    With TP, each rank has the logits of its vocabulary shard.
     """
-    vocab, hidden, t, trains_weights = s.vocab, s.model.hidden, s.tokens, s.trainable.weights
-    matmuls: list[MatmulShape] = []
+    vocab, hidden, t, trained = s.vocab, s.model.hidden, s.tokens, s.trainable.weights
+    matmuls, sums = list[MatmulShape](), tuple[CollectiveCall, ...]()
+    num_chunks = 0
     for rows, num in s.loss_chunks:
-        matmuls += [
-            MatmulShape(rows, vocab, hidden, num),
-            MatmulShape(rows, hidden, vocab, num),
-        ]
-        matmuls += trains_weights * [MatmulShape(vocab, hidden, rows, num)]
-    num_chunks = sum(num for _, num in s.loss_chunks)
+        matmuls += [MatmulShape(rows, vocab, hidden, num), MatmulShape(rows, hidden, vocab, num)]
+        matmuls += trained * [MatmulShape(vocab, hidden, rows, num)]
+        size = rows * s.tp * s.stored_bytes
+        sums += num * tp_calls(s, "all_gather", size, "log-sum-exp")
+        num_chunks += num
     weight, logits, is_tp = vocab * hidden, t * vocab, int(s.tp > 1)
-    casts, input_casts = s.num_casts * (2 - is_tp), (1 - is_tp) * s.cast_bytes(s.gathered_elements)
-    forward = (
-        input_casts
-        + s.cast_bytes(weight)
-        + trains_weights * weight * s.stored_bytes
-        + (6 + is_tp) * logits * s.stored_bytes
+    input_cast = (1 - is_tp) * s.cast_bytes(s.gathered_elements)
+    added = num_chunks * s.num_casts * (2 * s.stored_bytes + s.compute_bytes) + s.stored_bytes
+    forward = input_cast + s.cast_bytes(weight) + trained * weight * added
+    forward += (6 + is_tp) * logits * s.stored_bytes + 2 * s.cast_bytes(logits)
+    forward += t * (60 + 38 * is_tp + (12 + 5 * is_tp) * s.stored_bytes)
+    backward = 2 * s.gathered_elements * s.compute_bytes + input_cast
+    backward += trained * 2 * weight * s.stored_bytes
+    gradient_bytes = s.gathered_elements * s.compute_bytes + weight * s.stored_bytes
+    loss = Operation(
+        Op("loss", tuple(matmuls), forward, 4 + 20 * num_chunks, s.precision,
+           num_transcendentals=2 * logits),
+        Op("loss", (), backward, 2 + trained),
+        gradient_bytes,
+        sums,
+    )  # fmt: skip
+    gather = replace(gather_sequence(s, hidden), saved_bytes=0)
+    return [norm(s, hidden), gather, *_gather_tied_embedding(s), loss]
+
+
+def _gather_tied_embedding(s: Sizes) -> list[Operation]:
+    """Return the gather of a tied weight's column shards, and the scatter of its gradient."""
+    if not s.gathers_tied_embedding:
+        return []
+    sizes, moved = s.table_message_bytes, 2 * s.vocab * s.model.hidden * s.stored_bytes
+    name, trained = "gather tied embedding", s.trainable.weights
+    gathers, scatters = (
+        tuple(CollectiveCall(f"{verb} tied embedding", kind, s.stage_ranks, size) for size in sizes)
+        for verb, kind in _TIED_COLLECTIVES
     )
-    forward += 2 * s.cast_bytes(logits) + t * (59 + 12 * s.stored_bytes)
-    forward += is_tp * t * (38 + (5 + s.tp) * s.stored_bytes)
-    forward += (
-        trains_weights * s.num_casts * num_chunks * weight * (2 * s.stored_bytes + s.compute_bytes)
-    )
-    backward = (
-        2 * s.gathered_elements * s.compute_bytes
-        + trains_weights * 2 * weight * s.stored_bytes
-        + input_casts
-    )
-    return (
-        Op(
-            "loss",
-            tuple(matmuls),
-            forward,
-            2
-            + trains_weights
-            + casts
-            + (17 + trains_weights + (2 + trains_weights) * s.num_casts + 7 * is_tp) * num_chunks,
-            s.precision,
-            num_transcendentals=2 * logits,
-        ),
-        Op("loss", (), backward, 1 + trains_weights + casts),
-    )
+    return [
+        Operation(
+            Op(name, (), moved, len(sizes)), Op(name, (), trained * moved, trained * len(sizes)),
+            0, gathers, trained * scatters,
+        )
+    ]  # fmt: skip
+
+
+_TIED_COLLECTIVES: tuple[tuple[str, CollectiveKind], ...] = (
+    ("gather", "all_gather"), ("reduce-scatter", "reduce_scatter"),
+)  # fmt: skip
 
 
 def optimizer_update(
@@ -449,31 +300,22 @@ def optimizer_update(
     num_tensors: int,
     *,
     normed_bytes: int | None = None,
-    num_flat_tensors: int | None = None,
     clips_gradient: bool = True,
 ) -> tuple[Op, ...]:
     """Return the ops of gradient norm, clipping and AdamW, once a step.
 
     Args:
         num_bytes: bytes of all updated parameters.
-        num_tensors: number of their tensors.
+        num_tensors: number of their tensors, as the optimizer sees them.
         normed_bytes: bytes that this rank counts in the norm; None for all.
-        num_flat_tensors: number of tensors as the optimizer sees them, some flattened into one;
-            None for `num_tensors`.
         clips_gradient: whether the gradient is scaled.
     """
     normed = num_bytes if normed_bytes is None else normed_bytes
-    num_flat_tensors = num_tensors if num_flat_tensors is None else num_flat_tensors
+    clipped, clips = clips_gradient * num_bytes, clips_gradient * num_tensors
     return (
         Op("norm", (), TRAFFIC_FACTOR["norm"] * normed, num_tensors, kind="norm"),
-        Op(
-            "clip",
-            (),
-            TRAFFIC_FACTOR["scale"] * clips_gradient * num_bytes,
-            clips_gradient * num_flat_tensors,
-            kind="scale",
-        ),
-        adamw(num_bytes, num_flat_tensors),
+        Op("clip", (), TRAFFIC_FACTOR["scale"] * clipped, clips, kind="scale"),
+        adamw(num_bytes, num_tensors),
     )
 
 

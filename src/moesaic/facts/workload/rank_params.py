@@ -1,4 +1,4 @@
-"""Parameters of one rank: those of its pipeline stages as TP shards, and its checkpoint part."""
+"""Parameters of one rank: those of its blocks, what is trainable, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from functools import cached_property
 
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.adapters import adapters, is_trainable
-from moesaic.facts.workload.collectives import group_of, stage_ranks
-from moesaic.facts.workload.parameter_placement import (
-    blocks_of_rank,
-    model_block,
-    parameters_of_rank,
-)
 from moesaic.facts.workload.parameters import (
     Parameter,
+    adapters,
+    is_trainable,
     moment_bytes,
     parameters,
     unpadded_local_size,
 )
-from moesaic.facts.workload.sizes import BIAS_BYTES, LOAD_COUNT_BYTES, STORED_BYTES
+from moesaic.facts.workload.sizes import BIAS_BYTES, LOAD_COUNT_BYTES, STORED_BYTES, group_of
+from moesaic.facts.workload.spec import BlockSpec, block_specs
 
 
 def expert_bytes(job: Job, plan: Plan) -> int:
@@ -35,9 +31,9 @@ def expert_bytes(job: Job, plan: Plan) -> int:
     for p in (*own_params, *adapter_params):
         if p.expert == 0:
             shard = p.tp_shard(plan.etp)
-            is_trained = p in adapter_params or is_trainable(job.finetune, p)
             num_bytes += shard.size * STORED_BYTES[job.train.precision]
-            num_bytes += sum(moment_bytes(shard, shard.size, job)) if is_trained else 0
+            if is_trainable(job.finetune, p):
+                num_bytes += sum(moment_bytes(shard, shard.size, job))
     return num_bytes
 
 
@@ -48,40 +44,36 @@ class RankParams:
     job: Job
     plan: Plan
     rank: int
-    dense: Sequence[Parameter]
-    """Dense parameters, as TP shards."""
-    experts: Sequence[Parameter]
-    biases: Sequence[Parameter]
-    trainable: frozenset[str]
-    """Names of the parameters with gradients and moments."""
+    blocks: Sequence[BlockSpec]
 
     @classmethod
     def of_rank(cls, job: Job, plan: Plan, rank: int) -> RankParams:
         """Return the parameters of `rank`."""
-        local_blocks = set(blocks_of_rank(job.model, plan, rank))
-        adapter_params = [
-            p.tp_shard(plan.tp if p.expert is None else plan.etp)
-            for p in adapters(job.model, job.finetune)
-            if model_block(p) in local_blocks
-            and (p.expert is None or p.expert in plan.experts_of(rank, p.layer or 0))
-        ]
-        own = parameters_of_rank(job.model, plan, rank)
-        trained = [p for p in own if is_trainable(job.finetune, p)]
-        all_params = [*own, *adapter_params]
-        return cls(
-            job,
-            plan,
-            rank,
-            [p for p in all_params if p.is_dense],
-            [p for p in all_params if p.expert is not None],
-            [p for p in all_params if p.kind == "bias"],
-            frozenset(p.name for p in (*trained, *adapter_params)),
-        )
+        return cls(job, plan, rank, block_specs(job.model, plan, rank, job.finetune))
+
+    @cached_property
+    def dense(self) -> list[Parameter]:
+        """Dense parameters, as TP shards."""
+        return [p for block in self.blocks for p in block.dense]
+
+    @cached_property
+    def experts(self) -> list[Parameter]:
+        """Matrices of experts, as expert TP shards."""
+        return [p for block in self.blocks for p in block.parameters if p.expert is not None]
+
+    @cached_property
+    def biases(self) -> list[Parameter]:
+        """Router biases."""
+        return [p for block in self.blocks for p in block.parameters if p.kind == "bias"]
 
     @cached_property
     def trainable_dense(self) -> list[Parameter]:
         """Dense parameters with gradients and moments."""
-        return [p for p in self.dense if p.name in self.trainable]
+        return [p for p in self.dense if self.is_trained(p)]
+
+    def is_trained(self, parameter: Parameter) -> bool:
+        """Return whether `parameter` has a gradient and moments."""
+        return is_trainable(self.job.finetune, parameter)
 
     def is_tp_sharded(self, parameter: Parameter) -> bool:
         """Return whether TP splits a dense parameter."""
@@ -91,12 +83,27 @@ class RankParams:
         """Return elements of a dense parameter on this rank, without padding."""
         return unpadded_local_size(parameter, self.plan.dp_shard, self.plan.dp_rank(self.rank))
 
+    def counts_in_grad_norm(self, parameter: Parameter) -> bool:
+        """Return whether this is the first rank that holds these values of `parameter`.
+
+        Only that rank counts them in the gradient norm.
+        """
+        plan = self.plan
+        if parameter.expert is not None:
+            return self.rank % plan.ranks_per_stage < plan.ep * plan.etp
+        if parameter.kind == "head" and parameter.name.startswith("embed."):
+            return False  # The first pipeline rank counts the tied weight.
+        if parameter.is_column_shard:
+            return True
+        return plan.dp_rank(self.rank) < plan.dp_shard and (
+            parameter.tp_dim is not None or not self.rank % plan.tp
+        )
+
     def moments_bytes(self) -> int:
         """Return bytes of the optimizer's moments."""
-        experts = [p for p in self.experts if p.name in self.trainable]
-        rows = [(p, self.unpadded_local_size(p)) for p in self.trainable_dense]
-        rows += [(p, p.size) for p in experts]
-        return sum(sum(moment_bytes(p, size, self.job)) for p, size in rows)
+        sizes = [(p, self.unpadded_local_size(p)) for p in self.trainable_dense]
+        sizes += [(p, p.size) for p in self.experts if self.is_trained(p)]
+        return sum(sum(moment_bytes(p, size, self.job)) for p, size in sizes)
 
     def checkpoint_bytes(self) -> int:
         """Return bytes that this rank writes to a checkpoint; owners of the same tensors divide
@@ -114,41 +121,27 @@ class RankParams:
 
     def _owners_and_tensors(self) -> Iterator[tuple[tuple[int, ...], list[int]]]:
         """Yield owners of this rank's tensors, and the bytes of those tensors."""
-        plan, first_rank = self.plan, self.rank - self.rank % self.plan.ranks_per_stage
-        shard = first_rank + plan.dp_rank(self.rank) % plan.dp_shard * plan.tp
-        replica_starts = range(shard, first_rank + plan.ranks_per_stage, plan.dp_shard * plan.tp)
-        dp_replicas = tuple(first + index for first in replica_starts for index in range(plan.tp))
-        same_tp_replicas = group_of(plan.dp_replicate_groups(), self.rank)
-        tied = [p for p in self.dense if p.name == "embed.weight"]
-        tied = tied if self.job.model.tied and plan.pp > 1 else []
-        untied = [p for p in self.dense if p not in tied and not p.is_column_shard]
-        column_shards = [p for p in self.dense if p not in tied and p.is_column_shard]
-        yield (
-            dp_replicas,
-            self._dense_tensor_bytes([p for p in untied if not self.is_tp_sharded(p)]),
-        )
-        yield (
-            same_tp_replicas,
-            self._dense_tensor_bytes([p for p in untied if self.is_tp_sharded(p)]),
-        )
-        yield (self.rank,), self._dense_tensor_bytes(column_shards)
-        if tied:  # With TP the tied weight is always TP-sharded.
-            tied_offsets = (-first_rank, plan.ranks - plan.ranks_per_stage - first_rank)
-            tied_owners = (self.rank,) if plan.embedding_shards > 1 else same_tp_replicas
-            yield (
-                tuple(end + rank for end in tied_offsets for rank in tied_owners),
-                self._dense_tensor_bytes(tied),
-            )
+        plan, model = self.plan, self.job.model
+        stage = group_of(plan.stage_groups(), self.rank)
+        shard = plan.dp_rank(self.rank) % plan.dp_shard
+        replicas = tuple(rank for rank in stage if plan.dp_rank(rank) % plan.dp_shard == shard)
+        for p in self.dense:
+            owners = replicas
+            if self.is_tp_sharded(p):
+                owners = group_of(plan.dp_replicate_groups(), self.rank)
+            if p.is_column_shard:
+                owners = (self.rank,)
+            if model.tied and plan.pp > 1 and p.name == "embed.weight":
+                offsets = (-stage[0], plan.ranks - plan.ranks_per_stage - stage[0])
+                owners = tuple(offset + rank for offset in offsets for rank in owners)
+            yield owners, self._tensor_bytes(p, self.unpadded_local_size(p))
         expert_replicas = group_of(plan.expert_dp_groups(), self.rank)
         yield expert_replicas, [n for p in self.experts for n in self._tensor_bytes(p, p.size)]
-        yield stage_ranks(plan, self.rank), [p.size * BIAS_BYTES for p in self.biases]
+        yield stage, [p.size * BIAS_BYTES for p in self.biases]
         if self.job.balance.migrate_every and plan.ep > 1:
-            rows = [plan.experts * LOAD_COUNT_BYTES for _ in self.job.model.expert_layers]
+            rows = [plan.experts * LOAD_COUNT_BYTES for _ in model.expert_layers]
             yield tuple(range(plan.ranks)), rows
 
-    def _dense_tensor_bytes(self, dense: Sequence[Parameter]) -> list[int]:
-        return [n for p in dense for n in self._tensor_bytes(p, self.unpadded_local_size(p))]
-
     def _tensor_bytes(self, p: Parameter, size: int) -> list[int]:
-        moments = moment_bytes(p, size, self.job) if p.name in self.trainable else ()
+        moments = moment_bytes(p, size, self.job) if self.is_trained(p) else ()
         return [size * STORED_BYTES[self.job.train.precision], *moments]

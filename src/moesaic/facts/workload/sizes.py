@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job.finetune import AdapterTarget, FinetuneConfig
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.trainable import Trainable
 
 FloatType = Literal["fp64", "fp32", "bf16", "fp16"]
 """Data types of matmul operands."""
@@ -50,11 +50,61 @@ LOAD_COUNT_BYTES = 8
 """Bytes of the count of tokens that an expert received since the last expert placement."""
 
 
+def group_of(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
+    """Return the group of `groups` that contains `rank`."""
+    return next(tuple(group) for group in groups if rank in group)
+
+
 def row_batches(rows: int, row_bytes: int, max_bytes: int = BUCKET_BYTES) -> Iterator[range]:
     """Yield ranges of `rows` matrix rows, of at most `max_bytes` or of a single row each."""
     step = max(max_bytes // row_bytes, 1)
     for start in range(0, rows, step):
         yield range(start, min(start + step, rows))
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Parts of a model that have gradients; by default all."""
+
+    weights: bool = True
+    """True if parameters other than experts and routers are trainable."""
+    routers: bool = True
+    experts: bool = True
+    targets: frozenset[AdapterTarget] = frozenset()
+    """Matrices with adapters."""
+    adapter_rank: int = 0
+    """Rank of the adapters."""
+
+    @classmethod
+    def from_finetune(cls, finetune: FinetuneConfig | None) -> Trainable:
+        """Return the parts that `finetune` trains."""
+        if finetune is None:
+            return cls()
+        routers = finetune.router == "train"
+        if finetune.method == "full":
+            return cls(routers=routers)
+        return cls(False, routers, False, frozenset(finetune.targets), finetune.rank)
+
+    def rank_of_target(self, target: AdapterTarget) -> int:
+        """Return the rank of the adapters of `target`; 0 if it has none."""
+        return self.adapter_rank * (target in self.targets)
+
+    def first_trainable_block(self, model: ModelConfig) -> str:
+        """Return the first block with trainable parameters, where backward ends."""
+        if self.weights:
+            return "embed"
+        for layer in range(model.layers):
+            if "attention" in self.targets:
+                return f"layers.{layer}.attention"
+            if layer not in model.expert_layers:
+                if "ffn" in self.targets:
+                    return f"layers.{layer}.ffn"
+            elif self.routers or "experts" in self.targets or self._has_shared_adapters(model):
+                return f"layers.{layer}.moe"
+        raise AssertionError("the job trains no parameter")
+
+    def _has_shared_adapters(self, model: ModelConfig) -> bool:
+        return model.shared_experts > 0 and "shared" in self.targets
 
 
 @dataclass(frozen=True)
@@ -83,8 +133,14 @@ class Sizes:
     """True if backward ends in this block, because the block's input needs no gradient."""
     embedding_shards: int = 1
     """Ranks that split the embedding by columns."""
-    lookup_tokens: int = 0
-    """Tokens that this rank looks up in its column shard, those of all ranks; 0 without one."""
+    stage_ranks: tuple[int, ...] = ()
+    """Ranks with the same pipeline rank; without a pipeline, all."""
+    lookup_tokens_by_rank: tuple[int, ...] = ()
+    """Tokens of each of `stage_ranks`, if the embedding has column shards."""
+    tp_ranks: tuple[int, ...] = ()
+    """Ranks of the TP group."""
+    etp_ranks: tuple[int, ...] = ()
+    """Ranks of the expert TP group, which split the same experts."""
 
     @classmethod
     def of_rank(cls, job: Job, plan: Plan, rank: int, *, on_cpu: bool = True) -> Sizes:
@@ -97,10 +153,16 @@ class Sizes:
             mask = samples * length**2
         elif window is not None and window < length:  # All samples share one mask.
             mask = length**2
+        peers = group_of(plan.stage_groups(), rank)
+        lookups = [
+            len(plan.sample_range(peer, micro_batch)) * length
+            for peer in (peers if plan.embedding_shards > 1 else ())
+        ]
         return cls(
             job.model, samples, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu,
             Trainable.from_finetune(job.finetune), embedding_shards=plan.embedding_shards,
-            lookup_tokens=(plan.embedding_shards > 1) * length * micro_batch,
+            stage_ranks=peers, lookup_tokens_by_rank=tuple(lookups),
+            tp_ranks=group_of(plan.tp_groups(), rank), etp_ranks=group_of(plan.etp_groups(), rank),
         )  # fmt: skip
 
     @property
@@ -165,6 +227,11 @@ class Sizes:
         return self.kv_heads * self.model.head_dim
 
     @property
+    def lookup_tokens(self) -> int:
+        """Tokens that this rank looks up in its column shard, those of all ranks; 0 without one."""
+        return sum(self.lookup_tokens_by_rank)
+
+    @property
     def lookup_elements(self) -> int:
         """Elements that this rank looks up in its column shard, for the tokens of all ranks."""
         return self.lookup_tokens * self.model.hidden // self.embedding_shards
@@ -198,11 +265,6 @@ class Sizes:
     def ffn_width(self, layer: int) -> int:
         """Return the inner width of the dense FFN of `layer` on this TP rank."""
         return self.model.ffn_width(layer) // self.tp
-
-    @property
-    def has_mask(self) -> bool:
-        """True if attention has a mask."""
-        return self.mask_elements > 0
 
     @property
     def stored_bytes(self) -> int:

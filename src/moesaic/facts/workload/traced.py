@@ -16,14 +16,15 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section, parse, read_json
 from moesaic.base.errors import ConfigError
-from moesaic.facts.workload.block_work import STEP, Block, BlockWork
-from moesaic.facts.workload.blocks import with_gradient_reductions
+from moesaic.facts.workload.blocks import STEP, Block, BlockWork, with_gradient_reductions
 from moesaic.facts.workload.gradient_reduction import Gradient, GradientReduction
 from moesaic.facts.workload.memory import Memory
-from moesaic.facts.workload.ops import MatmulShape, Op, optimizer_update
+from moesaic.facts.workload.operation import MatmulShape, Op
+from moesaic.facts.workload.ops import optimizer_update
 from moesaic.facts.workload.sizes import FloatType
+from moesaic.facts.workload.spec import BlockSpec
 
-VERSION = 1
+VERSION = 2
 """Version of the file format; other versions are refused."""
 
 
@@ -131,15 +132,15 @@ class TracedWork(Section):
         types: dict[FloatType, list[MatmulShape]] = {}
         for one in self.matmuls:
             types.setdefault(one.dtype, []).append(one.matmul)
-        products = [Op("products", tuple(same), dtype=kind) for kind, same in types.items()]
-        passes = Op(
-            "passes",
+        products = [Op("matmuls", tuple(same), dtype=kind) for kind, same in types.items()]
+        elementwise = Op(
+            "elementwise",
             (),
             self.moved_bytes,
             self.num_kernels,
             num_transcendentals=self.num_transcendentals,
         )
-        return (*products, *(one.op() for one in self.attention), passes)
+        return (*products, *(one.op() for one in self.attention), elementwise)
 
 
 class TracedBlock(Section):
@@ -253,7 +254,7 @@ def traced_blocks(traced: TracedModel, ranks: int = 1) -> list[Block]:
     """
     blocks = [
         Block(
-            one.name,
+            BlockSpec(one.name, "other"),
             BlockWork(one.forward.ops()),
             BlockWork(one.backward.ops()),
             BlockWork(optimizer_update(sum(one.gradients), len(one.gradients))),
@@ -262,7 +263,9 @@ def traced_blocks(traced: TracedModel, ranks: int = 1) -> list[Block]:
     ]
     gradients = [Gradient(one.name, size) for one in traced.blocks for size in one.gradients]
     return with_gradient_reductions(
-        blocks, [GradientReduction("dense", tuple(range(ranks)), gradients[::-1])], BlockWork()
+        blocks,
+        [GradientReduction("dense gradients", tuple(range(ranks)), gradients[::-1])],
+        BlockWork(),
     )
 
 

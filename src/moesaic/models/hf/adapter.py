@@ -16,7 +16,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import Parameter, parameters
-from moesaic.facts.workload.adapters import A, B, adapter_prefix, adapters
+from moesaic.facts.workload.parameters import A, B, adapter_prefix, adapters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import ADAPTER_NAME
 from moesaic.models.hf.origin import Origin

@@ -70,11 +70,6 @@ class StoredSlice:
     size: tuple[int, ...]
     """Extent of the box."""
 
-    @property
-    def is_fused(self) -> bool:
-        """True if the tensor on file holds more than this parameter."""
-        return self.size != self.shape
-
 
 def written_name(model: ModelConfig, parameter: Parameter) -> str:
     """Return the name under which `parameter` is written."""

@@ -23,7 +23,7 @@ from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import parameters
-from moesaic.facts.workload.adapters import A, B, adapter_prefix, adapters
+from moesaic.facts.workload.parameters import A, B, adapter_prefix, adapters
 from moesaic.models.hf.config import CONFIG_NAME, describe_path, read_config
 from moesaic.models.hf.reader import DTYPES, HFSource
 from moesaic.models.hf.shards import TensorReader
@@ -32,12 +32,11 @@ from moesaic.models.hf.special_tokens import (
     GENERATION_CONFIG_NAME,
     SPECIAL_TOKENS,
     as_ids,
-    read_json_object,
     special_token_ids,
     update_special_tokens,
 )
 from moesaic.models.hf.writer import find_companions
-from moesaic.models.tokenizer import FileTokenizer
+from moesaic.models.tokenizer import FileTokenizer, read_json_object
 
 TOKENIZER = "tokenizer"
 """Directory in a run or a bare checkpoint for the tokenizer and generation files."""
@@ -80,8 +79,9 @@ class Origin:
         """Write parameters into `shards` of any layout and dtype, as a state source does."""
         for shard in shards:
             whole = self.tensors.read(shard.name)
-            box = zip(shard.offset, shard.tensor.shape, strict=True)
-            shard.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
+            box = zip(shard.offset, shard.size, strict=True)
+            with shard.borrow() as tensor:
+                tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
 
 
 def open_origin(path: Path, reads_once: bool = False) -> Origin:
@@ -235,6 +235,6 @@ class CheckpointTensors:
         shape = self._shapes[name]
         tensor = torch.empty(shape, dtype=self.dtype(name))
         self._checkpoint.fill(
-            [TensorShard(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
+            [TensorShard.of_tensor(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
         )
         return tensor

@@ -110,7 +110,7 @@ class HFSource:
         for shard in sorted(shards, key=position):
             if shard.kind != PARAMETER:
                 raise ValueError(f"{shard.key}: a model directory holds parameters only")
-            if shard.tensor.numel():
+            if shard.num_elements:
                 self._fill(shard)
         self.close()
 
@@ -118,9 +118,11 @@ class HFSource:
         source = self._slices[shard.name]
         lead = len(source.shape) - len(shard.shape)
         offset = (*source.offset[:lead], *_add_offsets(source.offset[lead:], shard.offset))
-        size = (*source.size[:lead], *shard.tensor.shape)
+        size = (*source.size[:lead], *shard.size)
         box = [slice(o, o + n) for o, n in zip(offset, size, strict=True)]
-        shard.tensor.copy_(self._read_slice(source.tensor, box).reshape(shard.tensor.shape))
+        values = self._read_slice(source.tensor, box).reshape(shard.size)
+        with shard.borrow() as tensor:
+            tensor.copy_(values)
 
     def _read_slice(self, tensor: str, box: Sequence[slice]) -> Tensor:
         if self._headers[tensor].dtype != fp8.DTYPE:

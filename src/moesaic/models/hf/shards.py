@@ -42,18 +42,19 @@ class TensorReader(Protocol):
 
 
 class InMemoryTensors:
-    """Reader of a whole model in this process's memory."""
+    """Reader of a whole model that this process holds."""
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
-        self._tensors = {shard.name: shard.tensor for shard in shards}
+        self._shards = {shard.name: shard for shard in shards}
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of one parameter."""
-        return self._tensors[name].dtype
+        return self._shards[name].dtype
 
     def read(self, name: str) -> Tensor:
-        """Return one whole parameter."""
-        return self._tensors[name]
+        """Return one whole parameter, valid until the next read."""
+        with self._shards[name].borrow() as tensor:
+            return tensor
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.base.errors import DataError
+from moesaic.models.tokenizer import read_json_object
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 EOS_KEY = "eos_token_id"
@@ -77,14 +78,3 @@ def update_generation_config(path: Path, data: bytes, ids: Mapping[str, Any]) ->
     if result == settings:
         return data
     return (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object at `path`; empty if the file is missing."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise DataError(f"'{path}' is not JSON ({error}): restore or remove it") from None
-    return content if isinstance(content, dict) else {}

@@ -32,15 +32,13 @@ from moesaic.models.hf.shards import (
     total_bytes,
 )
 from moesaic.models.hf.special_tokens import GENERATION_CONFIG_NAME, update_generation_config
-from moesaic.models.tokenizer import TEMPLATE_FILE, TOOL_USE_FILE
+from moesaic.models.tokenizer import COMPANION_FILES, TOKENIZER_FILE
 
 SHARD_BYTES = 5_000_000_000
 """Default maximum bytes of a weight file; one larger tensor still fills one file."""
 
 COMPANION_NAMES = (
-    "added_tokens.json", TEMPLATE_FILE, TOOL_USE_FILE, "chat_template.json",
-    GENERATION_CONFIG_NAME, "merges.txt", "special_tokens_map.json", "tokenizer.json",
-    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    TOKENIZER_FILE, *COMPANION_FILES, "chat_template.json", GENERATION_CONFIG_NAME, "vocab.txt",
 )  # fmt: skip
 """Files copied with a model, byte for byte except for `copy_companions`."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moesaic.dist.all_to_all import PendingRows, Transport
 from moesaic.dist.world import Group
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
 from moesaic.nn.dispatch.permute import Permutation, invert_permutation, unpermute
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
@@ -107,7 +107,7 @@ def make_permutation(
 
 
 def make_full_permutation(
-    slots_NK: Tensor, boundaries_S: Tensor, backend: GroupedMM = "torch"
+    slots_NK: Tensor, boundaries_S: Tensor, backend: MatmulBackend = "torch"
 ) -> Permutation:
     """Return the permutation of `make_permutation` for choices that all have a slot.
 

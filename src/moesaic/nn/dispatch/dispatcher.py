@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moesaic.dist.collectives import all_gather
 from moesaic.facts.balance import BalanceDecision
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.facts.workload.loads import split_evenly
 from moesaic.nn.dispatch.all_to_all import (
     AllToAll,
@@ -130,8 +130,8 @@ class Dispatcher:
         """
         self.num_chunks, self._num_local_pieces = num_chunks, (num_chunks + 1) * overlap_local
         self.num_experts, self.groups, self.capacity = num_experts, groups, capacity
-        self._is_single_rank = (
-            not groups.transports and groups.world_group is None and self.num_computations == 1
+        self._is_local_and_unchunked = (
+            not groups.transports and groups.world_group is None and self.num_expert_calls == 1
         )
         self._slot_boundaries_S: Tensor | None = None
         self.set_slot_experts(slot_experts or range(num_experts))
@@ -147,7 +147,7 @@ class Dispatcher:
 
     def keeps_counts_on_device(self, *, training: bool) -> bool:
         """Return whether counts may stay on the device if all choices are complete."""
-        return self._is_single_rank and not (training and self.capacity is not None)
+        return self._is_local_and_unchunked and not (training and self.capacity is not None)
 
     @property
     def deduplicates(self) -> bool:
@@ -155,7 +155,7 @@ class Dispatcher:
         return bool(self._num_destinations)
 
     @property
-    def num_computations(self) -> int:
+    def num_expert_calls(self) -> int:
         """Calls of the expert function in one forward pass."""
         return self.num_chunks + self._num_local_pieces
 
@@ -164,8 +164,8 @@ class Dispatcher:
         experts_TK: Tensor,
         *,
         training: bool,
-        is_complete: bool = False,
-        backend: GroupedMM = "torch",
+        allow_device_counts: bool = False,
+        backend: MatmulBackend = "torch",
     ) -> DispatchCounts:
         """Count assignments over all ranks, and in training drop those beyond capacity.
 
@@ -175,19 +175,24 @@ class Dispatcher:
         Args:
             experts_TK: chosen experts of this rank's tokens.
             training: whether capacity applies.
-            is_complete: no choice is NO_EXPERT, none needs counts by choice, and no balancing.
+            allow_device_counts: no choice is NO_EXPERT, and neither balancing nor a
+                loss needs more than the sum of all choices.
             backend: matmul kernels of the experts; "torch" needs counts on the host.
         """
-        if is_complete and backend != "torch" and self.keeps_counts_on_device(training=training):
+        if (
+            allow_device_counts
+            and backend != "torch"
+            and self.keeps_counts_on_device(training=training)
+        ):
             return self.count_on_device(experts_TK, backend)
         num_tokens, top_k = experts_TK.shape
-        known_TK = torch.where(experts_TK == NO_EXPERT, self.num_experts, experts_TK)
-        ids = known_TK + torch.arange(top_k, device=known_TK.device) * (self.num_experts + 1)
+        bin_TK = torch.where(experts_TK == NO_EXPERT, self.num_experts, experts_TK)
+        ids = bin_TK + torch.arange(top_k, device=bin_TK.device) * (self.num_experts + 1)
         num_bins = top_k * (self.num_experts + 1)
         local = [
             torch.bincount(one.reshape(-1), minlength=num_bins) for one in self._split_chunks(ids)
         ]
-        destinations = self._destinations(self._to_slots(known_TK), self.num_experts)
+        destinations = self._destinations(self._to_slots(bin_TK), self.num_experts)
         sent = torch.cat((*local, local[0].new_tensor([num_tokens]), *destinations.counts))
         gathered_R = all_gather(sent, self.groups.world_group).cpu()
         sizes = [self.num_chunks * num_bins, 1, destinations.num_counts]
@@ -206,7 +211,9 @@ class Dispatcher:
         dropped = int(requested_RCKE.sum() - kept_RCKE.sum())
         return DispatchCounts(kept_TK, requested_KE, kept_RCKE.sum(2), total, dropped, dedup)
 
-    def count_on_device(self, experts_TK: Tensor, backend: GroupedMM = "torch") -> DispatchCounts:
+    def count_on_device(
+        self, experts_TK: Tensor, backend: MatmulBackend = "torch"
+    ) -> DispatchCounts:
         """Count assignments and find slots on the device of a single rank, without a host sync."""
         device = experts_TK.device
         if self._slot_boundaries_S is None or self._slot_boundaries_S.device != device:

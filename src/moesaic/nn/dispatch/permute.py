@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
 
 
@@ -50,7 +50,7 @@ class Permutation(NamedTuple):
         return Permutation(counts, self.order_R[start:stop], rows_NK, present_NK)
 
     def unpermute(
-        self, rows_RH: Tensor, weights_NK: Tensor | None = None, backend: GroupedMM = "torch"
+        self, rows_RH: Tensor, weights_NK: Tensor | None = None, backend: MatmulBackend = "torch"
     ) -> Tensor:
         """Return the sum of each token's rows in the order of its choices, weighted if given."""
         assert self.rows_NK is not None
@@ -60,7 +60,7 @@ class Permutation(NamedTuple):
 
 
 def unpermute(
-    rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None, backend: GroupedMM = "torch"
+    rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None, backend: MatmulBackend = "torch"
 ) -> Tensor:
     """Return the sum over k of weights[n, k] * rows[rows_NK[n, k]], [N, H].
 

@@ -4,37 +4,38 @@ Each slot of the arena holds one expert, at an equal stride. FSDP does not see t
 gradient is one tensor of the same shape. Replicas of other ranks' experts follow the own slots, for
 one forward pass and its backward.
 
-All experts are always in the arena, so `acquire` and `release` do nothing yet. Backward reads the
-arena after `release`.
+With fewer places than experts, `Places` has the memory, the gradients and the evicted experts. The
+arena then has no rows, but stays the parameter that graph, optimizer and state refer to. A forward
+pass and its backward use experts through a lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.base.errors import ConfigError
 from moesaic.dist.clock import Clock, timed
-from moesaic.facts.job.train import GroupedMM
-from moesaic.kernels.grouped_mm import choose
+from moesaic.facts.job.train import MatmulBackend
+from moesaic.kernels.grouped_mm import choose_backend
 from moesaic.nn.dispatch.permute import Permutation
-from moesaic.nn.experts.grouped import (
-    FORWARD,
-    ArenaGradient,
-    GatedExperts,
-    arena_views,
-    gated_experts,
-)
+from moesaic.nn.experts.grouped import FORWARD, GatedExperts, gated_experts
+from moesaic.nn.experts.lease import Lease, PlacesLease, arena_views
 from moesaic.nn.experts.lora import AdaptedExperts, Adapters, AdapterShape
+from moesaic.nn.experts.places import Places
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 
 ExpertFunction = Callable[[Tensor, Permutation, Tensor | None], Tensor]
 """Function of tokens, their permutation, and optional weights, that returns experts' results."""
+
+BorrowMatrix = Callable[[], AbstractContextManager[Tensor]]
+"""Function that lends one matrix, to read or to write."""
 
 
 class ExpertBank(nn.Module):
@@ -47,14 +48,28 @@ class ExpertBank(nn.Module):
         hidden: int,
         ffn: int,
         tp: TensorParallel = NO_TP,
-        backend: Literal["auto"] | GroupedMM = "auto",
+        backend: Literal["auto"] | MatmulBackend = "auto",
+        places: int | None = None,
     ) -> None:
-        """Create the slots of `experts`; `backend` selects the grouped matmul on a GPU (see
-        `choose`)."""
+        """Create the slots of `experts`.
+
+        Args:
+            experts: experts that this rank owns.
+            hidden: width of tokens.
+            ffn: FFN channels of an expert over all TP ranks.
+            tp: TP ranks that share the experts.
+            backend: the grouped matmul on a GPU (see `choose_backend`).
+            places: experts that memory holds at a time; None: all.
+        """
         super().__init__()
         self.experts, self.tp, self.backend = list(experts), tp, backend
         self.hidden, self.ffn = hidden, ffn // tp.size
-        self.arena = nn.Parameter(torch.empty(len(self.experts), 3 * self.ffn * hidden))
+        width, num_experts = 3 * self.ffn * hidden, len(self.experts)
+        self.places: Places | None = None
+        """Memory of some experts; None if the arena has all of them."""
+        if places is not None and places < num_experts:
+            self.places = Places(places, num_experts, width)
+        self.arena = nn.Parameter(torch.empty(num_experts if self.places is None else 0, width))
         self.adapters: Adapters | None = None
 
     def add_adapters(self, rank: int, scale: float) -> None:
@@ -62,9 +77,9 @@ class ExpertBank(nn.Module):
         shape = AdapterShape(self.hidden, self.ffn, rank, scale)
         self.adapters = Adapters(self.experts, shape)
 
-    def grouped_mm(self, dtype: torch.dtype) -> GroupedMM:
-        """Return the grouped matmul backend for tokens of `dtype`."""
-        return choose(self.backend, self.arena.device, dtype)
+    def matmul_backend(self, dtype: torch.dtype) -> MatmulBackend:
+        """Return the matmul backend for tokens of `dtype`."""
+        return choose_backend(self.backend, self.arena.device, dtype)
 
     def set_experts(self, experts: Sequence[int]) -> None:
         """Set the expert of each slot; the caller has moved the parameters."""
@@ -72,12 +87,30 @@ class ExpertBank(nn.Module):
         if self.adapters is not None:
             self.adapters.experts = list(experts)
 
-    def acquire(self) -> Tensor:
-        """Return the arena with every owned expert in its slot, for use until `release`."""
+    def whole_arena(self) -> Tensor:
+        """Return the arena with every owned expert in its slot, from which replicas are sent."""
+        if self.places is not None:
+            raise ConfigError(
+                f"expert replicas need all {len(self.experts)} experts of a layer in memory, which "
+                f'has places for {len(self.places)}: set balance.policy = "none"'
+            )
         return self.arena
 
-    def release(self) -> None:
-        """End the use of the slots in forward; backward may still read them."""
+    def acquire(
+        self, slots: Iterable[int] = (), num_calls: int = 1, clock: Clock | None = None
+    ) -> Lease:
+        """Return a lease on experts for one forward pass and its backward.
+
+        Args:
+            slots: slots of the experts; each call of the pass adds those with tokens.
+            num_calls: calls in the pass, which share one gradient of the arena.
+            clock: records the time of the experts, forward and backward.
+        """
+        if self.places is None:
+            return Lease(self.arena, num_calls, clock=clock)
+        lease = PlacesLease(self.arena, self.places, num_calls, clock)
+        lease.name(slots)
+        return lease
 
     @contextmanager
     def expert_function(
@@ -91,59 +124,82 @@ class ExpertBank(nn.Module):
             clock: records the time of the experts, forward and backward.
         """
         if replicas is None:
-            arena_grad = ArenaGradient(num_calls, clock=clock)
-            yield partial(self._compute, self.acquire(), None, arena_grad)
+            lease = self.acquire(num_calls=num_calls, clock=clock)
+            yield partial(self._compute, self.arena, None, lease)
         else:
-            arena_grad = ArenaGradient(num_calls, replicas.all_to_alls, clock)
-            yield partial(self._compute, replicas.arena, replicas.parameters, arena_grad)
-        self.release()
+            lease = Lease(replicas.arena, num_calls, replicas.all_to_alls, clock)
+            yield partial(self._compute, replicas.arena, replicas.parameters, lease)
+        if not torch.is_grad_enabled():
+            lease.release()
 
     def _compute(
         self,
         arena: Tensor,
         replicas: Tensor | None,
-        arena_grad: ArenaGradient,
+        lease: Lease,
         tokens: Tensor,
         permutation: Permutation,
         weights_NK: Tensor | None,
     ) -> Tensor:
         results: Tensor
-        arena_grad.backend = self.grouped_mm(tokens.dtype)
+        lease.backend = self.matmul_backend(tokens.dtype)
         if self.adapters is None:
             if replicas is not None:  # `counts` is padded to the most replicas of any rank.
                 num_slots = len(arena) + len(replicas)
                 permutation = permutation._replace(counts=permutation.counts[:num_slots])
             apply = GatedExperts.apply if torch.is_grad_enabled() else gated_experts
-            with timed(arena_grad.clock, FORWARD):
-                results = apply(
-                    tokens, arena, replicas, weights_NK, self.ffn, arena_grad, *permutation
-                )
+            with timed(lease.clock, FORWARD):
+                results = apply(tokens, arena, replicas, weights_NK, self.ffn, lease, *permutation)
         else:
             assert replicas is None, "LoRA and expert replicas do not combine"
             adapter_arena, shape = (
                 self.adapters.arena,
-                self.adapters.shape._replace(backend=arena_grad.backend),
+                self.adapters.shape._replace(backend=lease.backend),
             )
             results = AdaptedExperts.apply(
-                tokens, arena, adapter_arena, weights_NK, shape, *permutation
+                tokens, adapter_arena, weights_NK, shape, lease, *permutation
             )
         return results
 
-    def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield (expert, "gate" | "up" | "down", view) for every matrix in a tensor of the arena's
-        shape."""
-        gate_up, down = arena_views(arena, self.ffn, self.hidden)
+    def matrices(self, rows: Sequence[Tensor] | Tensor) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield (expert, "gate" | "up" | "down", view) for every matrix in `rows`, which have the
+        layout of the experts' parameters by slot."""
         for slot, expert in enumerate(self.experts):
-            yield expert, "gate", gate_up[slot, : self.ffn]
-            yield expert, "up", gate_up[slot, self.ffn :]
-            yield expert, "down", down[slot]
+            for matrix, view in self._views(rows[slot]).items():
+                yield expert, matrix, view
+
+    def _views(self, row: Tensor) -> dict[str, Tensor]:
+        """Return the matrices of one expert's parameters."""
+        gate_up, down = (views[0] for views in arena_views(row[None], self.ffn, self.hidden))
+        return {"gate": gate_up[: self.ffn], "up": gate_up[self.ffn :], "down": down}
+
+    @contextmanager
+    def borrow(self, slot: int) -> Iterator[Tensor]:
+        """Yield the parameters of one expert, in one dimension, to read or to write."""
+        if self.places is None:
+            yield self.arena.detach()[slot]
+        else:
+            with self.places.borrow(slot) as row:
+                yield row
+
+    @contextmanager
+    def _borrow_matrix(self, slot: int, matrix: str) -> Iterator[Tensor]:
+        with self.borrow(slot) as row:
+            yield self._views(row)[matrix]
+
+    def borrowed_matrices(self) -> Iterator[tuple[int, str, tuple[int, int], BorrowMatrix]]:
+        """Yield (expert, matrix, shape, function that lends it) for every matrix of the bank."""
+        gate, down = (self.ffn, self.hidden), (self.hidden, self.ffn)
+        for slot, expert in enumerate(self.experts):
+            for matrix, shape in (("gate", gate), ("up", gate), ("down", down)):
+                yield expert, matrix, shape, partial(self._borrow_matrix, slot, matrix)
 
     def global_shape_and_offset(
-        self, matrix: str, view: Tensor
+        self, matrix: str, local_shape: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the full shape of a matrix, and the offset of this rank's `view` in it."""
+        """Return the full shape of a matrix, and the offset of this rank's part in it."""
         shard_dim = 1 if matrix == "down" else 0
-        shape, offset = list(view.shape), [0, 0]
+        shape, offset = list(local_shape), [0, 0]
         offset[shard_dim] = self.tp.rank * shape[shard_dim]
         shape[shard_dim] *= self.tp.size
         return tuple(shape), tuple(offset)

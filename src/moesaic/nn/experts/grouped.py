@@ -5,7 +5,6 @@ A second arena may hold the slots of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,22 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.dist.all_to_all import AsyncAllToAll
-from moesaic.dist.clock import Clock, timed
-from moesaic.facts.job.train import GroupedMM
+from moesaic.dist.clock import timed
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
 from moesaic.kernels.cpu_gemm import prefers_transposed
 from moesaic.nn.dispatch.permute import Permutation
+from moesaic.nn.experts.lease import Lease
 from moesaic.nn.experts.tiles import (
     Matrices,
     PermutedRows,
     RangeResults,
     SlotRange,
     TokenResults,
-    for_each_arena,
     replicas_have_rows,
-    split_slots,
-    split_slots_forward,
 )
 from moesaic.nn.split_backward import forbid_double_backward, needs_grad
 
@@ -58,18 +54,18 @@ class GatedExperts(torch.autograd.Function):
         replicas: Tensor | None,
         weights_NK: Tensor | None,
         ffn: int,
-        arena_grad: ArenaGradient,
+        lease: Lease,
         *permutation: Tensor | None,
     ) -> Tensor:
         """Compute in the dtype of `tokens`; `permutation` is an unpacked `Permutation`.
 
-        The gradients of `arena` and `replicas` go to `arena_grad`.
+        `lease` has the experts of `arena`, and the gradients of `arena` and `replicas` go to it.
         """
-        perm, arenas = Permutation.from_tensors(permutation), _arenas(arena, replicas)
-        gate_up, down = matrix_views(arenas, ffn, tokens.shape[1])
-        ranges = split_slots_forward(tokens, perm, ffn, down, arena_grad.backend)
+        perm = Permutation.from_tensors(permutation)
+        gate_up, down = lease.matrices(replicas, ffn, tokens.shape[1])
+        ranges = lease.split_forward(tokens, perm, ffn, down)
         inners, results = RangeResults(ranges, tokens, 2 * ffn), TokenResults(ranges, tokens, perm)
-        token_rows = PermutedRows(tokens, perm, arena_grad.backend)
+        token_rows = PermutedRows(tokens, perm, lease.backend)
 
         def compute(index: int) -> None:
             slot_range = ranges[index]
@@ -80,13 +76,13 @@ class GatedExperts(torch.autograd.Function):
                 activated = inners.swiglu(slot_range, token_rows[slot_range], gate_up)
                 results.matmul(slot_range, activated, down, transposed=True)
 
-        for_each_arena(
+        lease.for_each(
             ranges,
             compute,
-            partial(arena_grad.finish_forward, replicas_have_rows=replicas_have_rows(ranges)),
+            partial(lease.finish_forward, replicas_have_rows=replicas_have_rows(ranges)),
         )
-        ctx.save_for_backward(tokens, arena, replicas, weights_NK, inners.tensor, *permutation)
-        ctx.ffn, ctx.arena_grad, ctx.state = ffn, arena_grad, None
+        ctx.save_for_backward(tokens, replicas, weights_NK, inners.tensor, *permutation)
+        ctx.ffn, ctx.lease, ctx.state = ffn, lease, None
         return results.unpermute(weights_NK)
 
     @staticmethod
@@ -97,29 +93,28 @@ class GatedExperts(torch.autograd.Function):
         between the matmuls for the second.
         """
         forbid_double_backward()
-        with timed(ctx.arena_grad.clock, BACKWARD):
+        with timed(ctx.lease.clock, BACKWARD):
             return GatedExperts._backward(ctx, grads)
 
     @staticmethod
     def _backward(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        tokens, arena, replicas, weights_NK, inners, *permutation = ctx.saved_tensors
-        ffn, perm, arenas = ctx.ffn, Permutation.from_tensors(permutation), _arenas(arena, replicas)
+        tokens, replicas, weights_NK, inners, *permutation = ctx.saved_tensors
+        ffn, lease, perm = ctx.ffn, ctx.lease, Permutation.from_tensors(permutation)
         needs_tokens, needs_arena = needs_grad(ctx, 0), needs_grad(ctx, 1)
-        needs_tokens |= weights_NK is not None and needs_grad(ctx, 1 + len(arenas))
+        needs_tokens |= weights_NK is not None and needs_grad(ctx, 2 + (replicas is not None))
         state, ctx.state = matching_state(ctx.state, grads[0]), None
-        backend = ctx.arena_grad.backend
-        arena_grad = (
-            ctx.arena_grad.start_backward(arenas, ffn, tokens.shape[1]) if needs_arena else None
-        )
-        gate_up, down = matrix_views(arenas, ffn, tokens.shape[1])
+        arena_grad = lease.start_backward(replicas, ffn, tokens.shape[1]) if needs_arena else None
+        gate_up, down = lease.matrices(replicas, ffn, tokens.shape[1])
         if state is None:
-            ranges = split_slots(tokens, perm, ffn, len(arena), backend)
-            row_weights = RowWeights(weights_NK, perm, fused=fused.is_supported(inners, backend))
+            ranges = lease.split(tokens, perm, ffn)
+            row_weights = RowWeights(
+                weights_NK, perm, fused=fused.is_supported(inners, lease.backend)
+            )
             state = initial_state(grads[0], ranges, row_weights)
         ranges, grad_inners, row_weights = state.ranges, state.grad_inners, state.row_weights
         token_rows, grad_rows = (
-            PermutedRows(tokens, perm, backend),
-            PermutedRows(grads[0], perm, backend),
+            PermutedRows(tokens, perm, lease.backend),
+            PermutedRows(grads[0], perm, lease.backend),
         )
         grad_tokens = TokenResults(ranges, tokens, perm) if needs_tokens else None
         keep_state = ctx.needs_input_grad[1] and not needs_arena
@@ -133,7 +128,7 @@ class GatedExperts(torch.autograd.Function):
                     slot_range, grad, inner, down, row_weights
                 )
             else:
-                activated = swiglu(inner, backend)
+                activated = swiglu(inner, lease.backend)
             if arena_grad is not None:
                 if needs_scale:
                     row_weights.scale(slot_range, activated)
@@ -144,7 +139,7 @@ class GatedExperts(torch.autograd.Function):
                 grad_tokens.matmul(slot_range, grad_inner, gate_up, transposed=False)
             grad_inners[index] = grad_inner if keep_state else None
 
-        for_each_arena(
+        lease.for_each(
             ranges, compute, arena_grad and arena_grad.send_replica_gradients, replicas_first=True
         )
         if keep_state:
@@ -152,6 +147,8 @@ class GatedExperts(torch.autograd.Function):
         grad_inputs = None if grad_tokens is None else grad_tokens.unpermute()
         grad_arena = None if arena_grad is None else arena_grad.finish_backward()
         grad_weights = row_weights.gradient() if needs_tokens else None
+        if not keep_state:
+            lease.end_call()
         return grad_inputs, grad_arena, None, grad_weights, *[None] * (2 + len(permutation))
 
 
@@ -161,26 +158,27 @@ def gated_experts(
     replicas: Tensor | None,
     weights_NK: Tensor | None,
     ffn: int,
-    arena_grad: ArenaGradient,
+    lease: Lease,
     *permutation: Tensor | None,
 ) -> Tensor:
     """Compute as `GatedExperts` without backward: no intermediate result is kept.
 
     On processors that gain by it, intermediate results are transposed.
     """
+    del arena
     perm = Permutation.from_tensors(permutation)
-    gate_up, down = matrix_views(_arenas(arena, replicas), ffn, tokens.shape[1])
-    ranges = split_slots_forward(tokens, perm, ffn, down, arena_grad.backend)
+    gate_up, down = lease.matrices(replicas, ffn, tokens.shape[1])
+    ranges = lease.split_forward(tokens, perm, ffn, down)
     results, token_rows = (
         TokenResults(ranges, tokens, perm),
-        PermutedRows(tokens, perm, arena_grad.backend),
+        PermutedRows(tokens, perm, lease.backend),
     )
 
     def compute(index: int) -> None:
         slot_range = ranges[index]
         rows = token_rows[slot_range]
         if slot_range.backend == "torch" and prefers_transposed(
-            rows, down[slot_range.arena], slot_range.counts
+            rows, down[slot_range.arena], slot_range.kernel_counts
         ):
             results.store(
                 slot_range, slot_range.mlp(rows, gate_up, down, results.output_view(slot_range))
@@ -194,89 +192,12 @@ def gated_experts(
             del rows
             results.matmul(slot_range, activated, down, transposed=True)
 
-    for_each_arena(
+    lease.for_each(
         ranges,
         compute,
-        partial(arena_grad.finish_forward, replicas_have_rows=replicas_have_rows(ranges)),
+        partial(lease.finish_forward, replicas_have_rows=replicas_have_rows(ranges)),
     )
     return results.unpermute(weights_NK)
-
-
-class ArenaGradient:
-    """Gradient of an arena over several calls of the experts in one forward pass.
-
-    The first backward writes the gradient of every slot, later ones add to it, and the last one
-    returns it. `all_to_alls` are the transfers of replicas, in the order of their slots. The
-    replicas' gradients return through them and are added in `SendReplicas.backward`.
-    """
-
-    def __init__(
-        self,
-        num_calls: int = 1,
-        all_to_alls: Sequence[AsyncAllToAll] = (),
-        clock: Clock | None = None,
-    ) -> None:
-        self.clock = clock
-        self.backend: GroupedMM = "torch"
-        self._num_calls, self._num_forward, self._num_backward, self._all_to_alls = (
-            num_calls,
-            0,
-            0,
-            all_to_alls,
-        )
-        self._are_replicas_received = False
-
-    def finish_forward(self, *, replicas_have_rows: bool) -> None:
-        """Wait for replicas before a forward call computes them.
-
-        The wait happens when they have rows, or in the last call. It must happen in any case: send
-        buffers are held until then. Recomputation may also skip what follows the last call.
-        """
-        self._num_forward += 1
-        due = replicas_have_rows or self._num_forward == self._num_calls
-        if due and not self._are_replicas_received:
-            self._are_replicas_received = True
-            for transfer in self._all_to_alls:
-                transfer.wait()
-
-    def start_backward(self, arenas: Sequence[Tensor], ffn: int, hidden: int) -> ArenaGradient:
-        """Return this object, ready for the backward of one more call."""
-        if not self._num_backward:
-            dtype = arenas[0].dtype  # Replicas may have a narrower dtype.
-            self._grads = [torch.empty_like(arena, dtype=dtype) for arena in arenas]
-            self._grad_gate_up, self._grad_down = matrix_views(self._grads, ffn, hidden)
-        self._num_backward += 1
-        return self
-
-    def add_down(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the range's down matrices."""
-        self._add(slot_range, grad, rows, self._grad_down)
-
-    def add_gate_up(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the range's gate and up matrices."""
-        self._add(slot_range, grad, rows, self._grad_gate_up)
-
-    def _add(self, slot_range: SlotRange, grad: Tensor, rows: Tensor, matrices: Matrices) -> None:
-        out = matrices[slot_range.arena][slot_range.slots]
-        slot_range.wgrad(grad, rows, out, accumulate=self._num_backward > 1)
-
-    def send_replica_gradients(self) -> None:
-        """Start to send the replicas' gradients after the last call, in reverse: the owner awaits
-        them so."""
-        if not self._all_to_alls or self._num_backward < self._num_calls:
-            return
-        last = len(self._grads[1])
-        for transfer in reversed(self._all_to_alls):
-            transfer.start_backward(self._grads[1][last - transfer.num_received : last])
-            last -= transfer.num_received
-
-    def finish_backward(self) -> Tensor | None:
-        """Return the gradient after the last call, and let go of it; None before."""
-        if self._num_backward < self._num_calls:
-            return None
-        grad_arena, self._num_backward = self._grads[0], 0
-        del self._grads, self._grad_gate_up, self._grad_down
-        return grad_arena
 
 
 class SplitBackwardState(NamedTuple):
@@ -304,7 +225,7 @@ def initial_state(
     return SplitBackwardState(grad, grad._version, ranges, [None] * len(ranges), row_weights)
 
 
-def swiglu(inner: Tensor, backend: GroupedMM = "torch") -> Tensor:
+def swiglu(inner: Tensor, backend: MatmulBackend = "torch") -> Tensor:
     """Return silu(gate) * up, given gate and up side by side."""
     if fused.is_supported(inner, backend):
         return fused.swiglu(inner)
@@ -430,21 +351,3 @@ class RowWeights:
         grad = torch.zeros_like(self._weights_NK)
         grad.view(-1)[self._order_R] = self._grads_R
         return grad
-
-
-def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return views of an arena: gate and up [slots, 2 * ffn, hidden], and down [slots, hidden,
-    ffn]."""
-    slots, split = arena.shape[0], 2 * ffn * hidden
-    gate_up = arena[:, :split].view(slots, 2 * ffn, hidden)
-    return gate_up, arena[:, split:].view(slots, hidden, ffn)
-
-
-def _arenas(arena: Tensor, replicas: Tensor | None) -> list[Tensor]:
-    return [arena] if replicas is None else [arena, replicas]
-
-
-def matrix_views(arenas: Sequence[Tensor], ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
-    """Return the gate-up and down matrices of each arena."""
-    gate_up, down = zip(*(arena_views(arena, ffn, hidden) for arena in arenas), strict=True)
-    return gate_up, down

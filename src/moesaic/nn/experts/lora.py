@@ -12,23 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import (
     RowWeights,
-    matrix_views,
     swiglu,
     swiglu_backward,
     swiglu_parts,
 )
-from moesaic.nn.experts.tiles import (
-    PermutedRows,
-    RangeResults,
-    SlotRange,
-    TokenResults,
-    for_each_arena,
-    split_slots,
-)
+from moesaic.nn.experts.lease import Lease
+from moesaic.nn.experts.tiles import PermutedRows, RangeResults, SlotRange, TokenResults
 from moesaic.nn.split_backward import forbid_double_backward, needs_grad
 
 
@@ -41,9 +34,10 @@ class Adapters(nn.Module):
         width = 3 * shape.rank * (shape.hidden + shape.ffn)
         self.arena = nn.Parameter(torch.empty(len(self.experts), width))
 
-    def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:
+    def matrices(self, arena: Sequence[Tensor] | Tensor) -> Iterator[tuple[int, str, Tensor]]:
         """Yield (expert, name such as "gate.lora_a", view) for every matrix in a tensor of the
         arena's shape."""
+        assert isinstance(arena, Tensor), "all adapters are in memory"
         pairs = dict(zip(("gate", "up", "down"), self.shape.pairs(arena), strict=True))
         for slot, expert in enumerate(self.experts):
             for name, pair in pairs.items():
@@ -51,11 +45,11 @@ class Adapters(nn.Module):
                 yield expert, f"{name}.lora_b", pair.b[slot]
 
     def global_shape_and_offset(
-        self, matrix: str, view: Tensor
+        self, matrix: str, local_shape: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the full shape of a matrix, and the offset of this rank's `view` in it."""
+        """Return the full shape of a matrix, and the offset of this rank's part in it."""
         del matrix
-        return tuple(view.shape), (0, 0)
+        return tuple(local_shape), (0, 0)
 
 
 class LoraPair(NamedTuple):
@@ -67,7 +61,7 @@ class LoraPair(NamedTuple):
 
     def add(self, slot_range: SlotRange, rows: Tensor, out: Tensor) -> None:
         """Add scale * B A rows to `out`."""
-        out += slot_range.without_fp8.matmul(
+        out += slot_range.of_adapters.matmul(
             self._multiply_a(slot_range, rows), (self.b,), transposed=True
         )
 
@@ -78,16 +72,16 @@ class LoraPair(NamedTuple):
 
         The gradients of A and B are written to `grads`, if given.
         """
-        grad_narrow = slot_range.without_fp8.matmul(grad, (self.b,), transposed=False).mul_(
+        grad_narrow = slot_range.of_adapters.matmul(grad, (self.b,), transposed=False).mul_(
             self.scale
         )
         if grads is not None:
             slot_range.wgrad(grad, self._multiply_a(slot_range, rows), grads.b[slot_range.slots])
             slot_range.wgrad(grad_narrow, rows, grads.a[slot_range.slots])
-        return slot_range.without_fp8.matmul(grad_narrow, (self.a,), transposed=False)
+        return slot_range.of_adapters.matmul(grad_narrow, (self.a,), transposed=False)
 
     def _multiply_a(self, slot_range: SlotRange, rows: Tensor) -> Tensor:
-        return slot_range.without_fp8.matmul(rows, (self.a,), transposed=True).mul_(self.scale)
+        return slot_range.of_adapters.matmul(rows, (self.a,), transposed=True).mul_(self.scale)
 
 
 class AdapterShape(NamedTuple):
@@ -97,7 +91,7 @@ class AdapterShape(NamedTuple):
     ffn: int
     rank: int
     scale: float
-    backend: GroupedMM = "torch"
+    backend: MatmulBackend = "torch"
     """Grouped matmul on a GPU."""
 
     def pairs(self, arena: Tensor) -> tuple[LoraPair, LoraPair, LoraPair]:
@@ -121,10 +115,10 @@ class AdaptedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         tokens: Tensor,
-        arena: Tensor,
         adapters: Tensor,
         weights_NK: Tensor | None,
         shape: AdapterShape,
+        lease: Lease,
         *permutation: Tensor | None,
     ) -> Tensor:
         """Compute in the dtype of `tokens`; `permutation` is an unpacked `Permutation`."""
@@ -132,8 +126,8 @@ class AdaptedExperts(torch.autograd.Function):
             Permutation.from_tensors(permutation),
             shape.pairs(adapters),
         )
-        gate_up, down = matrix_views([arena], shape.ffn, shape.hidden)
-        ranges = split_slots(tokens, perm, shape.ffn, backend=shape.backend)
+        gate_up, down = lease.matrices(None, shape.ffn, shape.hidden)
+        ranges = lease.split(tokens, perm, shape.ffn)
         inners, results = (
             RangeResults(ranges, tokens, 2 * shape.ffn),
             TokenResults(ranges, tokens, perm),
@@ -154,9 +148,9 @@ class AdaptedExperts(torch.autograd.Function):
             down_pair.add(slot_range, activated, result)
             results.store(slot_range, result)
 
-        for_each_arena(ranges, compute)
-        ctx.save_for_backward(tokens, arena, adapters, weights_NK, inners.tensor, *permutation)
-        ctx.shape = shape
+        lease.for_each(ranges, compute)
+        ctx.save_for_backward(tokens, adapters, weights_NK, inners.tensor, *permutation)
+        ctx.shape, ctx.lease = shape, lease
         return results.unpermute(weights_NK)
 
     @staticmethod
@@ -166,17 +160,19 @@ class AdaptedExperts(torch.autograd.Function):
         Split backward requests one group, then the other.
         """
         forbid_double_backward()
-        tokens, arena, adapters, weights_NK, inners, *permutation = ctx.saved_tensors
+        tokens, adapters, weights_NK, inners, *permutation = ctx.saved_tensors
         shape, perm = ctx.shape, Permutation.from_tensors(permutation)
-        needs_tokens, needs_adapters = needs_grad(ctx, 0), needs_grad(ctx, 2)
-        needs_tokens |= weights_NK is not None and needs_grad(ctx, 3)
-        grad_adapters = torch.empty_like(adapters) if needs_adapters else None
+        lease: Lease = ctx.lease
+        needs_tokens, needs_adapters = needs_grad(ctx, 0), needs_grad(ctx, 1)
+        needs_tokens |= weights_NK is not None and needs_grad(ctx, 2)
+        make = torch.empty_like if lease.covers_all_slots else torch.zeros_like
+        grad_adapters = make(adapters) if needs_adapters else None
         gate_pair, up_pair, down_pair = shape.pairs(adapters)
         grad_gate_pair, grad_up_pair, grad_down_pair = (
             (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
         )
-        gate_up, down = matrix_views([arena], shape.ffn, shape.hidden)
-        ranges = split_slots(tokens, perm, shape.ffn, backend=shape.backend)
+        gate_up, down = lease.matrices(None, shape.ffn, shape.hidden)
+        ranges = lease.split(tokens, perm, shape.ffn)
         token_rows, grad_rows = (
             PermutedRows(tokens, perm, shape.backend),
             PermutedRows(grads[0], perm, shape.backend),
@@ -203,7 +199,9 @@ class AdaptedExperts(torch.autograd.Function):
                 result += grad_adapted
                 grad_tokens.store(slot_range, result)
 
-        for_each_arena(ranges, compute)
+        lease.for_each(ranges, compute)
         grad_inputs = None if grad_tokens is None else grad_tokens.unpermute()
         grad_weights = row_weights.gradient() if needs_tokens else None
-        return grad_inputs, None, grad_adapters, grad_weights, None, *[None] * len(permutation)
+        if needs_adapters or not ctx.needs_input_grad[1]:
+            lease.end_call()
+        return grad_inputs, grad_adapters, grad_weights, *[None] * (2 + len(permutation))

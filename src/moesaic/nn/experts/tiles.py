@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused, threads
-from moesaic.kernels.cpu_gemm import is_memory_bound
+from moesaic.kernels.cpu_gemv import is_memory_bound
 from moesaic.kernels.grouped_mm import grouped_mlp, grouped_mm, grouped_swiglu, grouped_wgrad
 from moesaic.nn.dispatch.permute import Permutation
 
@@ -41,14 +41,32 @@ class SlotRange:
     intermediate results fit one core's cache."""
     arena: int = 0
     """0: own experts, 1: replicas."""
-    backend: GroupedMM = "torch"
+    backend: MatmulBackend = "torch"
     """Grouped matmul on a GPU."""
+    places: slice | None = None
+    """Rows of the arena that hold the slots' experts; None: the slots themselves."""
+    split_counts: Tensor | None = None
+    """Counts of the range that this one is a piece of; None: it is whole."""
+
+    @property
+    def kernel_counts(self) -> Tensor:
+        """Counts by which the range's kernels are chosen."""
+        return self.counts if self.split_counts is None else self.split_counts
+
+    @property
+    def slot_indices(self) -> range:
+        """The slots."""
+        return range(self.slots.start, self.slots.stop)
+
+    def select(self, weights: Matrices) -> Tensor:
+        """Return the range's matrices among `weights`."""
+        return weights[self.arena][self.slots if self.places is None else self.places]
 
     def matmul(
         self, rows: Tensor, weights: Matrices, *, transposed: bool, out: Tensor | None = None
     ) -> Tensor:
         """Return the range's `rows` times its slots of `weights`, in the dtype of `rows`."""
-        weight = weights[self.arena][self.slots]
+        weight = self.select(weights)
         return grouped_mm(rows, weight, self.counts, transposed, out, self.backend)
 
     def swiglu(self, rows: Tensor, gate_up: Matrices, inner: Tensor | None) -> Tensor:
@@ -56,7 +74,7 @@ class SlotRange:
 
         Gate and up are kept in `inner`, if given.
         """
-        weight = gate_up[self.arena][self.slots]
+        weight = self.select(gate_up)
         activated = rows.new_empty((rows.shape[0], weight.shape[1] // 2))
         grouped_swiglu(rows, weight, self.counts, activated, inner, self.backend)
         return activated
@@ -67,15 +85,15 @@ class SlotRange:
         grouped_wgrad(left, right, self.counts, out, accumulate, self.backend)
 
     @property
-    def without_fp8(self) -> SlotRange:
-        """This range, without FP8 matmuls."""
-        return replace(self, backend="triton") if self.backend == "fp8" else self
+    def of_adapters(self) -> SlotRange:
+        """This range of adapters: they are all in memory, and have no FP8 matmuls."""
+        backend = "triton" if self.backend == "fp8" else self.backend
+        return replace(self, backend=backend, places=None)
 
     def mlp(self, rows: Tensor, gate_up: Matrices, down: Matrices, out: Tensor | None) -> Tensor:
         """Return the range's `rows` through the networks of their slots, in the dtype of `rows`."""
         out = torch.empty_like(rows) if out is None else out
-        matrices = gate_up[self.arena][self.slots], down[self.arena][self.slots]
-        grouped_mlp(rows, *matrices, self.counts, out)
+        grouped_mlp(rows, self.select(gate_up), self.select(down), self.counts, out)
         return out
 
 
@@ -127,7 +145,7 @@ class TokenResults(RangeResults):
         self, ranges: Sequence[SlotRange], tokens: Tensor, permutation: Permutation
     ) -> None:
         self._permutation, self._is_one_to_one = permutation, permutation.rows_NK is None
-        self._backend: GroupedMM = ranges[0].backend if ranges else "torch"
+        self._backend: MatmulBackend = ranges[0].backend if ranges else "torch"
         super().__init__(() if self._is_one_to_one else ranges, tokens, tokens.shape[1])
         if self._is_one_to_one:  # One row per token: scatter results straight to tokens.
             self.tensor = torch.empty_like(tokens)
@@ -157,7 +175,7 @@ class PermutedRows:
     """Rows of ranges, gathered from tokens on access."""
 
     def __init__(
-        self, tokens: Tensor, permutation: Permutation, backend: GroupedMM = "torch"
+        self, tokens: Tensor, permutation: Permutation, backend: MatmulBackend = "torch"
     ) -> None:
         """Select fused kernels if `backend` supports them."""
         self._tokens, self._permutation, self._is_fused = (
@@ -181,7 +199,7 @@ def split_slots(
     permutation: Permutation,
     ffn: int,
     num_owned: int | None = None,
-    backend: GroupedMM = "torch",
+    backend: MatmulBackend = "torch",
 ) -> list[SlotRange]:
     """Split all slots into ranges.
 
@@ -220,14 +238,19 @@ def split_slots(
 
 
 def split_slots_forward(
-    tokens: Tensor, permutation: Permutation, ffn: int, down: Matrices, backend: GroupedMM = "torch"
+    tokens: Tensor,
+    permutation: Permutation,
+    ffn: int,
+    down: Matrices,
+    num_owned: int,
+    backend: MatmulBackend = "torch",
 ) -> list[SlotRange]:
     """Split all slots into ranges for a forward pass.
 
     All slots are in one range if the matmuls are memory-bound, i.e. limited by reading the
     matrices. `down` has the smaller matrices, which decides.
     """
-    num_owned, counts = len(down[0]), permutation.counts
+    counts = permutation.counts
     is_candidate = (
         backend == "torch"
         and len(down) == 1
@@ -239,6 +262,29 @@ def split_slots_forward(
             SlotRange(slice(0, num_owned), slice(0, int(counts.sum())), counts, single_thread=False)
         ]
     return split_slots(tokens, permutation, ffn, num_owned, backend)
+
+
+def single_slot_ranges(ranges: Sequence[SlotRange]) -> list[SlotRange]:
+    """Return one range for each slot with rows, computed as in its range of `ranges`; if there is
+    none, one without slots."""
+    result = []
+    for one in ranges:
+        row = one.rows.start
+        for index, count in enumerate(one.counts.tolist()):
+            if count:
+                slot = one.slots.start + index
+                result.append(
+                    replace(
+                        one,
+                        slots=slice(slot, slot + 1),
+                        rows=slice(row, row + count),
+                        counts=one.counts[index : index + 1],
+                        split_counts=one.counts,
+                    )
+                )
+            row += count
+    none = slice(0, 0)
+    return result or [replace(ranges[0], slots=none, rows=none, counts=ranges[0].counts[:0])]
 
 
 def _split_counts(counts: Sequence[int], max_rows: int) -> Iterable[tuple[int, int, int]]:

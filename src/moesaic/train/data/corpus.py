@@ -1,7 +1,7 @@
 """Token cache: text tokenised once, then memory-mapped by every rank and run.
 
 A corpus is a directory of the cache: `tokens.bin` (all documents, concatenated), `bounds.bin`
-(start of each, and the end) and `corpus.json` (metadata). Conversations also have `counted.bin`,
+(start of each, and the end) and `corpus.json` (metadata). Conversations also have `loss_mask.bin`,
 their loss mask. The directory's name is a hash of the files, their sizes and times, the tokenizer,
 and the column or chat template. It is written under another name and renamed when complete; a lock
 serialises writers on one machine.
@@ -31,7 +31,7 @@ from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.data.chat import ChatEncoder, EncodedDocuments
 from moesaic.train.data.text import TextSource, fingerprint, read_text
 
-FORMAT = 1
+FORMAT = 2
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ ProgressCallback = Callable[[int, int], None]
 _BATCH_CHARACTERS = 1 << 22
 _POLL_S = 0.1
 _PARTIAL, _LOCK = ".partial", ".lock"
-_FILES = ("tokens.bin", "bounds.bin", "counted.bin")
+_FILES = ("tokens.bin", "bounds.bin", "loss_mask.bin")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _build(
             **_write(partial, documents, tokenizer.size, on_progress, names),
         }
         if chat is not None:
-            facts["forms"] = chat_formats
+            facts["chat_formats"] = chat_formats
         if not facts["documents"]:
             raise DataError(
                 f"there is no text, every document of {len(source.files)} files is empty: give "
@@ -233,9 +233,9 @@ def _open(directory: Path) -> Corpus:
         tokens = np.memmap(directory / "tokens.bin", np.dtype(facts["dtype"]), "r")
         bounds = np.memmap(directory / "bounds.bin", np.dtype("<i8"), "r")
         is_complete = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
-        digest, chat_formats, loss_mask = str(facts["digest"]), facts.get("forms", {}), None
+        digest, chat_formats, loss_mask = str(facts["digest"]), facts.get("chat_formats", {}), None
         if chat_formats:
-            loss_mask = np.asarray(np.memmap(directory / "counted.bin", np.bool_, "r"))
+            loss_mask = np.asarray(np.memmap(directory / "loss_mask.bin", np.bool_, "r"))
             is_complete = is_complete and len(loss_mask) == len(tokens)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(_damage_message(directory, str(error))) from None

@@ -179,43 +179,37 @@ def _make_samples(
             f"{origin} gives no text: documents are held out as a whole, and a text file is one; "
             "change data.validation_share, or name data.validation_path"
         )
-    if corpus.loss_mask is not None:
-        return _make_conversation_samples(config, seed, origin, corpus, selected, log)
-    stream = make_token_stream(corpus, selected)
-    samples = PackedSamples(stream, config.sequence, config.packing, seed)
-    if not len(samples):
-        raise DataError(
-            f"{origin} gives {stream.num_tokens} tokens, but one sample takes data.sequence + 1 = "
+    if corpus.loss_mask is None:
+        stream = make_token_stream(corpus, selected)
+        samples: Samples = PackedSamples(stream, config.sequence, config.packing, seed)
+        problem = (
+            f"gives {stream.num_tokens} tokens, but one sample takes data.sequence + 1 = "
             f"{config.sequence + 1}: give more text, or shorten data.sequence"
         )
+    else:
+        samples = conversations = ConversationSamples(corpus, selected, config.sequence, seed)
+        problem = (
+            f"has {conversations.num_conversations} conversations, none with an answer within "
+            f"data.sequence = {config.sequence} tokens: raise it"
+        )
+        if len(samples):
+            log(f"{origin}: {_describe_conversations(conversations, corpus, config.sequence)}")
+    if not len(samples):
+        raise DataError(f"{origin} {problem}")
     return samples
 
 
-def _make_conversation_samples(
-    config: DataConfig,
-    seed: int,
-    origin: str,
-    corpus: Corpus,
-    selected: NDArray[np.bool_] | None,
-    log: Callable[[str], None],
-) -> ConversationSamples:
-    """Return the samples of conversations, and log how many were truncated or dropped."""
-    samples = ConversationSamples(corpus, selected, config.sequence, seed)
-    if not len(samples):
-        raise DataError(
-            f"{origin}: none of {samples.num_conversations} conversations has an answer within "
-            f"data.sequence = {config.sequence} tokens: raise it"
-        )
-    message = (
-        f"{origin}: {samples.num_conversations:,} conversations "
+def _describe_conversations(samples: ConversationSamples, corpus: Corpus, sequence: int) -> str:
+    """Return how many conversations there are, and how many were truncated or dropped."""
+    text = (
+        f"{samples.num_conversations:,} conversations "
         f"({', '.join(corpus.chat_formats)}) in {len(samples):,} samples, "
         f"{samples.fill_ratio:.0%} full"
     )
     if samples.num_truncated or samples.num_dropped:
-        message += (
-            f"; longer than data.sequence = {config.sequence}: {samples.num_truncated:,} have "
+        text += (
+            f"; longer than data.sequence = {sequence}: {samples.num_truncated:,} have "
             f"truncated answers, {samples.num_dropped:,} have no answer left and are dropped "
             "(raise it to keep them whole)"
         )
-    log(message)
-    return samples
+    return text

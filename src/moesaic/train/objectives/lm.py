@@ -3,16 +3,17 @@ routers' auxiliary losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.nn.loss import IGNORE_INDEX
+from moesaic.nn.reports import MoEReport, moe_reports
 from moesaic.train.data import Batch
 
 
@@ -25,19 +26,22 @@ class Losses:
     balance_loss: Tensor
     z_loss: Tensor
     """Mean over expert layers and micro-batches, as is `balance_loss`."""
-    context: Context
+    moe_reports: Mapping[int, MoEReport]
+    """Reports of this rank's MoE layers, without gradients."""
 
 
-def make_context(model: LanguageModel, batch: Batch, job: Job, step: int) -> Context:
-    """Return the context of one micro-batch, without targets."""
+def make_inputs(model: LanguageModel, batch: Batch, job: Job, step: int) -> Inputs:
+    """Return the inputs of evaluation for one micro-batch, without targets."""
     device = next(model.parameters()).device
-    context = Context(model.rotary(batch.positions.to(device)))
-    context.mask = attention_mask(batch.documents.to(device), model.config.window)
-    context.seed, context.step = job.seed, step
-    context.samples = batch.samples.to(device)
-    context.positions = torch.arange(batch.inputs.shape[1], device=device)
-    context.token_slice = model.tp.shard_slice(batch.inputs.numel())
-    return context
+    return Inputs(
+        model.rotary(batch.positions.to(device)),
+        mask=attention_mask(batch.documents.to(device), model.config.window),
+        seed=job.seed,
+        step=step,
+        samples=batch.samples.to(device),
+        positions=torch.arange(batch.inputs.shape[1], device=device),
+        token_slice=model.tp.shard_slice(batch.inputs.numel()),
+    )
 
 
 def attention_mask(documents: Tensor, window: int | None) -> Tensor | None:
@@ -63,7 +67,7 @@ def num_targets(batch: Batch) -> int:
 def compute_loss(
     model: LanguageModel,
     batch: Batch,
-    context: Context,
+    inputs: Inputs,
     job: Job,
     targets_total: int,
     scale: float = 1.0,
@@ -75,35 +79,39 @@ def compute_loss(
     Args:
         model: the model.
         batch: this rank's samples of the micro-batch.
-        context: from `make_context`, plus additions of the run.
+        inputs: from `make_inputs`, plus additions of the run.
         job: the job.
         targets_total: targets of the whole global batch.
         scale: loss scale, a power of two. The head computes its gradient in forward, in fp16 too,
             so the scale has to apply there already.
     """
     device = next(model.parameters()).device
-    set_targets(context, batch, targets_total, device, scale)
-    loss = model(batch.inputs.to(device), context)
-    balance, z = auxiliary_losses(context, job.model.expert_layers, loss.new_zeros(()), job)
+    inputs = add_targets(inputs, batch, targets_total, scale)
+    loss, block_reports = model(batch.inputs.to(device), inputs)
+    reports = moe_reports(block_reports.values())
+    balance, z = auxiliary_losses(reports.values(), loss.new_zeros(()), job)
     routing = job.routing
     total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
-    return total, Losses(loss.detach() / scale, balance.detach(), z.detach(), context)
+    return total, Losses(loss.detach() / scale, balance.detach(), z.detach(), detach_all(reports))
 
 
-def set_targets(
-    context: Context, batch: Batch, targets_total: int, device: torch.device, scale: float
-) -> None:
-    """Make the head return `scale` times the loss of `batch`, divided by the global batch's
-    `targets_total`."""
-    context.targets = batch.targets.to(device)
-    context.loss_scale = scale / max(targets_total, 1)
+def add_targets(inputs: Inputs, batch: Batch, targets_total: int, scale: float) -> Inputs:
+    """Return inputs for which the head returns `scale` times the loss of `batch`, divided by the
+    global batch's `targets_total`."""
+    targets = batch.targets.to(inputs.rotary.cosine.device)
+    return replace(inputs, targets=targets, loss_scale=scale / max(targets_total, 1))
 
 
 def auxiliary_losses(
-    context: Context, layers: Sequence[int], zero: Tensor, job: Job
+    reports: Collection[MoEReport], zero: Tensor, job: Job
 ) -> tuple[Tensor, Tensor]:
-    """Return the contribution of `layers` to the balance loss and the z-loss; `zero` without
+    """Return the contribution of layers to the balance loss and the z-loss; `zero` without
     layers."""
     parts = job.train.micro_batches * max(len(job.model.expert_layers), 1)
-    balance = sum((context.layer_facts[layer].balance_loss for layer in layers), start=zero) / parts
-    return balance, sum((context.layer_facts[layer].z_loss for layer in layers), start=zero) / parts
+    balance = sum((report.balance_loss for report in reports), start=zero) / parts
+    return balance, sum((report.z_loss for report in reports), start=zero) / parts
+
+
+def detach_all(reports: Mapping[int, MoEReport]) -> dict[int, MoEReport]:
+    """Return the reports without gradients, which would keep the graph alive."""
+    return {layer: report.detach() for layer, report in reports.items()}

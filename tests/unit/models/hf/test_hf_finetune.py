@@ -19,11 +19,11 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import parameters
-from moesaic.facts.workload.adapters import A, B, adapter_prefix
+from moesaic.facts.workload.parameters import A, B, adapter_prefix
 from moesaic.models.hf.config import CONFIG_NAME
 from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.serve.loading import load_model
 from moesaic.train.assemble import assemble
 
@@ -62,7 +62,7 @@ def logits_of(job: Job, checkpoint: Path, tokens: Tensor) -> Tensor:
     run.model.eval()
     positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
     with torch.no_grad():
-        logits: Tensor = run.model(tokens, Context(run.model.rotary(positions)))
+        logits: Tensor = run.model(tokens, Inputs(run.model.rotary(positions)))[0]
     return logits
 
 
@@ -102,7 +102,7 @@ def test_merged_model_matches_base_with_adapters(
     served = load_model(open_origin(Path("run")), torch.device("cpu"))
     positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
     with torch.no_grad():
-        merged = served(tokens, Context(served.rotary(positions)))
+        merged = served(tokens, Inputs(served.rotary(positions)))[0]
     assert float((merged - theirs).norm() / theirs.norm()) < 1e-5
     before, after = (load_file(f"{name}/model.safetensors") for name in ("base", "tuned"))
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
@@ -119,7 +119,9 @@ def check_forms(checkpoint: Path) -> None:
     def read(name: str) -> Tensor:
         shape = tuple(stored.tensors[f"{PARAMETER}/{name}"].shape)
         tensor = torch.empty(shape)
-        stored.fill([TensorShard(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))])
+        stored.fill(
+            [TensorShard.of_tensor(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
+        )
         return tensor.double()
 
     for parameter in parameters(merged.model):

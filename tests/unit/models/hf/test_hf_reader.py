@@ -20,6 +20,7 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import config_text, read_config
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
+from moesaic.testing.states import live_values
 
 LLAMA = ModelConfig(
     family="llama", vocab=20, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=6
@@ -63,7 +64,7 @@ def fill(
 ) -> dict[str, Tensor]:
     found = {p.name: torch.full(p.shape, float("nan"), dtype=dtype) for p in parameters(model)}
     shards = [
-        TensorShard(PARAMETER, name, tuple(t.shape), (0,) * t.dim(), t, (0,))
+        TensorShard.of_tensor(PARAMETER, name, tuple(t.shape), (0,) * t.dim(), t, (0,))
         for name, t in found.items()
     ]
     HFSource(directory, model).fill(shards)
@@ -132,17 +133,21 @@ def test_shard_reads_its_box_only(fuse: bool, tmp_path: Path) -> None:
         whole = expected[name]
         strided = torch.full((3, *whole.shape[1:], 2), float("nan"))[..., 0]
         offset = (2,) + (0,) * (whole.dim() - 1)
-        shards.append(TensorShard(PARAMETER, name, tuple(whole.shape), offset, strided, (0,)))
+        shards.append(
+            TensorShard.of_tensor(PARAMETER, name, tuple(whole.shape), offset, strided, (0,))
+        )
         wanted.append(whole[2:5])
     output, name = expected["layers.0.attention.o.weight"], "layers.0.attention.o.weight"
     columns = torch.empty(len(output), 3)
-    shards.append(TensorShard(PARAMETER, name, tuple(output.shape), (0, 2), columns, (0,)))
+    shards.append(
+        TensorShard.of_tensor(PARAMETER, name, tuple(output.shape), (0, 2), columns, (0,))
+    )
     wanted.append(output[:, 2:5])
     empty = torch.empty(0, 8)
-    shards.append(TensorShard(PARAMETER, "embed.weight", (20, 8), (20, 0), empty, (0,)))
+    shards.append(TensorShard.of_tensor(PARAMETER, "embed.weight", (20, 8), (20, 0), empty, (0,)))
     HFSource(tmp_path, OLMOE).fill(shards)
     for shard, rows in zip(shards, wanted, strict=False):
-        assert torch.equal(shard.tensor, rows), shard.name
+        assert torch.equal(live_values(shard), rows), shard.name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -155,7 +160,9 @@ def test_values_are_cast_to_the_shard_dtype(dtype: torch.dtype, tmp_path: Path) 
 
 def test_optimizer_moments_are_rejected(tmp_path: Path) -> None:
     put(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
-    moment = TensorShard(FIRST_MOMENT, "embed.weight", (20, 8), (0, 0), torch.empty(20, 8), (0,))
+    moment = TensorShard.of_tensor(
+        FIRST_MOMENT, "embed.weight", (20, 8), (0, 0), torch.empty(20, 8), (0,)
+    )
     with pytest.raises(ValueError, match="parameters only"):
         HFSource(tmp_path, LLAMA).fill([moment])
 

@@ -35,7 +35,7 @@ def weights(
     for p in parameters(model):
         values = torch.randn(p.shape, dtype=torch.float32 if p.kind in wide else dtype)
         tensor_shards.append(
-            TensorShard(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,))
+            TensorShard.of_tensor(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,))
         )
     return InMemoryTensors(tensor_shards)
 
@@ -206,14 +206,16 @@ class Broken(InMemoryTensors):
     """Fails half-way, and checks meanwhile that the target does not exist."""
 
     def __init__(self, tensors: InMemoryTensors, target: Path, error: Exception) -> None:
-        self._tensors = {p.name: tensors.read(p.name) for p in parameters(OLMOE)}
-        self._target, self._error = target, error
+        self._tensors, self._target, self._error = tensors, target, error
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors.dtype(name)
 
     def read(self, name: str) -> Tensor:
         assert not self._target.exists()
         if name == "layers.1.attention.q.weight":
             raise self._error
-        return super().read(name)
+        return self._tensors.read(name)
 
 
 @pytest.mark.parametrize("error", [KeyError("gone"), OSError(28, "No space left on device")])

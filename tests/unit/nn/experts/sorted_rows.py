@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.bank import ExpertBank
-from moesaic.nn.experts.grouped import ArenaGradient, GatedExperts
+from moesaic.nn.experts.grouped import GatedExperts
+from moesaic.nn.experts.lease import Lease
 
 
 def identity_permutation(counts: Sequence[int]) -> Permutation:
@@ -20,7 +21,7 @@ def identity_permutation(counts: Sequence[int]) -> Permutation:
 def run_experts(rows: Tensor, arena: Tensor, counts: Sequence[int], ffn: int) -> Tensor:
     """Return each row's output of the expert in its slot."""
     result: Tensor = GatedExperts.apply(
-        rows, arena, None, None, ffn, ArenaGradient(), *identity_permutation(counts)
+        rows, arena, None, None, ffn, Lease(arena), *identity_permutation(counts)
     )
     return result
 

@@ -15,7 +15,8 @@ from moesaic.kernels import device as devices
 from moesaic.nn.dispatch.permute import Permutation, invert_permutation
 from moesaic.nn.experts import tiles
 from moesaic.nn.experts.bank import ExpertBank
-from moesaic.nn.experts.grouped import ArenaGradient, GatedExperts, gated_experts
+from moesaic.nn.experts.grouped import GatedExperts, gated_experts
+from moesaic.nn.experts.lease import Lease
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0]]
 
@@ -173,14 +174,15 @@ def test_forward_without_gradients(
     tokens = torch.randn(num, 16, dtype=torch.bfloat16)
     weights = torch.rand(num, 2, dtype=torch.bfloat16) if weighted else None
     wide = None if weights is None else weights.float()
+    wide_arena = arena.float()
     expected = GatedExperts.apply(
-        tokens.float(), arena.float(), None, wide, 24, ArenaGradient(), *permutation
+        tokens.float(), wide_arena, None, wide, 24, Lease(wide_arena), *permutation
     )
     for num_owned in (5, 3):
         owned, replicas = (
             (arena, None) if num_owned == 5 else arena.split([num_owned, 5 - num_owned])
         )
-        arguments = (tokens, owned, replicas, weights, 24, ArenaGradient())
+        arguments = (tokens, owned, replicas, weights, 24, Lease(owned))
         with FlopCounterMode(display=False) as counter:
             actual = gated_experts(*arguments, *permutation)
         assert counter.get_total_flops() == 2 * len(permutation.order_R) * 3 * 16 * 24
@@ -205,7 +207,7 @@ def test_replicas_with_few_rows_equal_one_arena(
     tokens, arena, counts = torch.randn(6, 16), torch.randn(5, 3 * 16 * 8), [1, 0, 2, 1, 2]
     owned, replicas = arena.split([3, 2])
     actual = GatedExperts.apply(
-        tokens, owned, replicas, None, 8, ArenaGradient(), *identity_permutation(counts)
+        tokens, owned, replicas, None, 8, Lease(owned), *identity_permutation(counts)
     )
     torch.testing.assert_close(actual, run_experts(tokens, arena, counts, 8))
 
@@ -273,10 +275,9 @@ def test_bank_matrices_cover_every_element_once() -> None:
     for _, _, view in bank.matrices(mark):
         view += 1
     assert bool((mark == 1).all())
-    shapes = [(e, part, tuple(v.shape)) for e, part, v in bank.matrices(bank.acquire())]
+    shapes = [(e, part, tuple(v.shape)) for e, part, v in bank.matrices(bank.arena)]
     assert shapes[:3] == [(4, "gate", (5, 3)), (4, "up", (5, 3)), (4, "down", (3, 5))]
     assert {e for e, _, _ in shapes} == {4, 7}
-    bank.release()
 
 
 @pytest.fixture

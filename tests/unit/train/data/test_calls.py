@@ -503,39 +503,14 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
             ("message 1 is of role 'user' and holds 'tool_calls': remove them",),
         ),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": "hi", "tool_calls": [{"x": "y"}]},
-                    *answered(content="a"),
-                ]
-            },
-            ("message 1 is of role 'user' and holds 'tool_calls': remove them",),
-        ),
-        (
             {"messages": [{"role": "user", "content": "a"}, *answered(content="b", weight=0)]},
             ("is an answer with 'weight' = 0, and all answers are learnt here",),
-        ),
-        (
-            {"messages": [{"role": "user", "content": "a"}, *answered(content="b", train=False)]},
-            ("is an answer with 'train' = False, and all answers are learnt here",),
-        ),
-        (
-            {"messages": [{"role": "user", "content": "a"}, *answered(content="b", weight=0.5)]},
-            ("is an answer with 'weight' = 0.5, and all answers are learnt here",),
         ),
         (
             {"messages": [{"role": "user", "content": "a"}, *answered(content="b", train="false")]},
             ("is an answer with 'train' = 'false', and all answers are learnt here",),
         ),
         ({"functions": [{"name": "f"}]}, ("holds 'functions': write 'tools', which came in",)),
-        (
-            {"functions": [{"name": "f"}], "tools": [{"name": "f"}]},
-            ("holds 'functions': write 'tools', which came in",),
-        ),
-        (
-            {"functions": [{"name": "f"}], "tools": " "},
-            ("holds 'functions': write 'tools', which came in",),
-        ),
         ({"messages": None, "id": 1}, ("'messages'",)),
         (calling(call("f", "{'a': ")), ("call 1: 'arguments' holds \"{'a': \", which is no",)),
         (calling(call("f", "[1]")), ("'arguments' holds '[1]', which is no object in JSON: mend",)),

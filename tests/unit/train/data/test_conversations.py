@@ -295,6 +295,6 @@ def test_the_cache_depends_on_the_template(tmp_path: Path) -> None:
     places = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(places) == 3
     for place in places:
-        (place / "counted.bin").write_bytes(b"\1")
+        (place / "loss_mask.bin").write_bytes(b"\1")
     with pytest.raises(StoreError, match="is damaged"):
         TextData.open(configure(tmp_path, sequence=200), 0, World.solo())

@@ -1,0 +1,207 @@
+"""Operations of attention: of queries, keys and values from the stream, or from latent vectors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moesaic.facts.job.model import LatentConfig
+from moesaic.facts.workload.operation import MatmulShape, Op, Operation
+from moesaic.facts.workload.ops import (
+    gather_sequence,
+    input_sources,
+    linear,
+    norm,
+    residual,
+    scatter_sequence,
+    tp_calls,
+)
+from moesaic.facts.workload.sizes import Sizes
+
+
+def attention(s: Sizes) -> list[Operation]:
+    """Return a layer's attention, with its norm and residual."""
+    projections = _projections(s) if s.model.latent is None else _latent(s, s.model.latent)
+    values = s.q_width if s.model.latent is None else s.heads * s.model.latent.v_head_dim
+    output = linear("o", s, s.model.hidden, values)
+    return [*projections, output, scatter_sequence(s), residual(s)]
+
+
+def _projections(s: Sizes) -> list[Operation]:
+    """Return all operations before the output projection."""
+    model, hidden, widths = s.model, s.model.hidden, (s.q_width, s.kv_width, s.kv_width)
+    norms = [_qk_norm(s, width) for width in (s.q_width, s.kv_width) if model.qk_norm is not None]
+    return [
+        norm(s, hidden, num_uses=3 if s.tp == 1 else 1, in_residual=True),
+        gather_sequence(s, hidden, num_uses=3, split=True),
+        *(
+            linear(
+                name, s, width, hidden, source=source, reads_block_input=True,
+            )
+            for name, width, source in zip("qkv", widths, input_sources(s, 3), strict=True)
+        ),
+        *norms,
+        *([_clamp(s)] if model.clip_qkv is not None else []),
+        _rotary(s, s.tokens * (s.q_width + s.kv_width), 5, 5),
+        _grouped_attention(s),
+    ]  # fmt: skip
+
+
+def _qk_norm(s: Sizes, width: int) -> Operation:
+    """Return the norm of queries or keys, by head or over the channels of all TP ranks.
+
+    The latter all-reduces one sum of squares per token.
+    """
+    heads = width // s.model.head_dim if s.model.qk_norm == "heads" else 1
+    one = norm(s, width // heads, "head norm", rows=s.tokens * heads, casts=True)
+    if s.model.qk_norm == "heads" or s.tp == 1:
+        return one
+    n, cast = s.tokens * width, s.cast_bytes(s.tokens * width)
+    calls = tp_calls(s, "all_reduce", s.tokens * s.stored_bytes, "qk norm")
+    return Operation(
+        Op("head norm", (), (7 * n + 10 * s.tokens) * s.stored_bytes + cast, 9),
+        Op("head norm", (), (21 * n + 14 * s.tokens) * s.stored_bytes + cast, 16),
+        one.saved_bytes + n * s.stored_bytes,  # It also saves its result.
+        calls,
+        calls,
+    )
+
+
+def _clamp(s: Sizes) -> Operation:
+    """Return the clamp of queries, keys and values; backward applies a mask."""
+    wide, narrow = s.tokens * (s.q_width + s.kv_width), s.tokens * s.kv_width
+    num_bytes = wide * s.stored_bytes + narrow * s.compute_bytes
+    backward = Op("clamp", (), 4 * num_bytes + 6 * (wide + narrow), 12)
+    return Operation(Op("clamp", (), 2 * num_bytes, 3), backward, num_bytes)
+
+
+def _rotary(s: Sizes, elements: int, forward: int, backward: int) -> Operation:
+    """Return rotary embedding, which reads and writes `elements` so many times in stored type."""
+    angles = 4 * s.tokens * s.model.rotary_dim * s.stored_bytes
+    # Normed queries and keys come in stored type.
+    casts = s.cast_bytes(elements) * (2 - (s.model.qk_norm is not None))
+    return Operation(
+        Op("rotary", (), forward * elements * s.stored_bytes + angles + casts, 10),
+        Op("rotary", (), backward * elements * s.stored_bytes + angles + casts, 12),
+    )
+
+
+def _grouped_attention(s: Sizes) -> Operation:
+    """Return attention, with keys and values repeated for their query heads."""
+    q, k = s.tokens * s.q_width, s.tokens * s.kv_width
+    repeats = int(s.heads != s.kv_heads)
+    # Gradients of repeated keys and values; with one head they already are in token order.
+    moved_k = int(s.kv_heads > 1) * repeats
+    repeated = 2 * repeats * (q + k) * s.compute_bytes
+    rotated_bytes = s.stored_bytes if s.model.qk_norm is not None else s.compute_bytes
+    backward = repeated + 2 * moved_k * k * (rotated_bytes + s.compute_bytes)
+    # Rotated queries, keys and values, repeated per query head; the result.
+    return _attention_kernel(s, s.model.head_dim, repeated, backward, 4 * q)
+
+
+def _attention_kernel(
+    s: Sizes, width: int, forward_bytes: int, backward_bytes: int, saved_elements: int
+) -> Operation:
+    """Return two batched matmuls forward and five backward, which recomputes the scores."""
+    length, batch = s.sequence, s.batch * s.heads
+    scores = MatmulShape(length, length, width, batch)
+    values = MatmulShape(length, width, length, batch)
+    causal_fraction = 1.0 if s.mask_elements else (length + 1) / (2 * length)
+    transcendentals = round(batch * length**2 * causal_fraction)
+    masking = s.mask_elements * (1 + s.compute_bytes)
+    saved = (saved_elements + s.mask_elements) * s.compute_bytes
+    return Operation(
+        Op("attend", (scores, values), forward_bytes + masking, 3, s.precision, transcendentals,
+           "attention", causal_fraction),
+        Op("attend", (scores, scores, values, values, values), backward_bytes, 3, s.precision,
+           transcendentals, "attention backward", causal_fraction),
+        saved + s.tokens * s.heads * s.stored_bytes,
+    )  # fmt: skip
+
+
+def latent_widths(s: Sizes, latent: LatentConfig) -> tuple[int, int, int]:
+    """Return the widths of the query projection's input, of unrotated queries, and of a head.
+
+    Heads are padded to the wider of keys and values.
+    """
+    query_input = s.model.hidden if latent.q_lora_rank is None else latent.q_lora_rank
+    unrotated = s.q_width - s.heads * latent.qk_rope_head_dim
+    return query_input, unrotated, max(s.model.head_dim, latent.v_head_dim)
+
+
+def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
+    """Return all operations of latent attention before the output projection."""
+    hidden, rank, rope = s.model.hidden, latent.kv_lora_rank, latent.qk_rope_head_dim
+    query_input, unrotated, _ = latent_widths(s, latent)
+    shard, values = s.shard_tokens, s.heads * latent.v_head_dim
+    source = input_sources(s, 1)[0]
+    kv_norm = norm(s, rank, rows=shard, casts=True)
+    # A norm over part of an uncast result saves all of it.
+    kept = shard * rope * s.stored_bytes * (1 - s.num_casts)
+    split = Op("split", (), 2 * shard * (rank + rope) * s.compute_bytes, 1)
+    down = [
+        norm(s, hidden, num_uses=2, in_residual=True),
+        linear(
+            "kv_down", s, rank + rope, hidden, source="stored", rows=shard, reads_block_input=True
+        ),
+        Operation(None, split, kept),
+    ]
+    query_name = "q"
+    if latent.q_lora_rank is not None:
+        query_name = "q_up"
+        down += [
+            linear(
+                "q_down", s, query_input, hidden, source="shared", rows=shard,
+                reads_block_input=True,
+            ),
+            norm(s, query_input, rows=shard, casts=True),
+        ]  # fmt: skip
+    # The gathered tensor comes from projections that may have adapters.
+    inner = replace(s, input_has_no_grad=False)
+    rotary_elements = s.tokens * (s.heads + 1) * rope
+    return [
+        *down,
+        kv_norm,
+        gather_sequence(inner, query_input + rank + rope, split=True),
+        linear(
+            query_name, s, s.q_width, query_input,
+            source="shared" if query_name == "q" and s.tp == 1 else source,
+            reads_block_input=query_name == "q",
+        ),
+        _rotary(s, rotary_elements, 7, 10),
+        linear("kv_up", s, unrotated + values, rank, source=source),
+        _concat_heads(s, latent),
+        _latent_attention(s, latent),
+    ]  # fmt: skip
+
+
+def _concat_heads(s: Sizes, latent: LatentConfig) -> Operation:
+    """Return the concatenation of rotated and unrotated channels of queries and keys.
+
+    All heads share one rotated key.
+    """
+    q, rotated = s.tokens * s.q_width, s.tokens * latent.qk_rope_head_dim
+    unrotated, values = q - rotated * s.heads, s.tokens * s.heads * latent.v_head_dim
+    forward = 3 * q + unrotated + rotated
+    backward = 2 * q + rotated * (s.heads + 1) + 2 * (unrotated + values)
+    name = "concat heads"
+    return Operation(
+        Op(name, (), forward * s.compute_bytes, 2), Op(name, (), backward * s.compute_bytes, 4)
+    )
+
+
+def _latent_attention(s: Sizes, latent: LatentConfig) -> Operation:
+    """Return attention over padded heads.
+
+    Either values are padded and the result is cut, or queries and keys are padded.
+    """
+    head, values = s.model.head_dim, latent.v_head_dim
+    _, unrotated, width = latent_widths(s, latent)
+    heads, is_cut = s.tokens * s.heads, values < width
+    num_padded = is_cut + 2 * (head < width)
+    padded = num_padded * heads * (min(head, values) + width) * s.compute_bytes
+    forward = padded + is_cut * 2 * heads * values * s.compute_bytes
+    backward = padded + is_cut * heads * (values + width) * s.compute_bytes
+    # Queries, keys and result; then padded values and the cut result, or the whole up projection.
+    saved = 3 * heads * width
+    saved += heads * (width + values) if is_cut else s.tokens * (unrotated + s.heads * values)
+    return _attention_kernel(s, width, forward, backward, saved)

@@ -1,0 +1,125 @@
+"""Blocks of a model on one rank: the spec that module, cost and memory are built from.
+
+A decoder layer is two blocks: attention, and a dense FFN or a mixture of experts. Each begins with
+its norm and ends with its residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.finetune import FinetuneConfig
+from moesaic.facts.plan import Plan, stage_blocks
+from moesaic.facts.workload.parameters import Parameter, adapters, parameters
+
+BlockKind = Literal["embed", "attention", "ffn", "moe", "head", "other"]
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block of a model on one rank."""
+
+    name: str
+    """Name: embed, layers.0.attention, layers.0.ffn or layers.0.moe, ..., head."""
+    kind: BlockKind
+    layer: int | None = None
+    """Index of its decoder layer."""
+    inner_width: int = 0
+    """Inner width over all ranks of the dense FFN, or of the shared experts together."""
+    column_shards: int = 1
+    """Ranks that split its embedding table by columns."""
+    experts: tuple[int, ...] = ()
+    """Experts on the rank, in slot order."""
+    parameters: tuple[Parameter, ...] = ()
+    """Parameters on the rank: shards of TP and expert TP, and column shards. FSDP is not applied.
+    """
+
+    @property
+    def model_block(self) -> str:
+        """Name of the module's block, which determines the pipeline stage."""
+        return self.name if self.layer is None else f"layers.{self.layer}"
+
+    @property
+    def dense(self) -> list[Parameter]:
+        """Dense parameters, as TP shards."""
+        return [p for p in self.parameters if p.is_dense]
+
+
+def block_specs(
+    model: ModelConfig,
+    plan: Plan,
+    rank: int = 0,
+    finetune: FinetuneConfig | None = None,
+) -> list[BlockSpec]:
+    """Return the blocks on `rank`, in model order, with the adapters that `finetune` adds."""
+    stages = stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]
+    names = [name for stage in stages for name in stage]
+    by_block: dict[str, list[Parameter]] = {}
+    for parameter in _local_parameters(model, plan, rank, finetune, names):
+        by_block.setdefault(block_of(parameter, model), []).append(parameter)
+    return [
+        replace(spec, parameters=tuple(by_block.get(spec.name, ())))
+        for name in names
+        for spec in _specs(model, plan, rank, name)
+    ]
+
+
+def _specs(model: ModelConfig, plan: Plan, rank: int, name: str) -> Iterator[BlockSpec]:
+    """Yield the blocks of the model's block `name`, without parameters."""
+    if name in ("embed", "head"):
+        has_table = name == "embed" or model.tied
+        yield BlockSpec(
+            name, "embed" if name == "embed" else "head",
+            column_shards=plan.embedding_shards if has_table else 1,
+        )  # fmt: skip
+        return
+    layer = int(name.removeprefix("layers."))
+    yield BlockSpec(f"{name}.attention", "attention", layer)
+    if layer in model.expert_layers:
+        shared = model.shared_experts * model.ffn
+        local_experts = plan.experts_of(rank, layer)
+        yield BlockSpec(f"{name}.moe", "moe", layer, shared, experts=local_experts)
+    else:
+        yield BlockSpec(f"{name}.ffn", "ffn", layer, model.ffn_width(layer))
+
+
+def _local_parameters(
+    model: ModelConfig,
+    plan: Plan,
+    rank: int,
+    finetune: FinetuneConfig | None,
+    names: Collection[str],
+) -> Iterator[Parameter]:
+    """Yield parameters and adapters on `rank`.
+
+    In a pipeline, the last pipeline rank also has a tied weight, with kind `head` and the
+    embedding's name.
+    """
+
+    def experts(layer: int) -> Sequence[int]:
+        return plan.experts_of(rank, layer) if f"layers.{layer}" in names else ()
+
+    for parameter in (*parameters(model, experts), *adapters(model, finetune, experts)):
+        block = "embed" if parameter.kind == "embedding" else "head"
+        block = block if parameter.layer is None else f"layers.{parameter.layer}"
+        is_tied = parameter.kind == "embedding" and model.tied and block not in names
+        if block not in names and not (is_tied and "head" in names):
+            continue
+        if parameter.kind == "embedding":
+            parameter = parameter.column_shard(plan.embedding_shards)
+        if is_tied:
+            parameter = replace(parameter, kind="head")
+        yield parameter.tp_shard(plan.tp if parameter.expert is None else plan.etp)
+
+
+def block_of(parameter: Parameter, model: ModelConfig) -> str:
+    """Return the name of the block that has `parameter`."""
+    if parameter.layer is None:
+        return "embed" if parameter.kind == "embedding" else "head"
+    kind = parameter.name.split(".")[2].removesuffix("_norm")
+    if kind == "ffn" and parameter.layer in model.expert_layers:
+        kind = "moe"
+    return f"layers.{parameter.layer}.{kind}"

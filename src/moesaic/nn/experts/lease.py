@@ -1,0 +1,295 @@
+"""Lease: use of a bank's experts by one forward pass, from forward through backward.
+
+A lease holds places only while a pass computes. In between, its experts may be evicted; backward
+gets them back with the same bits. Experts that exceed the places are computed in waves, one group
+after the other. The gradients of the pass go to the lease, which adds them where gradients live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moesaic.dist.all_to_all import AsyncAllToAll
+from moesaic.dist.clock import Clock
+from moesaic.facts.job.train import MatmulBackend
+from moesaic.nn.dispatch.permute import Permutation
+from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.tiles import (
+    Matrices,
+    SlotRange,
+    for_each_arena,
+    for_each_range,
+    single_slot_ranges,
+    split_slots,
+    split_slots_forward,
+)
+
+
+class Lease:
+    """Use of a bank with every expert in memory, over one or several calls in a forward pass.
+
+    The first backward writes the gradient of every slot, later ones add to it, and the last one
+    returns it. `all_to_alls` are the transfers of replicas, in the order of their slots. The
+    replicas' gradients return through them and are added in `SendReplicas.backward`.
+    """
+
+    covers_all_slots = True
+    """True if the ranges have every slot, false if they leave out those without rows."""
+
+    def __init__(
+        self,
+        arena: Tensor,
+        num_calls: int = 1,
+        all_to_alls: Sequence[AsyncAllToAll] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock
+        self.backend: MatmulBackend = "torch"
+        self._arena, self._version = arena, arena._version
+        self._num_calls, self._num_forward, self._num_backward, self._all_to_alls = (
+            num_calls,
+            0,
+            0,
+            all_to_alls,
+        )
+        self._are_replicas_received = False
+
+    def release(self) -> None:
+        """End the lease: nothing follows that needs its experts."""
+
+    def end_call(self) -> None:
+        """End the backward of one call; the last one releases the lease."""
+
+    def matrices(self, replicas: Tensor | None, ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
+        """Return the gate-up and down matrices of own experts, then of replicas. Ranges find theirs
+        in them."""
+        if self._arena._version != self._version:
+            raise RuntimeError("experts changed between forward and backward: update them after it")
+        return matrix_views(_arenas(self._arena, replicas), ffn, hidden)
+
+    def split_forward(
+        self, tokens: Tensor, permutation: Permutation, ffn: int, down: Matrices
+    ) -> list[SlotRange]:
+        """Return the ranges of slots of a forward pass."""
+        num_owned = len(self._arena)
+        return split_slots_forward(tokens, permutation, ffn, down, num_owned, self.backend)
+
+    def split(self, tokens: Tensor, permutation: Permutation, ffn: int) -> list[SlotRange]:
+        """Return the ranges of slots that suit forward and backward."""
+        return split_slots(tokens, permutation, ffn, len(self._arena), self.backend)
+
+    def for_each(
+        self,
+        ranges: list[SlotRange],
+        compute: Callable[[int], None],
+        between: Callable[[], None] | None = None,
+        *,
+        replicas_first: bool = False,
+    ) -> None:
+        """Call `compute` with the index of each range, `between` between experts and replicas."""
+        for_each_arena(ranges, compute, between, replicas_first=replicas_first)
+
+    def finish_forward(self, *, replicas_have_rows: bool) -> None:
+        """Wait for replicas before a forward call computes them.
+
+        The wait happens when they have rows, or in the last call. It must happen in any case: send
+        buffers are held until then. Recomputation may also skip what follows the last call.
+        """
+        self._num_forward += 1
+        due = replicas_have_rows or self._num_forward == self._num_calls
+        if due and not self._are_replicas_received:
+            self._are_replicas_received = True
+            for transfer in self._all_to_alls:
+                transfer.wait()
+
+    def start_backward(self, replicas: Tensor | None, ffn: int, hidden: int) -> Lease:
+        """Return this object, ready for the gradients of one more call."""
+        if not self._num_backward:
+            dtype = self._arena.dtype  # Replicas may have a narrower dtype.
+            arenas = _arenas(self._arena, replicas)
+            self._grads = [torch.empty_like(arena, dtype=dtype) for arena in arenas]
+            self._grad_gate_up, self._grad_down = matrix_views(self._grads, ffn, hidden)
+        self._num_backward += 1
+        return self
+
+    def add_down(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the range's down matrices."""
+        out = self._grad_down[slot_range.arena][slot_range.slots]
+        slot_range.wgrad(grad, rows, out, accumulate=self._num_backward > 1)
+
+    def add_gate_up(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the range's gate and up matrices."""
+        out = self._grad_gate_up[slot_range.arena][slot_range.slots]
+        slot_range.wgrad(grad, rows, out, accumulate=self._num_backward > 1)
+
+    def send_replica_gradients(self) -> None:
+        """Start to send the replicas' gradients after the last call, in reverse: the owner awaits
+        them so."""
+        if not self._all_to_alls or self._num_backward < self._num_calls:
+            return
+        last = len(self._grads[1])
+        for transfer in reversed(self._all_to_alls):
+            transfer.start_backward(self._grads[1][last - transfer.num_received : last])
+            last -= transfer.num_received
+
+    def finish_backward(self) -> Tensor | None:
+        """Return the arena's gradient after the last call, and let go of it; None before."""
+        if self._num_backward < self._num_calls:
+            return None
+        grad_arena, self._num_backward = self._grads[0], 0
+        del self._grads, self._grad_gate_up, self._grad_down
+        return grad_arena
+
+
+class PlacesLease(Lease):
+    """Use of a bank with fewer places than experts. Only experts with tokens are loaded.
+
+    Each range is one slot, in the place that its expert has at the time. The arena has no rows and
+    stands for the experts in the graph; `Places` has their gradients.
+    """
+
+    covers_all_slots = False
+
+    def __init__(
+        self, arena: Tensor, places: Places, num_calls: int = 1, clock: Clock | None = None
+    ) -> None:
+        super().__init__(arena, num_calls, clock=clock)
+        self._places = places
+        self._slots: set[int] = set()
+        self._num_ended = 0
+        self._grad_rows: dict[int, Tensor] = {}
+        """Gradients of this pass by slot, [1, parameters of an expert]."""
+
+    def name(self, slots: Iterable[int]) -> None:
+        """Add the experts of `slots` to those that this pass uses."""
+        new = set(slots) - self._slots
+        self._slots |= new
+        self._places.leased.update(new)
+
+    def release(self) -> None:
+        """End the use of all named experts."""
+        self._places.leased.subtract(self._slots)
+        self._slots.clear()
+
+    def end_call(self) -> None:
+        """End the backward of one call; the last one releases the lease."""
+        self._num_ended += 1
+        if self._num_ended == self._num_calls:
+            self._num_ended = 0
+            self.release()
+
+    def __del__(self) -> None:
+        """Release a lease whose graph ends without backward, as in recomputation."""
+        self.release()
+
+    @contextmanager
+    def hold(self, slots: Iterable[int]) -> Iterator[dict[int, int]]:
+        """Hold named experts in memory while a pass computes, and yield the place of each."""
+        with self._places.hold(slots) as place_of_slot:
+            yield place_of_slot
+
+    def matrices(self, replicas: Tensor | None, ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
+        """Return the gate-up and down matrices of all places."""
+        assert replicas is None, "the bank refuses replicas"
+        return matrix_views([self._places.memory], ffn, hidden)
+
+    def split_forward(
+        self, tokens: Tensor, permutation: Permutation, ffn: int, down: Matrices
+    ) -> list[SlotRange]:
+        """Return the touched slots as ranges of a forward pass, and name their experts."""
+        permutation = permutation._replace(counts=permutation.counts.cpu())
+        return self._name_ranges(
+            split_slots_forward(
+                tokens, permutation, ffn, down, self._places.num_slots, self.backend
+            )
+        )
+
+    def split(self, tokens: Tensor, permutation: Permutation, ffn: int) -> list[SlotRange]:
+        """Return the touched slots as ranges, and name their experts."""
+        permutation = permutation._replace(counts=permutation.counts.cpu())
+        return self._name_ranges(split_slots(tokens, permutation, ffn, backend=self.backend))
+
+    def _name_ranges(self, ranges: Sequence[SlotRange]) -> list[SlotRange]:
+        result = single_slot_ranges(ranges)
+        self.name(slot for one in result for slot in one.slot_indices)
+        return result
+
+    def for_each(
+        self,
+        ranges: list[SlotRange],
+        compute: Callable[[int], None],
+        between: Callable[[], None] | None = None,
+        *,
+        replicas_first: bool = False,
+    ) -> None:
+        """Call `compute` with the index of each range, in waves that fit the places."""
+        del between, replicas_first  # There are no replicas.
+        size = len(self._places)
+        for first in range(0, len(ranges), size):
+            wave = list(range(first, min(first + size, len(ranges))))
+            slots = [slot for index in wave for slot in ranges[index].slot_indices]
+            with self.hold(slots) as place_of_slot:
+                for index in wave:
+                    found = [place_of_slot[slot] for slot in ranges[index].slot_indices]
+                    places = slice(found[0], found[0] + 1) if found else slice(0, 0)
+                    ranges[index] = replace(ranges[index], places=places)
+                for_each_range(ranges, compute, wave)
+
+    def start_backward(self, replicas: Tensor | None, ffn: int, hidden: int) -> Lease:
+        """Return this object, ready for the gradients of one more call."""
+        del replicas
+        self._ffn, self._hidden = ffn, hidden
+        self._num_backward += 1
+        return self
+
+    def add_down(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the expert's down matrix."""
+        _, down = self._gradient_views(slot_range)
+        slot_range.wgrad(grad, rows, down, accumulate=self._num_backward > 1)
+
+    def add_gate_up(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the expert's gate and up matrices."""
+        gate_up, _ = self._gradient_views(slot_range)
+        slot_range.wgrad(grad, rows, gate_up, accumulate=self._num_backward > 1)
+
+    def _gradient_views(self, slot_range: SlotRange) -> tuple[Tensor, Tensor]:
+        """Return the gradients of gate-up and down of the range, which has one slot or none."""
+        memory, slots = self._places.memory, slot_range.slot_indices
+        if not slots:
+            return arena_views(memory[:0], self._ffn, self._hidden)
+        if slots[0] not in self._grad_rows:
+            make = torch.empty_like if self._num_backward == 1 else torch.zeros_like
+            self._grad_rows[slots[0]] = make(memory[:1])
+        return arena_views(self._grad_rows[slots[0]], self._ffn, self._hidden)
+
+    def finish_backward(self) -> Tensor | None:
+        """Add the gradients where they live after the last call, and return the empty arena's."""
+        if self._num_backward < self._num_calls:
+            return None
+        for slot, row in self._grad_rows.items():
+            self._places.add_gradient(slot, row[0])
+        self._grad_rows, self._num_backward = {}, 0
+        return torch.empty_like(self._arena)
+
+
+def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:
+    """Return views of an arena: gate and up [slots, 2 * ffn, hidden], and down [slots, hidden,
+    ffn]."""
+    slots, split = arena.shape[0], 2 * ffn * hidden
+    gate_up = arena[:, :split].view(slots, 2 * ffn, hidden)
+    return gate_up, arena[:, split:].view(slots, hidden, ffn)
+
+
+def matrix_views(arenas: Sequence[Tensor], ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
+    """Return the gate-up and down matrices of each arena."""
+    gate_up, down = zip(*(arena_views(arena, ffn, hidden) for arena in arenas), strict=True)
+    return gate_up, down
+
+
+def _arenas(arena: Tensor, replicas: Tensor | None) -> list[Tensor]:
+    return [arena] if replicas is None else [arena, replicas]

@@ -1,0 +1,263 @@
+"""Leases: experts return to any place with the same bits, and waves change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from sorted_rows import identity_permutation, run_bank
+from torch import Tensor
+
+from moesaic.base.errors import ConfigError
+from moesaic.kernels import cpu_gemv
+from moesaic.nn.dispatch.permute import Permutation, invert_permutation
+from moesaic.nn.experts import tiles
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.lease import Lease, PlacesLease
+from moesaic.nn.experts.places import Places
+
+HIDDEN, FFN = 16, 32
+COUNTS = [3, 0, 9, 1, 0, 4]
+
+
+def make_banks(
+    places: int, experts: int = 6, dtype: torch.dtype = torch.float32, rank: int = 0
+) -> tuple[ExpertBank, ExpertBank]:
+    """Return a bank with all experts in memory, and one with the same experts and `places`."""
+    banks = []
+    for number in (None, places):
+        bank = ExpertBank(range(10, 10 + experts), HIDDEN, FFN, places=number)
+        if rank:
+            bank.add_adapters(rank, 0.7)
+            bank.arena.requires_grad_(False)
+        banks.append(bank.to(dtype))
+    full, few = banks
+    for parameter in full.parameters():
+        parameter.data.normal_(std=0.3)
+    if rank:
+        assert full.adapters is not None
+        assert few.adapters is not None
+        few.adapters.arena.data.copy_(full.adapters.arena.data)
+    for slot in range(experts):
+        with few.borrow(slot) as target, full.borrow(slot) as source, torch.no_grad():
+            target.copy_(source)
+    return full, few
+
+
+def places_of(bank: ExpertBank) -> Places:
+    assert bank.places is not None
+    return bank.places
+
+
+def permutation_of(tokens: int, slots: int, choices: int) -> Permutation:
+    """Return random slots of each token; every fifth (token, choice) has none, nor has slot 1."""
+    scores = torch.rand(tokens, slots)
+    scores[:, 1] = -1.0
+    chosen = scores.topk(choices).indices
+    present = torch.arange(tokens * choices).view(tokens, choices) % 5 != 3
+    flat = torch.where(present, chosen, slots).view(-1)
+    order = flat.argsort(stable=True)[: int(present.sum())]
+    rows = invert_permutation(order, len(flat)).view(tokens, choices)
+    return Permutation(torch.bincount(flat, minlength=slots)[:slots], order, rows, present)
+
+
+def gradients(bank: ExpertBank) -> list[Tensor]:
+    """Return the gradient of each expert, or of its adapters."""
+    if bank.adapters is not None:
+        assert bank.adapters.arena.grad is not None
+        return list(bank.adapters.arena.grad)
+    if bank.places is None:
+        assert bank.arena.grad is not None
+        return list(bank.arena.grad)
+    return [bank.places.gradient(slot) for slot in range(len(bank.experts))]
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("places", [0, -1])
+def test_no_place_for_one_expert_is_an_error(places: int) -> None:
+    with pytest.raises(ConfigError, match=f"places = {places} holds no expert"):
+        ExpertBank(range(4), HIDDEN, FFN, places=places)
+
+
+def test_places_for_all_experts_are_the_whole_arena() -> None:
+    bank = ExpertBank(range(4), HIDDEN, FFN, places=4)
+    assert bank.places is None
+    assert len(bank.arena) == 4
+    assert type(bank.acquire([1])) is Lease
+
+
+def test_evicted_experts_return_with_the_same_bits() -> None:
+    full, few = make_banks(2)
+    places = places_of(few)
+    assert sum(places.is_in_memory(slot) for slot in range(6)) == 2
+    for slot in (5, 0, 3, 3, 1, 5, 2, 4, 0):
+        with few.borrow(slot) as row:
+            assert torch.equal(row, full.arena[slot])
+            assert places.is_in_memory(slot)
+    with few.borrow(3) as row, torch.no_grad():
+        row.neg_()
+    for slot in (0, 1, 2, 3):
+        with few.borrow(slot) as row:
+            assert torch.equal(row, -full.arena[slot] if slot == 3 else full.arena[slot])
+
+
+def test_the_least_recently_used_expert_leaves() -> None:
+    places = places_of(make_banks(3)[1])
+    for slot in (0, 1, 2, 0, 3):
+        with places.hold([slot]):
+            pass
+    assert [slot for slot in range(6) if places.is_in_memory(slot)] == [0, 2, 3]
+
+
+def test_experts_in_use_stay() -> None:
+    places = places_of(make_banks(2)[1])
+    with places.hold([0]) as first, places.hold([0]):
+        for slot in (1, 2, 3):
+            with places.hold([slot]) as other:
+                assert other[slot] != first[0]
+        assert places.is_in_memory(0)
+        with places.hold([4]), pytest.raises(RuntimeError, match="all 2 places are in use"):
+            places.hold([5]).__enter__()
+        with places.hold([5]):  # The refused one held nothing.
+            pass
+    with places.hold([1, 2]):
+        assert not places.is_in_memory(0)
+
+
+def test_uses_are_counted_from_forward_through_backward() -> None:
+    few = make_banks(2)[1]
+    places, permutation = places_of(few), identity_permutation([1, 0, 2, 0, 0, 1])
+    x = torch.randn(4, HIDDEN, requires_grad=True)
+    outputs = [run_bank(few, x, permutation) for _ in range(2)]  # Two micro-batches in flight.
+    assert [places.leased[slot] for slot in range(6)] == [2, 0, 2, 0, 0, 2]
+    outputs[0].sum().backward()
+    assert [places.leased[slot] for slot in range(6)] == [1, 0, 1, 0, 0, 1]
+    with torch.no_grad():
+        run_bank(few, x, permutation)  # Releases at once.
+    assert places.leased.total() == 3
+    torch.autograd.grad(outputs[1].sum(), x, retain_graph=True)  # Half of a split backward.
+    assert places.leased.total() == 3
+    torch.autograd.grad(outputs[1].sum(), few.arena)
+    assert places.leased.total() == 0
+    dropped = run_bank(few, x, permutation)
+    assert places.leased.total() == 3
+    del dropped
+    assert places.leased.total() == 0
+
+
+def test_experts_of_a_lease_stay_longer() -> None:
+    few = make_banks(2)[1]
+    places, lease = places_of(few), few.acquire([0])
+    assert isinstance(lease, PlacesLease)
+    with lease.hold([0]):
+        pass
+    for slot in (1, 2, 3):
+        with places.hold([slot]):
+            pass
+    assert places.is_in_memory(0)
+    lease.release()
+    lease.release()
+    for slot in (4, 5):
+        with places.hold([slot]):
+            pass
+    assert not places.is_in_memory(0)
+
+
+@pytest.mark.parametrize("places", [1, 2, 5])
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("range_rows", [1, 4, 1000])
+def test_waves_change_no_bit(
+    places: int, rank: int, weighted: bool, range_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two passes in flight add to the same gradients."""
+    monkeypatch.setattr(tiles, "_RANGE_BYTES", range_rows * 2 * FFN * 4)
+    permutation, results = permutation_of(21, 6, 2), []
+    x, weights, cotangent = torch.randn(21, HIDDEN), torch.rand(21, 2), torch.randn(21, HIDDEN)
+    banks = make_banks(places, rank=rank)
+    for bank in banks:
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        given = inputs[1] if weighted else None
+        outputs = [run_bank(bank, inputs[0] * scale, permutation, given) for scale in (1.0, 0.5)]
+        with torch.no_grad():
+            plain = run_bank(bank, inputs[0], permutation, given)
+        for out in reversed(outputs):
+            out.backward(cotangent)
+        inputs_grads = [one.grad for one in inputs if one.grad is not None]
+        results.append([*outputs, plain, *inputs_grads, *gradients(bank)])
+    assert equal(*results)
+    assert places_of(banks[1]).leased.total() == 0
+
+
+@pytest.mark.parametrize("counts", [[0] * 6, [0, 0, 0, 0, 0, 7]])
+def test_few_slots_with_rows(counts: list[int]) -> None:
+    results, banks = [], make_banks(2)
+    x = torch.randn(sum(counts), HIDDEN)
+    for bank in banks:
+        rows = x.clone().requires_grad_()
+        out = run_bank(bank, rows, identity_permutation(counts))
+        out.sum().backward()
+        assert rows.grad is not None
+        results.append([out, rows.grad, *gradients(bank)])
+    assert equal(*results)
+
+
+def test_calls_of_one_pass_share_a_gradient() -> None:
+    """Later calls add to slots that the first one touched, and to others."""
+    parts, results = ([3, 0, 2, 0, 0, 1], [0, 4, 1, 0, 0, 2], [1, 0, 0, 0, 0, 0]), []
+    xs = [torch.randn(sum(counts), HIDDEN) for counts in parts]
+    banks = make_banks(2)
+    for bank in banks:
+        with bank.expert_function(len(parts)) as compute:
+            outputs = [
+                compute(x, identity_permutation(counts), None)
+                for x, counts in zip(xs, parts, strict=True)
+            ]
+        torch.cat(outputs).square().sum().backward()
+        results.append([*outputs, *gradients(bank)])
+    assert equal(*results)
+    assert places_of(banks[1]).leased.total() == 0
+
+
+@pytest.mark.parametrize("order", [("x", "arena"), ("arena", "x")])
+def test_split_backward_changes_no_bit(order: tuple[str, str]) -> None:
+    permutation, results = identity_permutation(COUNTS), []
+    x, cotangent = torch.randn(sum(COUNTS), HIDDEN), torch.randn(sum(COUNTS), HIDDEN)
+    for bank in make_banks(2):
+        inputs = {"x": x.clone().requires_grad_(), "arena": bank.arena}
+        out = run_bank(bank, inputs["x"] * 1.0, permutation)
+        found = {
+            name: torch.autograd.grad(out, inputs[name], cotangent, retain_graph=True)[0]
+            for name in order
+        }
+        whole = found["arena"] if bank.places is None else gradients(bank)
+        results.append([found["x"], *whole])
+    assert equal(*results)
+
+
+def test_few_rows_take_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_gemv, "_MIN_ELEMENTS", 1)
+    for counts in ([2, 0, 1, 3, 2, 0], [1, 0, 1, 5, 1, 3]):
+        x = torch.randn(sum(counts), HIDDEN)
+        results = [[run_bank(bank, x, identity_permutation(counts))] for bank in make_banks(2)]
+        assert equal(*results)
+
+
+def test_replicas_need_all_experts() -> None:
+    full, few = make_banks(2)
+    assert full.whole_arena() is full.arena
+    with pytest.raises(ConfigError, match="need all 6 experts of a layer in memory"):
+        few.whole_arena()
+
+
+def test_a_change_between_forward_and_backward_is_an_error() -> None:
+    full, _ = make_banks(2)
+    out = run_bank(full, torch.randn(4, HIDDEN), identity_permutation([4, 0, 0, 0, 0, 0]))
+    with torch.no_grad():
+        full.arena.mul_(2.0)
+    with pytest.raises(RuntimeError, match="experts changed between forward and backward"):
+        out.sum().backward()

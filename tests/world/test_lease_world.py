@@ -1,0 +1,182 @@
+"""Training with fewer places than a layer's experts: the bits of the full bank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from layouts import ASKING, SIGMOID, plain
+from test_resume import end, middle, read_state, run_job
+
+from moesaic.dist.transfer import PeerSource
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.ranks import RankFailed, RankPool
+from moesaic.train.assemble import assemble
+
+STEPS = 3
+WIDE = {"ffn": 32}
+"""Rows of whole cache lines: otherwise the last digit depends on alignment."""
+FP32: dict[str, Any] = {"precision": "fp32", "clip": 0.1}
+LORA = {"method": "lora", "targets": ["attention", "experts"], "router": "train"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "recompute, accumulation": (1, {"train": {"recompute": True, "micro_batches": 4}}),
+    "sigmoid router, shared expert": (1, {**SIGMOID, "train": {"micro_batches": 2}}),
+    "bf16": (1, {"train": {"precision": "bf16"}}),
+    "8-bit moments": (1, {"optimizer": {"moments": "8bit"}}),
+    "lora": (1, {"finetune": LORA, "train": {"micro_batches": 2}}),
+    "ep2, chunks": (2, {"layout": {"ep": 2, "chunks": 2, "overlap_local": True}}),
+    "two owners": (2, {"layout": {"ep": 1}, "train": {"micro_batches": 2}}),
+    "etp": (2, {"layout": {"tp": 2, "etp": 2}, "model": {"vocab": 64}}),
+    "sharded": (2, {"layout": {"ep": 2, "dp_shard": 2}}),
+    "1f1b": (2, {"layout": {"pp": 2, "schedule": "1f1b"}, "train": {"micro_batches": 4}}),
+    "1f1b, recompute": (
+        2,
+        {
+            "layout": {"pp": 2, "schedule": "1f1b"},
+            "train": {"micro_batches": 4, "recompute": True},
+        },
+    ),
+    "zero-bubble": (
+        2,
+        {
+            "layout": {"pp": 2, "schedule": "zero-bubble"},
+            "train": {"micro_batches": 4},
+            "model": {"layers": 4},
+        },
+    ),
+    "migration": (
+        2,
+        {"layout": {"ep": 2}, "balance": {**ASKING, "policy": "none", "migrate_every": 1}},
+    ),
+}
+
+
+@contextmanager
+def bank_places(places: int | None) -> Iterator[None]:
+    """Give every new bank this number of places."""
+    with mock.patch("moesaic.models.lm.ExpertBank", partial(ExpertBank, places=places)):
+        yield
+
+
+def merged(tables: dict[str, Any]) -> Job:
+    result: dict[str, Any] = {"train": dict(FP32), "model": dict(WIDE)}
+    for table, keys in tables.items():
+        result[table] = {**result.get(table, {}), **keys}
+    return tiny_job(**result)
+
+
+def trained(world: World, job: Job, places: int | None) -> tuple[list[Any], list[Any], int]:
+    """Return facts of some steps, the last state, and the number of experts without a place."""
+    with bank_places(places):
+        plan = plan_from_layout(job.layout, job.model, world.size)
+        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    samples, facts = RandomSamples(job.model.vocab, job.data.sequence), list[Any]()
+    for _ in range(STEPS):
+        step = run.step(samples)
+        moves = [(one.layer, one.decision.moves) for one in step.migrations]
+        facts.append((step.loss, step.balance_loss, step.z_loss, step.grad_norm, moves))
+    facts.append(run.validate(samples, 4))
+    banks = [bank for _, bank in run.model.expert_banks()]
+    num_without = 0
+    for bank in banks:
+        if bank.places is not None:
+            assert bank.places.leased.total() == 0
+            num_without += bank.places.num_slots - len(bank.places)
+    state = [plain(shard) for shard in run.state().shards]
+    run.close()
+    return facts, state, num_without
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_places_train_to_the_same_bits(ranks: RankPool, name: str) -> None:
+    size, tables = CASES[name]
+    job = merged(tables)
+    full = ranks.run(size, trained, job, None)
+    few = ranks.run(size, trained, job, 1 if name == "one rank" else 2)
+    for (expected_facts, expected, _), (facts, state, num_without) in zip(full, few, strict=True):
+        assert num_without > 0
+        assert facts == expected_facts
+        assert [one[:3] for one in state] == [one[:3] for one in expected]
+        for (key, *_, found), (*_, wanted) in zip(state, expected, strict=True):
+            assert np.array_equal(found, wanted), key
+    if name == "migration":
+        assert any(moves for *_, moves in full[0][0][:STEPS])
+
+
+def run_with_places(world: World, places: int | None, *arguments: Any) -> list[float]:
+    with bank_places(places):
+        return run_job(world, *arguments)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_checkpoints_fit_any_number_of_places(
+    ranks: RankPool, text: Path, tmp_path: Path, asynchronous: bool
+) -> None:
+    """A run with few places is saved and resumed with and without them, and the reverse."""
+    changes = {
+        "model": {**WIDE, "vocab": 260},
+        "train": FP32,
+        "checkpoint": {"asynchronous": asynchronous},
+    }
+    losses, states = {}, {}
+    for name, places, start in (
+        ("full", None, None), ("few", 2, None), ("few from full", 2, "full"),
+        ("full from few", None, "few"), ("few from few", 3, "few"),
+    ):  # fmt: skip
+        out = tmp_path / name
+        resume = None if start is None else middle(tmp_path / start)
+        given = places, str(text), str(out), {"ep": 1}, resume, changes
+        (losses[name],) = ranks.run(1, run_with_places, *given)
+        states[name] = read_state(end(out), "float32", WIDE)
+    for name, state in states.items():
+        assert losses[name] == losses["full"][-len(losses[name]) :], name
+        assert all(np.array_equal(state[key], states["full"][key]) for key in state), name
+
+
+def moved(world: World, job: Job, places: int) -> list[Any]:
+    """Return the state after a step, moved from a full bank to few places and back to another."""
+    source: Any = InitialSource(job.seed, job.model.init_std)
+    plan = plan_from_layout(job.layout, job.model, world.size)
+    runs, samples = [], RandomSamples(job.model.vocab, job.data.sequence)
+    for number in (None, places, None):
+        with bank_places(number):
+            run = assemble(job, plan, world, source)
+        if number is None and not runs:
+            run.step(samples)
+        source = PeerSource(world, run.state().shards)
+        runs.append(run)
+    first, last = ([plain(shard) for shard in run.state().shards] for run in (runs[0], runs[-1]))
+    assert all(np.array_equal(a[-1], b[-1]) for a, b in zip(first, last, strict=True))
+    for run in runs:
+        run.close()
+    return [one[0] for one in first]
+
+
+def test_state_moves_between_banks_of_any_places(ranks: RankPool) -> None:
+    job = merged({"layout": {"ep": 2}})
+    assert all(ranks.run(2, moved, job, 1))
+
+
+def balanced(world: World, job: Job) -> None:
+    with bank_places(2):
+        plan = plan_from_layout(job.layout, job.model, world.size)
+        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run.step(RandomSamples(job.model.vocab, job.data.sequence))
+
+
+def test_replicas_are_refused_with_the_reason(ranks: RankPool) -> None:
+    job = merged({"layout": {"ep": 2}, "balance": ASKING})
+    with pytest.raises(RankFailed, match="expert replicas need all 4 experts of a layer in memory"):
+        ranks.run(2, balanced, job)
