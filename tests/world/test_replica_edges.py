@@ -241,7 +241,9 @@ def overflowing(world: World, job: Job, replica_seed: int) -> Any:
     told, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
-            handle = run.model.layers[0].register_forward_hook(lambda *a: Overflow.apply(a[2]))
+            handle = run.model.layers[0].register_forward_hook(
+                lambda *a: (Overflow.apply(a[2][0]), a[2][1])
+            )
         facts = run.step(samples)
         if step == 1 and world.rank == world.size - 1:
             handle.remove()

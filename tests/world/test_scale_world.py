@@ -51,7 +51,7 @@ def overflow(world: World, layout: dict[str, Any]) -> Any:
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
             *_, layer = run.model.decoder_layers()
-            handle = layer.register_forward_hook(lambda *a: Overflow.apply(a[2]))
+            handle = layer.register_forward_hook(lambda *a: (Overflow.apply(a[2][0]), a[2][1]))
         facts = run.step(samples)
         if step == 1 and world.rank == world.size - 1:
             handle.remove()

@@ -72,9 +72,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Inputs of one micro-batch, the same for all blocks. A block returns the rest in its report.
+    """Inputs of all blocks for one micro-batch; each block returns its results in a report.
 
-    FSDP copies dataclasses among a module's inputs, so nothing here may be changed in place.
+    FSDP may copy a dataclass among the inputs of a module.
     """
 
     rotary: Rotary

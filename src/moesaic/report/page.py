@@ -65,7 +65,7 @@ def _prediction_table(prediction: Prediction) -> str:
     ]
     rates = predicted.tokens_per_s, measured.tokens_per_s
     rows.append(("tokens a second", *map(count, rates), _ratio(*rates)))
-    peaks = predicted.memory_bytes.get("peak", math.nan), measured.peak_bytes or math.nan
+    peaks = predicted.used_bytes_by_kind.get("peak", math.nan), measured.peak_bytes or math.nan
     # Resident memory includes libraries; the prediction covers tensors alone.
     ratio = UNKNOWN if measured.memory == "resident" else _ratio(*peaks)
     rows.append((f"peak memory of a rank, {measured.memory}", *map(size, peaks), ratio))

@@ -32,7 +32,7 @@ BALANCE = pa.schema(COLUMNS)
 TOKENS = 2048
 PREDICTED = {
     "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
-    "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "memory_bytes": {"peak": 1 << 20},
+    "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "used_bytes_by_kind": {"peak": 1 << 20},
 }  # fmt: skip
 TIMELINE = [
     {"rank": 1, "spans": [

@@ -66,7 +66,7 @@ def severity(finding: Finding | None) -> str:
 def compared(step_s: float, **phases_s: float) -> Prediction:
     predicted = Predictions(
         cluster="here", step_s=1.0, phases_s={"forward": 0.4, "backward": 0.6}, blocks_s={},
-        tokens_per_s=10.0, memory_bytes={"peak": 100},
+        tokens_per_s=10.0, used_bytes_by_kind={"peak": 100},
     )  # fmt: skip
     measured = Measurements(
         steps=5, step_s=step_s, phases_s=phases_s, tokens_per_s=10 / step_s, peak_bytes=None,

@@ -126,7 +126,7 @@ def test_a_nan_loss_raises() -> None:
 def test_an_overflow_at_scale_1_raises() -> None:
     """The gradient is not finite although the loss is."""
     run = start(counters_at(1))
-    run.model.layers[1].register_forward_hook(lambda *a: InfiniteGradient.apply(a[2]))
+    run.model.layers[1].register_forward_hook(lambda *a: (InfiniteGradient.apply(a[2][0]), a[2][1]))
     run.step(samples())
     with pytest.raises(DivergedError, match=r'scale, 1, .* train.precision = "bf16" or "fp32"'):
         run.step(samples())
