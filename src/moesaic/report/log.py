@@ -222,7 +222,10 @@ class Log:
             tokens_per_step=number(event.get("tokens_per_step")),
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
-            machines=tuple(Machine(int(one["host"]), str(one["kind"]), int(one["threads"])) for one in hosts),
+            machines=tuple(
+                Machine(int(host["host"]), str(host["kind"]), int(host["threads"]))
+                for host in hosts
+            ),
             layout=",".join(f"{key}={plan[key]}" for key in _SHARDED if plan.get(key, 1) > 1),
             backends=str(event.get("backends") or ""),
         )  # fmt: skip
