@@ -64,7 +64,7 @@ def write_run(
     (directory / "plan.json").write_text(plan.to_json())
     (directory / "versions.json").write_text("{}")
     log = EventLog(directory / "events" / "rank-0.jsonl")
-    log.emit("run_start", step=1, ranks=ranks, **(start_event or {}))
+    log.emit("run_start", step=1, **(start_event or {}))
     log.close()
     odds = np.random.default_rng(0).dirichlet(np.full(8, 0.5), size=(2, 2))
     counts = MICRO * np.array(
@@ -139,6 +139,10 @@ def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]
         (
             {"device": "Some GPU"}, 2e13, 5e10,
             "gpu, hosts not recorded, one assumed",
+        ),
+        (
+            {"device": "Some GPU", "rank_hosts": [{"host": 0, "kind": "cpu", "threads": "1"}] * 4},
+            2e13, 5e10, "gpu, hosts not recorded, one assumed",
         ),
         ({}, 2.5e10, 3e9, None),
     ],
