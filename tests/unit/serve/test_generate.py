@@ -137,10 +137,10 @@ def test_invalid_prompts_are_rejected(
         generate(model, [prompt], max_tokens)
 
 
-@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-deepseek"])
-def test_triton_kernels_give_the_same_tokens(name: str) -> None:
+def test_triton_kernels_give_the_same_tokens() -> None:
     """Prefill and decoding in fp32 give the same tokens as torch."""
     pytest.importorskip("triton")
+    name = "tiny-deepseek"
     raw = {**PRESETS[name], **SMALL, "max_positions": 64, **MODELS[name]}
     model = LanguageModel(parse(ModelConfig, raw, "test"))
     InitialSource(1, 0.4).fill(tensor_shards(model))
