@@ -1,6 +1,6 @@
 """State of one micro-batch on its way through the blocks of a model.
 
-The context hands down positions, masks, and counters for randomness. It collects auxiliary losses
+The context hands down positions, attention metadata, and counters for randomness. It collects auxiliary losses
 and counts of tokens by expert. These are keyed by layer, so that a layer recomputed under
 activation checkpointing reports once.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moesaic.facts.balance import BalanceDecision
 from moesaic.facts.job.model import RopeScaling
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.rope import attention_factor, frequencies
 
@@ -109,9 +110,8 @@ class Context:
         self.rotary = rotary
         self.token_slice = slice(None)
         """Tokens of the micro-batch that this rank has, as a range over samples in order."""
-        self.mask: Tensor | None = None
-        """Keys that each query attends to, bool, broadcastable to [batch, heads, queries, keys];
-        None: causal."""
+        self.attention: AttentionMetadata | None = None
+        """Keys that each query attends to; None: causal."""
         self.training = False
         self.seed = 0
         self.step = 0

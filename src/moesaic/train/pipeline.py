@@ -100,17 +100,14 @@ class Stage(nn.Module):
     flow: MicroBatchFlow
     """Micro-batches of the current step."""
 
-    def __init__(
-        self, model: LanguageModel, names: Sequence[str], job: Job, frees_mask: bool
-    ) -> None:
-        """Take the blocks called `names`; `frees_mask` drops attention masks if no later stage here
-        needs them."""
+    def __init__(self, model: LanguageModel, names: Sequence[str], job: Job) -> None:
+        """Take the blocks called `names`."""
         super().__init__()
         blocks = dict(model.blocks())
         self.blocks = nn.ModuleList(blocks[name] for name in names)
         self.layers = [i for i in job.model.expert_layers if f"layers.{i}" in names]
         self.is_first, self.is_last = "embed" in names, "head" in names
-        self.job, self.frees_mask = job, frees_mask
+        self.job = job
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """Compute micro-batch `number`; the last stage returns its share of the loss.
@@ -125,8 +122,6 @@ class Stage(nn.Module):
         with self.flow.autocast():
             for block in self.blocks:
                 x = block(x, context)
-        if self.frees_mask:
-            context.mask = None
         zero = x.new_zeros(())
         balance, z = lm.auxiliary_losses(context, self.layers, zero, self.job)
         aux_loss = routing.balance_loss * balance + routing.z_loss * z
@@ -151,12 +146,8 @@ class Pipeline:
         assert chain is not None, "a pipeline has two parts at least"
         self._group = chain
         names = stage_blocks(plan, job.model)
-        recompute = job.train.recompute if plan.recompute is None else plan.recompute
         local_stages = range(plan.pp_rank(world.rank), len(names), plan.pp)
-        self.stages = {
-            index: Stage(model, names[index], job, index == local_stages[-1] and not recompute)
-            for index in local_stages
-        }
+        self.stages = {index: Stage(model, names[index], job) for index in local_stages}
         self._num_stages, self._dtype = len(names), next(model.parameters()).dtype
         self._hidden, self._tp = job.model.hidden, model.tp
         micro_batches = job.train.micro_batches

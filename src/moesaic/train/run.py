@@ -232,7 +232,6 @@ class Run:
                 if index == len(micro) - 1:
                     self.buckets.expect_last_backward()
                 total.backward()
-                result.context.mask = None  # The mask is most of the memory that the losses keep.
             losses.append(result)
         return losses
 

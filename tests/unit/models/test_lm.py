@@ -17,6 +17,7 @@ from moesaic.facts.workload import count_parameters, parameters
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.context import Context
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 
@@ -109,7 +110,7 @@ def test_attention_stays_inside_documents() -> None:
     documents = torch.tensor([[0] * 4 + [1] * 6])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
     packed = Context(model.rotary(positions))
-    packed.mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    packed.attention = AttentionMetadata.packed(documents)
     together = model(tokens, packed)
     alone = [
         model(part, Context(model.rotary(torch.arange(part.shape[1])[None])))

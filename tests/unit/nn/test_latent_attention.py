@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from moesaic.facts.job.model import LatentConfig, RopeScaling
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.latent_attention import NORM_EPSILON, LatentAttention
 
@@ -37,12 +38,12 @@ def make(latent: LatentConfig, scaling: RopeScaling | None = None) -> LatentAtte
     return layer
 
 
-def make_context(batch: int, sequence: int, mask: Tensor | None = None) -> Context:
+def make_context(batch: int, sequence: int, attention: AttentionMetadata | None = None) -> Context:
     positions = torch.arange(sequence).expand(batch, -1)
     context = Context(
         Rotary.at_positions(positions, LATENTS[0].qk_rope_head_dim, 100.0, torch.float64)
     )
-    context.mask = mask
+    context.attention = attention
     return context
 
 
@@ -98,15 +99,17 @@ def oracle(layer: LatentAttention, x: Tensor, mask: Tensor) -> Tensor:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("latent", LATENTS, ids=str)
-def test_equals_loop_over_heads_queries_and_keys(latent: LatentConfig, masked: bool) -> None:
+def test_equals_loop_over_heads_queries_and_keys(latent: LatentConfig, packed: bool) -> None:
     layer = make(latent).double()
     x = torch.randn(2, 6, HIDDEN, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(2, 6, 6, dtype=torch.bool).tril()
-    if masked:
-        mask[1, 4:, :3] = False
-    context = make_context(2, 6, mask[:, None] if masked else None)
+    metadata = None
+    if packed:
+        mask[1, 3:, :3] = False
+        metadata = AttentionMetadata.packed(torch.tensor([[0] * 6, [0, 0, 0, 1, 1, 1]]))
+    context = make_context(2, 6, metadata)
     cotangent = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
     actual = []
     for out in (layer(x, context), oracle(layer, x, mask)):
@@ -199,13 +202,12 @@ class ConcatCache:
 def test_latent_cache_equals_full_attention(latent: LatentConfig, chunk_sizes: list[int]) -> None:
     layer = make(latent, YARN).double()
     x = torch.randn(2, 7, HIDDEN, dtype=torch.float64)
-    mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
-    mask[1, :, 2:, :2] = False  # left padding of a shorter prompt
-    whole = layer(x, make_context(2, 7, mask))
+    padding = [0, 2]  # left padding of a shorter prompt
+    whole = layer(x, make_context(2, 7, AttentionMetadata.cached(padding, range(7))))
     cache, actual, start = ConcatCache(), [], 0
     for size in chunk_sizes:
         end = start + size
-        context = make_context(2, 7, mask[:, :, start:end, :end])
+        context = make_context(2, 7, AttentionMetadata.cached(padding, range(start, end)))
         rotary = context.rotary
         context.rotary = Rotary(rotary.cosine[:, :, start:end], rotary.sine[:, :, start:end])
         context.cache = cache

@@ -15,10 +15,10 @@ from moesaic.facts.job.train import GroupedMM
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.context import Context
 from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, generate, sample_tokens
-from moesaic.train.objectives.lm import attention_mask
 
 SMALL = {
     "hidden": 32,
@@ -66,7 +66,7 @@ def slow_greedy(model: LanguageModel, prompt: list[int], max_tokens: int) -> lis
     tokens = list(prompt)
     for _ in range(max_tokens):
         context = Context(model.rotary(torch.arange(len(tokens))[None]))
-        context.mask = attention_mask(torch.zeros(1, len(tokens)), model.config.window)
+        context.attention = AttentionMetadata.causal(1, len(tokens), window=model.config.window)
         tokens.append(int(model(torch.tensor([tokens]), context)[0, -1].argmax()))
     return tokens[len(prompt) :]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.context import Context
 from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.train.data import Batch
@@ -32,27 +33,12 @@ def make_context(model: LanguageModel, batch: Batch, job: Job, step: int) -> Con
     """Return the context of one micro-batch, without targets."""
     device = next(model.parameters()).device
     context = Context(model.rotary(batch.positions.to(device)))
-    context.mask = attention_mask(batch.documents.to(device), model.config.window)
+    context.attention = AttentionMetadata.packed(batch.documents, model.config.window, device)
     context.seed, context.step = job.seed, step
     context.samples = batch.samples.to(device)
     context.positions = torch.arange(batch.inputs.shape[1], device=device)
     context.token_slice = model.tp.shard_slice(batch.inputs.numel())
     return context
-
-
-def attention_mask(documents: Tensor, window: int | None) -> Tensor | None:
-    """Return a causal mask that ends at document boundaries and spans `window` tokens.
-
-    None if there are no boundaries and no sequence is longer than the window.
-    """
-    length = documents.shape[1]
-    mask = None
-    if not bool((documents == documents[:, :1]).all()):
-        mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    if window is not None and window < length:
-        every = documents.new_ones(1, 1, length, length, dtype=torch.bool)
-        mask = (every.tril() if mask is None else mask).triu(1 - window)
-    return mask
 
 
 def num_targets(batch: Batch) -> int:

@@ -22,9 +22,9 @@ from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import local_params, tensor_shards
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.context import Context
 from moesaic.serve.generate import generate
-from moesaic.train.objectives.lm import attention_mask
 
 CASES = [
     "llama", "llama-tied-wide", "llama-linear", "llama-llama3", "mixtral", "mixtral-window",
@@ -52,7 +52,7 @@ def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
 def run(model: LanguageModel, tokens: Tensor) -> Tensor:
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     context = Context(rotary=model.rotary(positions))
-    context.mask = attention_mask(torch.zeros_like(tokens), model.config.window)
+    context.attention = AttentionMetadata.causal(*tokens.shape, window=model.config.window)
     logits: Tensor = model(tokens, context)
     return logits
 
