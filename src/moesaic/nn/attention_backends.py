@@ -3,8 +3,8 @@
 No backend makes a mask of all queries by all keys, or copies keys and values for the query heads
 that share them. Memory is linear in the sequence, forward and backward.
 
-The private operations of torch's flash kernel on CPUs are called here alone (`CpuFlashKernel`). They
-were tested with torch 2.11 to 2.13.
+The private operations of torch's flash kernel on CPUs are called here alone (`CpuFlashKernel`).
+They were tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moesaic.facts.workload.sizes import ATTENTION_QUERY_BLOCK
 from moesaic.kernels import device as devices
-
-QUERY_BLOCK = 256
-"""Queries per kernel call where a kernel needs a mask; bounds the mask's rows."""
 
 VARLEN_CAPABILITY, MAX_VARLEN_WIDTH = (8, 0), 256
 """Lowest compute capability and widest head of torch's flash kernel for packed sequences."""
@@ -67,13 +65,13 @@ class AttentionMetadata:
     def causal(
         cls, rows: int, queries: int, keys: int | None = None, window: int | None = None
     ) -> AttentionMetadata:
-        """Return the metadata of `queries` new tokens in every row; `keys` counts cached ones too."""
+        """Return the metadata of `queries` new tokens per row; `keys` counts cached ones too."""
         keys = queries if keys is None else keys
         return cls((Segment(range(rows), range(queries), range(keys)),), window=window)
 
     @classmethod
     def full(cls, rows: int, length: int) -> AttentionMetadata:
-        """Return the metadata of an encoder: every query of a row attends to all keys of the row."""
+        """Return the metadata of an encoder: a query attends to all keys of its row."""
         whole = Segment(range(rows), range(length), range(length))
         return cls((whole,), is_causal=False)
 
@@ -278,8 +276,8 @@ def _blocks(metadata: AttentionMetadata) -> Iterator[_Block]:
 
 def _banded_blocks(rows: range, queries: range, keys: range, window: int) -> Iterator[_Block]:
     shift = keys.stop - queries.stop
-    for start in range(queries.start, queries.stop, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, queries.stop)
+    for start in range(queries.start, queries.stop, ATTENTION_QUERY_BLOCK):
+        stop = min(start + ATTENTION_QUERY_BLOCK, queries.stop)
         last = start + shift
         seen = range(max(keys.start, last + 1 - window), stop + shift)
         band = (last + 1 - window - seen.start, last - seen.start)

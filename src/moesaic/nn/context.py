@@ -1,8 +1,8 @@
 """State of one micro-batch on its way through the blocks of a model.
 
-The context hands down positions, attention metadata, and counters for randomness. It collects auxiliary losses
-and counts of tokens by expert. These are keyed by layer, so that a layer recomputed under
-activation checkpointing reports once.
+The context hands down positions, attention metadata, and counters for randomness. It collects
+auxiliary losses and counts of tokens by expert. These are keyed by layer, so that a layer
+recomputed under activation checkpointing reports once.
 """
 
 from __future__ import annotations

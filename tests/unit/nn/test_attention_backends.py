@@ -90,7 +90,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.fixture(params=[CpuFlashKernel, RecomputingKernel], ids=["flash", "recomputing"])
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let blocks have two queries, in either kernel."""
-    monkeypatch.setattr(attention_backends, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(attention_backends, "ATTENTION_QUERY_BLOCK", 2)
     monkeypatch.setattr(attention_backends, "_block_kernel", lambda _: request.param)
 
 

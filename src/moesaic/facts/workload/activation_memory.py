@@ -47,7 +47,7 @@ def activation_bytes(
     }
     angles = s.tokens * job.model.rotary_dim * s.stored_bytes
     local = {name: by_block[name] for name in blocks_of_rank(job.model, plan, rank)}
-    return {"context": angles + s.mask_elements, **local}
+    return {"context": angles, **local}
 
 
 def _embedding_bytes(s: Sizes) -> int:
@@ -90,9 +90,8 @@ def _attention_bytes(s: Sizes) -> int:
         saved += ((1 + is_tp_norm) * (q + k) + rows * s.tokens) * s.stored_bytes
     if model.clip_qkv is not None:
         saved += (q + k) * s.stored_bytes + k * s.compute_bytes
-    # Rotated queries, keys and values, repeated per query head; the result.
-    saved += 4 * q * s.compute_bytes + s.tokens * s.heads * s.stored_bytes
-    return saved + s.mask_elements * s.compute_bytes
+    # Rotated queries, keys and values; the result.
+    return saved + 2 * (q + k) * s.compute_bytes + s.tokens * s.heads * s.stored_bytes
 
 
 def _latent_bytes(s: Sizes, latent: LatentConfig) -> int:
@@ -135,11 +134,7 @@ def _latent_bytes(s: Sizes, latent: LatentConfig) -> int:
     is_cut = latent.v_head_dim < width
     head_elements = 3 * s.heads * width + (s.heads * width + values_width if is_cut else up_width)
     saved += _norm_bytes(s) + s.shard_tokens * norm_bytes
-    return (
-        saved
-        + (t * head_elements + s.mask_elements) * s.compute_bytes
-        + t * s.heads * s.stored_bytes
-    )
+    return saved + t * head_elements * s.compute_bytes + t * s.heads * s.stored_bytes
 
 
 def _dense_bytes(s: Sizes, layer: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moesaic.facts.job.model import LatentConfig
 from moesaic.facts.workload import ops
-from moesaic.facts.workload.ops import MatmulShape, Op, OpPair
+from moesaic.facts.workload.ops import Op, OpPair
 from moesaic.facts.workload.sizes import Sizes
 
 
@@ -136,29 +136,17 @@ def _concat_qk(s: Sizes, latent: LatentConfig) -> OpPair:
 
 def _attention_kernel(s: Sizes, latent: LatentConfig) -> list[OpPair]:
     """Return the ops of attention over padded heads, in the style of `ops.attention_kernel`."""
-    head, length, width = s.model.head_dim, s.sequence, attention_head_width(s, latent)
-    heads, batch = s.tokens * s.heads, s.batch * s.heads
+    head, width, heads = s.model.head_dim, attention_head_width(s, latent), s.tokens * s.heads
     # Either values are padded and results cut, or queries and keys are padded.
     num_padded = (latent.v_head_dim < width) + 2 * (head < width)
     padded_bytes = num_padded * heads * (min(head, latent.v_head_dim) + width) * s.compute_bytes
     is_cut = int(latent.v_head_dim < width)
-    scores, values = (
-        MatmulShape(length, length, width, batch),
-        MatmulShape(length, width, length, batch),
+    moved = (
+        is_cut * 2 * heads * latent.v_head_dim * s.compute_bytes,
+        is_cut * heads * (latent.v_head_dim + width) * s.compute_bytes,
     )
-    causal_fraction = 1.0 if s.has_mask else (length + 1) / (2 * length)
-    transcendentals = round(batch * length**2 * causal_fraction)
     return [
         (Op("pad heads", (), padded_bytes, num_padded),
          Op("pad heads", (), padded_bytes, num_padded)),
-        (
-            Op("attend", (scores, values),
-               is_cut * 2 * heads * latent.v_head_dim * s.compute_bytes
-               + s.mask_elements * (1 + s.compute_bytes),
-               1 + is_cut + 3 * s.has_mask, s.precision, transcendentals, "attention",
-               causal_fraction),
-            Op("attend", (scores, scores, values, values, values),
-               is_cut * heads * (latent.v_head_dim + width) * s.compute_bytes, 1 + is_cut,
-               s.precision, transcendentals, "attention backward", causal_fraction),
-        ),
+        ops.attend_heads(s, width, moved),
     ]  # fmt: skip

@@ -347,32 +347,36 @@ def clamp(s: Sizes) -> OpPair:
     return Op("clamp", (), 2 * elements, 3), Op("clamp", (), 4 * elements + masks, 12)
 
 
+MASK_KERNELS = 6
+"""Kernels that make the mask of one block of queries."""
+
+
 def attention_kernel(s: Sizes) -> OpPair:
     """Return the ops of attention: two batched matmuls forward, five backward.
 
     Backward recomputes the scores, which are not saved.
     """
-    model, length = s.model, s.sequence
-    batch = s.batch * s.heads
-    scores = MatmulShape(length, length, model.head_dim, batch)
-    values = MatmulShape(length, model.head_dim, length, batch)
-    q, k = s.tokens * s.q_width, s.tokens * s.kv_width
-    repeats = int(s.heads != s.kv_heads)
-    # Gradients of repeated keys and values; with one head they already are in token order.
-    moved_k = int(s.kv_heads > 1) * repeats
-    repeated = 2 * repeats * (q + k) * s.compute_bytes
-    causal_fraction = 1.0 if s.has_mask else (length + 1) / (2 * length)
-    rotated_bytes = s.stored_bytes if model.qk_norm is not None else s.compute_bytes
-    masking = s.mask_elements * (1 + s.compute_bytes)
-    transcendentals = round(batch * length**2 * causal_fraction)
+    return attend_heads(s, s.model.head_dim)
+
+
+def attend_heads(s: Sizes, width: int, moved: tuple[int, int] = (0, 0)) -> OpPair:
+    """Return the ops of attention over heads of `width`; `moved` adds kernels and bytes that cut
+    the result, forward and backward."""
+    blocks, batch = s.attention_blocks, s.batch * s.heads
+    scores = tuple(MatmulShape(queries, keys, width, batch) for queries, keys in blocks)
+    values = tuple(MatmulShape(queries, width, keys, batch) for queries, keys in blocks)
+    causal_fraction = 1.0 if s.has_window_mask else (s.sequence + 1) / (2 * s.sequence)
+    pairs = sum(queries * keys for queries, keys in blocks)
+    transcendentals = round(batch * pairs * causal_fraction)
+    mask_bytes = s.has_window_mask * pairs * (9 + 3 * s.compute_bytes)
+    kernels = len(blocks) * (1 + MASK_KERNELS * s.has_window_mask)
+    forward_bytes, backward_bytes = moved
     return (
-        Op("attend", (scores, values), repeated + masking,
-           1 + 2 * repeats + 3 * s.has_mask, s.precision, transcendentals, "attention",
+        Op("attend", scores + values, forward_bytes + mask_bytes, kernels + (forward_bytes > 0),
+           s.precision, transcendentals, "attention", causal_fraction),
+        Op("attend", 2 * scores + 3 * values, backward_bytes + mask_bytes,
+           kernels + (backward_bytes > 0), s.precision, transcendentals, "attention backward",
            causal_fraction),
-        Op("attend", (scores, scores, values, values, values),
-           repeated + 2 * moved_k * k * rotated_bytes + 2 * repeats * moved_k * k * s.compute_bytes,
-           1 + moved_k + repeats * (2 + moved_k), s.precision, transcendentals,
-           "attention backward", causal_fraction),
     )  # fmt: skip
 
 

@@ -390,13 +390,10 @@ class StepMemory:
         return max((b.num_bytes for b in late if len(b.members) > 1), default=0)
 
     def _context_bytes(self) -> int:
-        """Return bytes of the embedding and of the contexts of all micro-batches.
-
-        A context lives until the end of the step, but its mask only for one micro-batch.
-        """
-        angles = self.activation_bytes["context"] - self.sizes.mask_elements
-        current = self.activation_bytes["context"] + self.activation_bytes["embed"]
-        return current + (self.job.train.micro_batches - 1) * angles
+        """Return bytes of the embedding and of the contexts of all micro-batches, which live until
+        the end of the step."""
+        contexts = self.job.train.micro_batches * self.activation_bytes["context"]
+        return contexts + self.activation_bytes["embed"]
 
     def _gated_ffn_bytes(self, inner: int, gradient_stays: bool) -> int:
         """Return bytes of temporaries in backward of a gated FFN of width `inner`.

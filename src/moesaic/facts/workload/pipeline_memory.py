@@ -120,8 +120,7 @@ class PipelineStepMemory(StepMemory):
 
     def peak_backward_bytes(self) -> int:
         """Return the peak of temporary memory in any backward, or when replicas are reduced."""
-        mask = 0 if self.recompute else self.sizes.mask_elements
-        contexts = (self.activation_bytes["context"] - mask) * self.job.train.micro_batches
+        contexts = self.activation_bytes["context"] * self.job.train.micro_batches
         reduced = sum(self.shards) + self.arena_elements * len(self.routed)
         final_bytes = contexts + reduced * self.sizes.stored_bytes + self.largest_bucket_bytes()
         return self.receive_buffer_bytes + max(
@@ -169,7 +168,7 @@ class PipelineStepMemory(StepMemory):
     def _run_forward(self, number: int, stage: _Stage) -> None:
         """Add the forward of one micro-batch.
 
-        The first stage adds the context that all blocks share, and the last one frees the mask.
+        The first stage adds the context that all blocks share.
         """
         if number == min(self.stages):
             self.current_bytes += self.activation_bytes["context"]
@@ -179,8 +178,6 @@ class PipelineStepMemory(StepMemory):
         self.max_forward_bytes = max(
             self.max_forward_bytes, self.current_bytes + self.gradient_bytes_made + logits
         )
-        if number == max(self.stages) and not self.recompute:
-            self.current_bytes -= self.sizes.mask_elements
 
     def _run_backward(self, stage: _Stage, batch: int) -> None:
         """Record the peaks of a full backward, layer by layer."""

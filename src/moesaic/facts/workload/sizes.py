@@ -31,6 +31,9 @@ NORM_CHUNK_BYTES = 1 << 19
 BUCKET_BYTES = 32 << 20
 """Maximum bytes of a flat gradient bucket; a larger gradient gets a bucket to itself."""
 
+ATTENTION_QUERY_BLOCK = 256
+"""Queries per kernel call of attention where it needs a mask; bounds the mask's rows."""
+
 INDEX_BYTES = 8
 
 MOMENT_CHUNK = 1 << 16
@@ -68,9 +71,6 @@ class Sizes:
     """Tokens per sample."""
     precision: FloatType
     """Precision of training, `train.precision`."""
-    mask_elements: int
-    """Elements of the attention mask for document boundaries or a sliding window; 0 without a mask.
-    """
     tp: int = 1
     """Tensor-parallel (TP) ranks, which hold the same samples and split every dense matrix."""
     etp: int = 1
@@ -91,14 +91,9 @@ class Sizes:
         """Return the sizes of `rank`."""
         micro_batch = job.train.batch // job.train.micro_batches
         samples = len(plan.sample_range(rank, micro_batch))
-        length, window = job.data.sequence, job.model.window
-        mask = 0
-        if job.data.packing == "documents":
-            mask = samples * length**2
-        elif window is not None and window < length:  # All samples share one mask.
-            mask = length**2
+        length = job.data.sequence
         return cls(
-            job.model, samples, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu,
+            job.model, samples, length, job.train.precision, plan.tp, plan.etp, on_cpu,
             Trainable.from_finetune(job.finetune), embedding_shards=plan.embedding_shards,
             lookup_tokens=(plan.embedding_shards > 1) * length * micro_batch,
         )  # fmt: skip
@@ -200,9 +195,25 @@ class Sizes:
         return self.model.ffn_width(layer) // self.tp
 
     @property
-    def has_mask(self) -> bool:
-        """True if attention has a mask."""
-        return self.mask_elements > 0
+    def attention_blocks(self) -> list[tuple[int, int]]:
+        """Queries and keys of each kernel call of attention, for a sample of one document.
+
+        A sliding window is cut into blocks of queries, each with its keys and a mask.
+        """
+        length, window = self.sequence, self.model.window
+        if window is None or window >= length:
+            return [(length, length)]
+        starts = range(0, length, ATTENTION_QUERY_BLOCK)
+        ends = [min(start + ATTENTION_QUERY_BLOCK, length) for start in starts]
+        return [
+            (end - start, end - max(0, start + 1 - window))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    @property
+    def has_window_mask(self) -> bool:
+        """True if attention masks scores outside a sliding window."""
+        return self.model.window is not None and self.model.window < self.sequence
 
     @property
     def stored_bytes(self) -> int:
