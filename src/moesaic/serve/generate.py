@@ -1,6 +1,6 @@
 """Batched text generation with a key-value cache, greedy or sampled.
 
-Prompts of different lengths are padded on the left and nothing attends to the padding, so a row's
+Prompts of different lengths are padded on the left. Nothing attends to the padding, so a row's
 tokens do not depend on the other rows. Random draws depend only on (seed, row, position), so the
 same call returns the same text.
 """

@@ -149,7 +149,8 @@ def test_frozen_parameters_have_no_gradients(
     """FLOPs match exactly, elementwise bytes and kernel launches nearly."""
     changes = {f"finetune__{key}": value for key, value in ({"method": "lora"} | finetune).items()}
     job = make_job(name, train__precision=precision, train__recompute=recompute, **changes)
-    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
+    trace = trace_one_rank(job)
+    blocks = workload(job, one_rank_plan(job), loads=trace.loads)
     for direction in ("forward", "backward"):
         traced = getattr(trace, direction)
         predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, direction)}
