@@ -10,7 +10,7 @@ They were tested with torch 2.13.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, pairwise
@@ -199,7 +199,7 @@ def attend_one_query(
         )
         for block in _blocks(metadata)
     ]
-    result = results[0] if len(results) == 1 else torch.cat(results)
+    result: Tensor = results[0] if len(results) == 1 else torch.cat(results)
     return result.flatten(1, 2)[:, :, None]
 
 
@@ -212,11 +212,13 @@ def attend_varlen(
     longest = max((len(segment.queries) for segment in metadata.segments), default=0)
     before = -1 if metadata.window is None else metadata.window - 1
     packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    result: Tensor = varlen_attn(
+    kernel: Callable[..., Any] = varlen_attn  # Its arguments differ between versions of torch.
+    result: Tensor = kernel(
         *packed, metadata.offsets, metadata.offsets, longest, longest,
         scale=scale, window_size=(before, 0), **_shared_heads_argument(),
     )  # fmt: skip
-    return result.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    rows: Tensor = result.unflatten(0, (q.shape[0], q.shape[2]))
+    return rows.transpose(1, 2)
 
 
 @cache
@@ -378,8 +380,8 @@ class _BlockAttention(torch.autograd.Function):
             denominators = denominators.transpose(1, 2)
             for block in blocks:
                 part = _cut(q, block.rows, block.queries)
-                keys = (_cut(x, block.rows, block.keys) for x in (k, v))
-                results = kernel.forward(part, *keys, block, scale)
+                part_k, part_v = (_cut(x, block.rows, block.keys) for x in (k, v))
+                results = kernel.forward(part, part_k, part_v, block, scale)
                 for whole, result in zip((out, denominators), results, strict=True):
                     _cut(whole, block.rows, block.queries).copy_(result)
         ctx.save_for_backward(q, k, v, out, denominators)
@@ -403,10 +405,13 @@ class _BlockAttention(torch.autograd.Function):
             for x, dtype in ((q, q.dtype), (k, _wide(k)), (v, _wide(v)))
         )
         for block in blocks:
-            by_query = (_cut(x, block.rows, block.queries) for x in (grad, q))
-            by_key = (_cut(x, block.rows, block.keys) for x in (k, v))
-            results = (_cut(x, block.rows, block.queries) for x in (out, denominators))
-            parts = kernel.backward(*by_query, *by_key, *results, block, ctx.scale)
+            part_grad, part_q, part_out, part_denominators = (
+                _cut(x, block.rows, block.queries) for x in (grad, q, out, denominators)
+            )
+            part_k, part_v = (_cut(x, block.rows, block.keys) for x in (k, v))
+            parts = kernel.backward(
+                part_grad, part_q, part_k, part_v, part_out, part_denominators, block, ctx.scale
+            )
             _cut(grad_q, block.rows, block.queries).copy_(parts[0])
             _cut(grad_k, block.rows, block.keys).add_(parts[1])
             _cut(grad_v, block.rows, block.keys).add_(parts[2])
