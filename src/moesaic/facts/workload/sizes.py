@@ -31,6 +31,9 @@ NORM_CHUNK_BYTES = 1 << 19
 BUCKET_BYTES = 32 << 20
 """Maximum bytes of a flat gradient bucket; a larger gradient gets a bucket to itself."""
 
+ATTENTION_QUERY_BLOCK = 256
+"""Queries per kernel call of attention where it needs a mask; bounds the mask's rows."""
+
 INDEX_BYTES = 8
 
 MOMENT_CHUNK = 1 << 16
