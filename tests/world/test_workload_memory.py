@@ -79,7 +79,7 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
 
 
 class Documents(RandomSamples):
-    """Samples of two documents each, so that attention has a mask."""
+    """Samples of two documents each, so that attention runs in two blocks."""
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
         """Return the samples of `indices`."""
