@@ -14,7 +14,7 @@ import fnmatch
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,23 +24,16 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.facts.workload import STEP, TracedModel
+from moesaic.facts.workload import STEP, Op, TracedModel
 from moesaic.facts.workload.traced import (
     VERSION,
-    TracedAttention,
     TracedBlock,
     TracedInput,
     TracedMatmul,
+    TracedOp,
     TracedWork,
 )
-from moesaic.models.kernel_counter import (
-    AttentionShape,
-    KernelCounter,
-    KernelCounts,
-    Kwargs,
-    MatmulShape,
-    storage_key,
-)
+from moesaic.models.kernel_counter import KernelCounter, KernelCounts, Kwargs, storage_key
 
 OUTSIDE = "(outside)"
 """Block name of work outside every block."""
@@ -400,17 +393,27 @@ def block_by_parameter(model: nn.Module, names: Sequence[str]) -> dict[str, str]
 
 
 def _traced_work(counts: KernelCounts) -> TracedWork:
-    found = [(shape, dtype, count) for (shape, dtype), count in counts.matmuls.items() if count]
+    grouped: dict[Op, list[TracedMatmul]] = {}
+    for op, count in counts.ops.items():
+        # Attention of another size is another kernel.
+        key = replace(op, matmuls=()) if op.name == "matmuls" else op
+        grouped.setdefault(key, []).extend(
+            TracedMatmul(rows=one.rows, columns=one.columns, inner=one.inner, count=count)
+            for one in op.matmuls
+            if count
+        )
     return TracedWork(
         matmuls=[
-            TracedMatmul(**shape._asdict(), count=count, dtype=dtype)
-            for shape, dtype, count in found
-            if isinstance(shape, MatmulShape)
-        ],
-        attention=[
-            TracedAttention(**shape._asdict(), count=count, dtype=dtype)
-            for shape, dtype, count in found
-            if isinstance(shape, AttentionShape)
+            TracedOp(
+                name=op.name,
+                matmuls=matmuls,
+                dtype=op.dtype,
+                num_transcendentals=op.num_transcendentals * counts.ops[op],
+                kind=op.kind or None,
+                causal_fraction=op.causal_fraction,
+            )
+            for op, matmuls in grouped.items()
+            if matmuls
         ],
         moved_bytes=counts.moved_bytes,
         num_kernels=counts.num_kernels,
