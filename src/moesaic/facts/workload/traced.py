@@ -115,8 +115,7 @@ class TracedBlock(Section):
     """One block of the model."""
 
     name: str
-    """Dotted name in the model, `step (module)` if that is `step`; `(outside)` for work outside all
-    blocks, such as the loss."""
+    """Dotted name in the model; `(outside)` for work outside all blocks, such as the loss."""
     parameters: int = Field(ge=0, lt=MAX_SIZE)
     """Elements of its parameters; a tensor of two blocks counts for the first."""
     parameter_bytes: int = Field(ge=0, lt=MAX_SIZE)
