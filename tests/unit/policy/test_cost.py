@@ -29,7 +29,7 @@ from moesaic.facts.workload.sizes import LOSS_CHUNK_TOKENS
 from moesaic.facts.workload.traced import TracedMatmul, TracedOp, TracedWork
 from moesaic.policy.cost.compute import PEAK_FRACTION, elementwise_s, matmul_s, op_s
 from moesaic.policy.cost.step import JobCosts, replicated_events
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job
 
 SIZES = st.integers(1, 5000)

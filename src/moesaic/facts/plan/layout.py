@@ -20,7 +20,7 @@ def plan_from_layout(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Pl
     """Return the plan of `layout` on `ranks` ranks; other fields are left to the job.
 
     A dispatch of "auto" becomes a flat all_to_all: a better choice depends on the hosts
-    (`policy.dispatch`).
+    (`policy.plan.dispatch`).
     """
     if ranks > MAX_RANKS:
         raise ConfigError(f"a plan has at most {MAX_RANKS} ranks, not {ranks}: use fewer (--nproc)")
