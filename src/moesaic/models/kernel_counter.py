@@ -318,15 +318,15 @@ def _attention(arguments: Kwargs, is_backward: bool = False) -> OpCounts:
     if arguments.get("is_causal"):
         num_scores = sum(min(row + 1, keys) for row in range(rows))
     scores, kind = MatmulShape(rows, keys, width), "attention"
-    matmuls = (scores, MatmulShape(rows, values, keys))
+    matmuls = [scores, MatmulShape(rows, values, keys)]
     if is_backward:
         kind = "attention backward"
-        matmuls = (
+        matmuls = [
             scores, MatmulShape(rows, keys, values), MatmulShape(keys, values, rows),
             MatmulShape(rows, width, keys), MatmulShape(keys, width, rows),
-        )  # fmt: skip
+        ]  # fmt: skip
     op = Op(
-        "attend", matmuls, num_transcendentals=num_scores,
+        "attend", tuple(matmuls), num_transcendentals=num_scores,
         kind=kind * (rows == keys),  # Clusters are benchmarked with self-attention only.
         causal_fraction=num_scores / (rows * keys) if num_scores else 1.0,
     )  # fmt: skip

@@ -401,7 +401,7 @@ def _traced_work(counts: KernelCounts) -> TracedWork:
                 matmuls=matmuls,
                 dtype=op.dtype,
                 num_transcendentals=op.num_transcendentals * counts.ops[op],
-                kind=op.kind or None,
+                kind=op.kind or None,  # type: ignore[arg-type]
                 causal_fraction=op.causal_fraction,
             )
             for op, matmuls in grouped.items()

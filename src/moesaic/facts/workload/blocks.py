@@ -66,7 +66,7 @@ class Block:
     forward: BlockWork = BlockWork()
     """Work once per micro-batch."""
     backward: BlockWork = BlockWork()
-    """Work once per micro-batch; with `train.recompute` it starts with the recomputed forward."""
+    """Work once per micro-batch; with recomputation it starts with the recomputed forward."""
     update: BlockWork = BlockWork()
     """Work once per step."""
     saved_bytes: int = 0
@@ -92,8 +92,7 @@ def workload(
     order of micro-batches are not included.
 
     Args:
-        job: the job with the plan's settings (`facts.plan.job_under_plan`); recomputation is read
-            from it, not from `plan`.
+        job: the job with the plan's settings (`facts.plan.job_under_plan`).
         plan: placement of the model on ranks.
         rank: the rank.
         loads: one load per expert layer of the whole model, as `loads.expert_counts` takes it; None
@@ -241,7 +240,7 @@ class BlockBuilder:
         )
         saved = sum(one.saved_bytes for one in operations)
         position, first = _block_position(spec.name), _block_position(self._first_trainable)
-        recomputes = self.params.job.train.recompute and spec.layer is not None
+        recomputes = self.params.plan.recomputes(self.params.job) and spec.layer is not None
         if position < first:
             repeated = forward if recomputes and position[0] == first[0] else BlockWork()
             return Block(spec, forward, repeated, saved_bytes=saved)
