@@ -22,10 +22,11 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block
 from moesaic.models.init import InitialSource
-from moesaic.models.kernel_counter import KernelCounter, KernelCounts
+from moesaic.models.kernel_counter import KernelCounts
 from moesaic.nn.reports import MoEReport
-from moesaic.testing.flops import CUSTOM_FLOPS, flops
+from moesaic.testing.flops import CUSTOM_FLOPS
 from moesaic.testing.jobs import RandomSamples
+from moesaic.testing.kernel_counter import MoesaicKernelCounter
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
 
@@ -151,10 +152,10 @@ def trace_call(work: Callable[[], Any]) -> tuple[KernelCounts, Any]:
     with (
         collectives.patched(),
         counter,
-        KernelCounter(lambda: ignored if collectives.in_flight else counts),
+        MoesaicKernelCounter(lambda: ignored if collectives.in_flight else counts),
     ):
         result = work()
-    assert flops(counts) == counter.get_total_flops()
+    assert counts.flops == counter.get_total_flops()
     return counts, result
 
 
@@ -166,7 +167,7 @@ def check_work(trace: BlockTrace, blocks: Sequence[Block], *, saved: bool = True
     for direction, found in (("forward", trace.forward), ("backward", trace.backward)):
         for name, counts in found.items():
             works = [getattr(one, direction) for one in blocks if one.spec.model_block == name]
-            assert sum(work.flops for work in works) == flops(counts), (direction, name)
+            assert sum(work.flops for work in works) == counts.flops, (direction, name)
             moved = sum(work.moved_bytes for work in works)
             assert abs(moved - counts.moved_bytes) <= 0.05 * counts.moved_bytes, (
                 direction, name, moved, counts.moved_bytes,

@@ -94,26 +94,6 @@ def test_schedule_determines_micro_batches_in_flight() -> None:
     assert bytes_in_flight("zero-bubble", 8, 1) > bytes_in_flight("1f1b", 8, 1)
 
 
-def test_tp_splits_saved_activations() -> None:
-    """Each of four TP ranks saves less than half: norms a sequence shard, matmuls their heads."""
-    one_rank_job, tp_job = make_job({}), make_job({"tp": 4})
-    one_rank = memory(one_rank_job, plan_from_layout(one_rank_job.layout, one_rank_job.model, 1))
-    tp_rank = memory(tp_job, plan_from_layout(tp_job.layout, tp_job.model, 4))
-    assert tp_rank.activations_bytes < 0.5 * one_rank.activations_bytes
-    assert tp_rank.head_bytes < 0.5 * one_rank.head_bytes
-
-
-def test_pipeline_splits_layers() -> None:
-    one_rank_job, pp_job = make_job({}), make_job({"pp": 2})
-    one_rank = memory(one_rank_job, plan_from_layout(one_rank_job.layout, one_rank_job.model, 1))
-    pp_ranks = [
-        memory(pp_job, plan_from_layout(pp_job.layout, pp_job.model, 2), rank) for rank in (0, 1)
-    ]
-    assert sum(part.parameters_bytes for part in pp_ranks) == one_rank.parameters_bytes
-    assert pp_ranks[0].head_bytes == 0
-    assert pp_ranks[1].head_bytes == one_rank.head_bytes
-
-
 def test_stage_without_layers() -> None:
     """Stages cut by hand: the embedding alone, the head alone."""
     job = make_job({"pp": 2, "schedule": "interleaved"})

@@ -150,7 +150,7 @@ class _StepMemory:
         self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
         self.angle_bytes = self.sizes.tokens * job.model.rotary_dim * self.sizes.stored_bytes
         self.is_sharded = plan.dp_shard > 1
-        self.recompute = job.train.recompute if plan.recompute is None else plan.recompute
+        self.recompute = plan.recomputes(job)
         self.gradient_stays = not self.accumulates or self.is_sharded or plan.pp > 1
         """True if a weight's gradient outlives its matmul, instead of being added at once."""
         self.saved = dict[str, int]()

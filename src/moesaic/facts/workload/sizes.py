@@ -92,23 +92,6 @@ class Trainable:
         """Return the rank of the adapters of `target`; 0 if it has none."""
         return self.adapter_rank * (target in self.targets)
 
-    def first_trainable_block(self, model: ModelConfig) -> str:
-        """Return the first block with trainable parameters, where backward ends."""
-        if self.weights:
-            return "embed"
-        for layer in range(model.layers):
-            if "attention" in self.targets:
-                return f"layers.{layer}.attention"
-            if layer not in model.expert_layers:
-                if "ffn" in self.targets:
-                    return f"layers.{layer}.ffn"
-            elif self.routers or "experts" in self.targets or self._has_shared_adapters(model):
-                return f"layers.{layer}.moe"
-        raise AssertionError("the job trains no parameter")
-
-    def _has_shared_adapters(self, model: ModelConfig) -> bool:
-        return model.shared_experts > 0 and "shared" in self.targets
-
 
 @dataclass(frozen=True)
 class Sizes:
