@@ -105,7 +105,7 @@ MORE_CASES: list[Case] = [
 
 
 class Documents(RandomSamples):
-    """Samples of two documents each, so that attention has a mask."""
+    """Samples of two documents each, so that attention runs in two blocks."""
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
         """Return the samples of `indices`."""

@@ -7,7 +7,7 @@ step that is logged again. An event with missing or malformed values is skipped,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -214,15 +214,14 @@ class Log:
         )
 
     def _start(self, event: Event, num_done: int, time_s: float) -> None:
-        hosts = event.get("rank_hosts") or ()
         plan = event.get("plan") or {}
         launch = Launch(
             start_s=time_s, end_s=time_s, step=num_done, resumed_from=event.get("resumed_from"),
-            ranks=int(event["ranks"]), device=str(event["device"]),
+            ranks=int(event.get("ranks", 0)), device=str(event.get("device", "unknown")),
             tokens_per_step=number(event.get("tokens_per_step")),
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
-            machines=tuple(Machine(one["host"], one["kind"], one["threads"]) for one in hosts),
+            machines=_machines(event.get("rank_hosts") or ()),
             layout=",".join(f"{key}={plan[key]}" for key in _SHARDED if plan.get(key, 1) > 1),
             backends=str(event.get("backends") or ""),
         )  # fmt: skip
@@ -284,6 +283,12 @@ def number(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return math.nan
+
+
+def _machines(ranks: Iterable[Mapping[str, Any]]) -> tuple[Machine, ...]:
+    """Return the host and device of each rank; none if any rank is damaged."""
+    machines = tuple(Machine(one["host"], one["kind"], one["threads"]) for one in ranks)
+    return machines if all(isinstance(one.threads, int) for one in machines) else ()
 
 
 def _migration(decision: Event, step: int) -> Migration:

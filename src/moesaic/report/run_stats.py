@@ -179,7 +179,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_ranks(directory: Path) -> list[RankStats]:
-    numbers = (path.stem.removeprefix("rank-") for path in directory.glob("rank-*.jsonl"))
+    logs = (path for path in directory.glob("rank-*.jsonl") if path.is_file())
+    numbers = (path.stem.removeprefix("rank-") for path in logs)
     ranks = sorted(int(number) for number in numbers if number.isdecimal())
     stats = (read_rank(directory / f"rank-{rank}.jsonl", rank) for rank in ranks)
     return [one for one in stats if one is not None]

@@ -144,8 +144,7 @@ def pipeline_error(plan: Plan, job: Job, table: str = "") -> str | None:
             f"processes them in {micro} // {pp} = {micro // pp} equal rounds ({table}pp = {pp}), "
             f"but {micro // pp} does not divide {micro}: choose {keys.join_words(near)}"
         )
-    recompute = job.train.recompute if plan.recompute is None else plan.recompute
-    if schedule == "zero-bubble" and recompute:
+    if schedule == "zero-bubble" and plan.recomputes(job):
         key = "train.recompute" if plan.recompute is None or table else "recompute"
         return (
             f'{key} = true with {table}schedule = "zero-bubble", whose split '

@@ -290,8 +290,7 @@ def _replica_bytes(job: Job, plan: Plan) -> int:
     names = {f"layers.{index}" for index in job.model.expert_layers}
     layers = [len(names.intersection(stage)) for stage in stage_blocks(plan, job.model)]
     layers_in_use = max(sum(layers[pp_rank :: plan.pp]) for pp_rank in range(plan.pp))
-    recompute = job.train.recompute if plan.recompute is None else plan.recompute
-    layers_in_use = 1 if recompute else layers_in_use
+    layers_in_use = 1 if plan.recomputes(job) else layers_in_use
     grad_bytes = 8 if job.train.precision == "fp64" else 4
     return size * (layers_in_use * COMPUTED_BYTES[job.train.precision] + grad_bytes)
 
