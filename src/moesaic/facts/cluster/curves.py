@@ -78,8 +78,8 @@ class AttentionTimes(Section):
     backward: list[float] = Field(min_length=1)
     """Seconds of its backward."""
     masked_forward: list[float] | None = None
-    """Seconds of its forward with a mask, for several documents in a sample; unset: longer by the
-    additional multiplications."""
+    """Seconds of its forward with a mask, for a sliding window; unset: longer by the additional
+    multiplications."""
     masked_backward: list[float] | None = None
     """Seconds of its backward with a mask."""
 
