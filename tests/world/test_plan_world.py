@@ -185,8 +185,8 @@ def set_measured_step(step_s: float, run: str = "run") -> None:
     path = Path(run) / "events/rank-0.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for event in events:
-        if event["event"] == "prediction":
-            event["measured"]["step_s"] = step_s
+        if event["event"] == "step":
+            event["step_s"] = step_s
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 

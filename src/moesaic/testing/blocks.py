@@ -46,14 +46,14 @@ class BlockTrace:
 def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
     """Run every block by itself, forward and backward, on the job's first micro-batch.
 
+    Each sample is one document, as the workload assumes.
     The plan must not shard dense parameters or use a pipeline.
     """
     run = assemble(job, plan, world, InitialSource(0, 0.1))
     run.buckets.close()  # Gradient reduction belongs to the step.
     rows = plan.sample_range(world.rank, job.train.batch // job.train.micro_batches)
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(rows)
-    if job.data.packing == "stream":
-        batch.documents.zero_()
+    batch.documents.zero_()
     inputs = lm.make_inputs(run.model, batch, job, 0)
     inputs = replace(inputs, training=True, targets=batch.targets)
     lasting = (

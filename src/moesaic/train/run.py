@@ -229,7 +229,6 @@ class Run:
                 scale = loss_scale.current_scale(self.counters)
                 inputs = self._training_inputs(batch)
                 total, result = lm.compute_loss(self.model, batch, inputs, self.job, targets, scale)
-                del inputs  # Most of its memory is the mask.
             with phases("backward"):
                 if is_last:
                     self.buckets.expect_last_backward()

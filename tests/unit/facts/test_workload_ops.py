@@ -84,6 +84,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("tiny-olmoe", {"clip_qkv": 0.1}),
     ("tiny-mixtral", {"train__precision": "fp64", "kv_heads": 6, "layers": 3}),
     ("tiny-mixtral", {"window": 63}),
+    ("tiny-mixtral", {"window": 100, "data__sequence": 600}),
     ("tiny-qwen3", {"window": 63, "data__packing": "stream"}),
     ("tiny-qwen3", {"train__precision": "bf16"}),
     ("tiny-deepseek", {"train__precision": "bf16", "data__packing": "stream"}),
@@ -298,10 +299,15 @@ def test_invalid_load_is_rejected() -> None:
         workload(job, one_rank_plan(job), 0, [[1] * 7] * 2)
 
 
-def test_document_mask_disables_causal_skipping() -> None:
-    for packing, share in (("documents", 1.0), ("stream", 21 / 40)):
-        blocks = workload(make_job("tiny-dense", data__packing=packing), Plan(
-            ranks=1, ep=1, dp_shard=1, experts=0))  # fmt: skip
+def test_attention_skips_later_keys_unless_a_window_needs_a_mask() -> None:
+    for name, changes, share in (
+        ("tiny-dense", {"data__packing": "documents"}, 21 / 40),
+        ("tiny-dense", {"data__packing": "stream"}, 21 / 40),
+        ("tiny-mixtral", {"window": 20}, 21 / 40),
+        ("tiny-mixtral", {"window": 5}, 1.0),
+    ):
+        job = make_job(name, **changes)
+        blocks = workload(job, one_rank_plan(job))
         shares = {op.causal_fraction for op in blocks[1].forward.ops if op.name == "attend"}
         assert shares == {share}
 
