@@ -94,6 +94,11 @@ class RunFacts:
     """Time of the reading, in seconds since the epoch."""
 
     @property
+    def unit(self) -> str:
+        """Plural noun of the unit in which the job counts progress."""
+        return self.parts[-1].unit if self.parts else "tokens"
+
+    @property
     def layout_since(self) -> int:
         """Steps that were finished when the current ranks and layout came into use."""
         found = 0

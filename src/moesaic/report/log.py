@@ -66,6 +66,8 @@ class Part:
     """Sharded dimensions, in the form that `--layout` takes; empty if all is replicated."""
     backends: str = ""
     """Expert kernels and token transport, in words."""
+    unit: str = "tokens"
+    """Plural noun of the unit in which the job counts progress; "tokens" here stands for it."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def read_log(path: Path) -> Log:
             draft.table.add(step, event)
         elif event["event"] == "validation":
             draft.validations[step] = Validation(
-                step, number(event.get("loss")), number(event.get("tokens")),
+                step, number(event.get("loss")), number(event.get(_unit(draft.parts))),
                 number(event.get("seconds")),
             )  # fmt: skip
         elif event["event"] == "prediction":
@@ -255,13 +257,17 @@ def read_log(path: Path) -> Log:
             _note_checkpoint(draft.checkpoints, event, step)
     return Log(
         draft.parts,
-        _steps(draft.table),
+        _steps(draft.table, _unit(draft.parts)),
         sorted(draft.validations.values(), key=lambda validation: validation.step),
         sorted(draft.checkpoints.values(), key=lambda checkpoint: checkpoint.step),
         draft.ended,
         draft.prediction,
         tuple(one for _, one in sorted(draft.migrations.items())),
     )
+
+
+def _unit(parts: list[Part]) -> str:
+    return parts[-1].unit if parts else "tokens"
 
 
 def _end(draft: _Draft, event: Mapping[str, Any]) -> None:
@@ -311,7 +317,7 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
             del kept[late]
     for key in [key for key in draft.migrations if key[0] > done]:
         del draft.migrations[key]
-    ranks = event.get("ranks")
+    ranks, unit = event.get("ranks"), str(event.get("unit", "tokens"))
     draft.parts.append(
         Part(
             start_s=now_s,
@@ -320,12 +326,13 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
             resumed_from=None if origin is None else str(origin),
             ranks=ranks if isinstance(ranks, int) else 1,
             device=str(event.get("device", "unknown")),
-            tokens_per_step=number(event.get("tokens_per_step")),
+            tokens_per_step=number(event.get(f"{unit}_per_step")),
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
             machines=_machines(event.get("rank_hosts")),
             layout=_layout(event.get("plan")),
             backends=str(event.get("backends") or ""),
+            unit=unit,
         )
     )
 
@@ -395,6 +402,8 @@ def _flat(event: Mapping[str, Any]) -> list[tuple[str, float]]:
     return row
 
 
-def _steps(table: StepTable) -> Steps:
-    names = [name for name in Steps.__dataclass_fields__ if name != "phases"]
-    return Steps(**{name: table.column(name) for name in names}, phases=table.phases())
+def _steps(table: StepTable, unit: str) -> Steps:
+    columns = {name: name for name in Steps.__dataclass_fields__ if name != "phases"}
+    columns |= {"tokens": unit, "tokens_per_s": f"{unit}_per_s"}
+    values = {name: table.column(column) for name, column in columns.items()}
+    return Steps(**values, phases=table.phases())

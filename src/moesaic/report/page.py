@@ -49,7 +49,7 @@ def render(run: RunFacts) -> str:
         [
             _head(run, facts),
             "<main>",
-            _tiles(facts),
+            _tiles(facts, run.unit),
             _findings(facts) if len(run.steps) else _nothing_yet(run),
             *(_section(title, extra, group) for title, extra, group in sections),
             _balance_section(run, balance_charts),
@@ -253,7 +253,7 @@ def _dispatch(plan: Mapping[str, Any]) -> str:
     return f", ep {ep}, {'hierarchical ' * (1 < hosts < ep)}{method} dispatch"
 
 
-def _tiles(facts: dict[str, Any]) -> str:
+def _tiles(facts: dict[str, Any], unit: str) -> str:
     value = {name: figure_or_unknown(facts[name]) for name in (
         "loss", "recent_loss", "validation_loss", "tokens_per_s", "seconds",
         "parameters_total", "parameters_active", "peak_memory_bytes", "step_s",
@@ -274,9 +274,9 @@ def _tiles(facts: dict[str, Any]) -> str:
         tile("Loss", loss(value["loss"]),
              f"mean of last {recent}: {loss(value['recent_loss'])}" if recent > 1 else "last step"),
         tile("Validation loss", loss(value["validation_loss"]), note),
-        tile("Tokens per second", count(value["tokens_per_s"]),
+        tile(f"{unit.capitalize()} per second", count(value["tokens_per_s"]),
              f"median; {duration(value['step_s'])} a step"),
-        tile("Tokens seen", count(facts["tokens"]), "with a loss target"),
+        tile(f"{unit.capitalize()} seen", count(facts["tokens"]), "with a loss target"),
         tile("Parameters", count(value["parameters_total"]),
              "all active" if dense else f"{count(active)} active"),
         tile("Ranks", str(facts["ranks"] or UNKNOWN),
@@ -366,7 +366,7 @@ def _validations(run: RunFacts) -> str:
         (f"{v.step:,}", loss(v.loss), count(v.tokens), duration(v.seconds))
         for v in run.validations[-_ROWS:]
     ]
-    return table(("step", "loss", "tokens", "took"), rows)
+    return table(("step", "loss", run.unit, "took"), rows)
 
 
 def _parts(run: RunFacts) -> str:

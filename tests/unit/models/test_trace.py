@@ -211,9 +211,9 @@ def test_own_models_match_the_workload_formulas() -> None:
         assert plan == plan_from_layout(job.layout, job.model, 1)
         run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
         batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
-        inputs = lm.make_inputs(run.model, batch, job, 0)
+        inputs = lm.make_inputs(run.part.model, batch, job, 0)
         inputs = replace(inputs, training=True, targets=batch.targets)
-        traced = named(trace(run.model, (batch.inputs, inputs), loss=lambda out: out[0]))
+        traced = named(trace(run.part.model, (batch.inputs, inputs), loss=lambda out: out[0]))
         for direction in ("forward", "backward"):
             predicted: dict[str, int] = {}
             for block in workload(job, plan):

@@ -42,14 +42,14 @@ _MEMORY_POINTS = 250
 
 def tokens_per_second(run: RunFacts) -> Figure:
     """Chart the throughput of all ranks together."""
-    rate = run.steps.tokens_per_s
+    rate, unit = run.steps.tokens_per_s, run.unit
     resumed = [part.step for part in run.parts[1:]]
     return Figure(
         "tokens-per-second",
-        "Tokens per second",
+        f"{unit.capitalize()} per second",
         "All ranks together. Dips at saves and validations are normal; look for a lasting decline.",
-        f"Tokens per second by step: median {count(middle(rate))}.",
-        raw_and_smooth(run.steps.step, rate, "tokens/s", SERIES[2]),
+        f"{unit.capitalize()} per second by step: median {count(middle(rate))}.",
+        raw_and_smooth(run.steps.step, rate, f"{unit}/s", SERIES[2]),
         layout(showlegend=False, shapes=marks(resumed),
                yaxis={"rangemode": "tozero", "tickformat": "~s"}),
     )  # fmt: skip
