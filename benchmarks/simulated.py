@@ -20,7 +20,7 @@ from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.policy.cost.step import JobCosts
-from moesaic.sim.timeline import Timeline, simulate_events
+from moesaic.policy.cost.timeline import Timeline, simulate_events
 
 TABLE = "SE-MoE (arXiv 2205.10034), table of training on A100-80G"
 DEEPSPEED, SE_MOE = "DeepSpeed", "SE-MoE"

@@ -74,7 +74,7 @@ def living(group: int) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("flags", "tries"),
     [
-        ([], 3),
+        ([], 2),
         (["--nproc", "2"], 2),
         pytest.param([], 12, marks=pytest.mark.soak),
         pytest.param(["--nproc", "2"], 8, marks=pytest.mark.soak),

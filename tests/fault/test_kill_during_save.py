@@ -34,7 +34,7 @@ from moesaic.testing.states import (
     whole_box,
 )
 
-NUM_RANDOM_KILLS = 40
+NUM_RANDOM_KILLS = 16
 FOLLOWER_PHASES = ("staged", "file_written", "files_written", "announced", "finished")
 SHAPE = (64, 4096)
 FIRST = 10

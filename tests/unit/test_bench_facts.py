@@ -11,7 +11,7 @@ from benchmarks import facts
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost.calibrate import UNCALIBRATED, Observation
-from moesaic.sim.observation import observe_step
+from moesaic.policy.cost.observation import observe_step
 
 CLUSTER = {
     "name": "any",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import conversion, families, race
+from benchmarks import conversion, families, measure, race
 from benchmarks.apart import Apart
 from benchmarks.on_ranks import Unlike
 from benchmarks.training import Ours, Theirs
@@ -39,6 +39,7 @@ def test_contenders_of_every_family_take_the_same_steps(family: str) -> None:
     assert race.differences(ours, {"eager": Theirs.like(ours, "eager")})[0] < race.TOLERANCE
 
 
+@pytest.mark.soak
 def test_a_contender_elsewhere_is_the_one_here() -> None:
     job = families.job_of("olmoe", 2, 16, **SMALL)
     ours = Ours(job, World.solo())
@@ -49,13 +50,12 @@ def test_a_contender_elsewhere_is_the_one_here() -> None:
         assert [there.step(), there.step()] == pytest.approx([here.step(), here.step()], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", families.SHAPES)
-def test_nobody_measures_where_weights_differ(family: str) -> None:
-    ours = Ours(families.job_of(family, 2, 16, **SMALL), World.solo())
+def test_nobody_measures_where_weights_differ() -> None:
+    ours = Ours(families.job_of("olmoe", 2, 16, **SMALL), World.solo())
     other = Theirs.like(ours)
     with torch.no_grad():
         other.model.lm_head.weight.mul_(1.5)
-    with pytest.raises(Unlike, match=family):
+    with pytest.raises(Unlike, match="olmoe"):
         race.differences(ours, {"grouped_mm": other})
 
 
@@ -66,7 +66,8 @@ def test_a_balance_loss_that_transformers_has_not_is_refused() -> None:
         Theirs.like(ours)
 
 
-def test_a_race_names_the_quickest_mode() -> None:
+def test_a_race_names_the_quickest_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "FOREIGN_SHARE", 9.0)  # No round is repeated.
     ours = Ours(weighed(families.job_of("olmoe", 2, 16, **SMALL), 0.0), World.solo())
     theirs = {mode: Theirs.like(ours, mode) for mode in families.modes()}
     found = race.race(ours, theirs, 1, same=3)
@@ -102,6 +103,7 @@ def test_what_is_made_is_read_and_compared(directory: Path, tmp_path: Path) -> N
         conversion.check_same(directory, tmp_path / "copy")
 
 
+@pytest.mark.soak
 def test_conversions_are_measured_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,9 +151,8 @@ def exchanged(world: World, case: exchange.Case, memory: str, spoilt: str) -> No
     one.check()
 
 
-@pytest.mark.parametrize("size", exchange.WORLDS)
-@pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize(("spoilt", "way"), [("", ""), ("rows", "ours"), ("replicas", "replicas")])
+@pytest.mark.parametrize(("size", "even"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("spoilt", "way"), [("", ""), ("rows", "ours"), ("replicas", "copies")])
 def test_all_ways_bring_the_same_rows(
     ranks: RankPool, size: int, even: bool, spoilt: str, way: str
 ) -> None:
@@ -172,8 +171,7 @@ def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--rounds 0: a figure needs 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(("dtype", "skewed"), [("fp32", False), ("bf16", True)])
 def test_a_case_is_held_against_its_limit_and_transformers(dtype: str, skewed: bool) -> None:
     """Both sides step with the same choices, which are others in every step."""
     shape = experts.Shape("small", 16, 24, 6, 2)
@@ -181,7 +179,7 @@ def test_a_case_is_held_against_its_limit_and_transformers(dtype: str, skewed: b
     for _ in range(2):
         ours, theirs = work.passes.run()[0].detach(), work.theirs("eager").detach()
         assert (ours - theirs).norm() <= experts.CLOSE * theirs.norm()
-    limit, peer = experts.rows_of(work, "small", 1)
+    limit, peer = experts.rows_of(work, "small", 1, patience_s=0.0)
     assert limit.name == "small, forward and backward, of a dense product"
     assert peer.name == "small, forward and backward, against transformers"
     assert min(limit.value, peer.value) > 0
@@ -191,6 +189,7 @@ def test_a_case_is_held_against_its_limit_and_transformers(dtype: str, skewed: b
 
 def test_decoding_reads_what_its_calls_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, read = experts.Shape("small", 16, 24, 12, 2), list[slice]()
+    monkeypatch.setattr(measure, "FOREIGN_SHARE", 9.0)  # No round is repeated.
     monkeypatch.setattr(ExpertLayerBenchmark, "read", lambda _, slots: read.append(slots))
     row = experts._decoding(shape, "fp32", 1)
     assert row.name == "small experts, fp32, one token at a time, of reading their weights"

@@ -125,7 +125,8 @@ def run_layout(
                     "dropped": sum(step.dropped.values()),
                     "counts": [c.tolist() for c in step.counts.values()],
                     "migrations": [
-                        (one.layer, one.decision.moves, one.num_bytes) for one in step.migrations
+                        (one.layer, one.decision.outcome.moves, one.num_bytes)
+                        for one in step.migrations
                     ],
                     "replicas": sum(one.stats.replicas for one in step.balance.values())
                     + sum(getattr(moe.balancer, "made", 0) for moe in moes),

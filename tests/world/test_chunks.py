@@ -32,40 +32,26 @@ MICRO = {"train": {"micro_batches": 2}}
 LORA = {"finetune": {"method": "lora", "rank": 4}}
 HALVES = {"pp": 2, "schedule": "zero-bubble"}
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (2, {"ep": 2, "chunks": 2, **ROWS}, {}),
-    (2, {"ep": 2, "chunks": 3, **VISITS}, MICRO),
     (2, {"ep": 2, "chunks": 64, **ROWS}, {"data": {"sequence": 7}}),
-    (2, {"ep": 2, "chunks": 64, **VISITS}, {"data": {"sequence": 7}}),
     (4, {"ep": 4, "chunks": 5, "dispatch_hosts": 2, **ROWS}, DROPS),
-    (4, {"ep": 4, "chunks": 5, "dispatch_hosts": 2, **VISITS}, {**DROPS, **MICRO}),
     (4, {"ep": 4, "chunks": 64, "dispatch_hosts": 2, **VISITS}, {"data": {"sequence": 7}}),
     (4, {"ep": 4, "chunks": 2, **ROWS}, {"model": {"top_k": 8}}),
-    (4, {"ep": 4, "chunks": 2, "dispatch_hosts": 2, **VISITS}, {"train": {"recompute": True}}),
     (
         4, {"ep": 4, "chunks": 4, **VISITS},
         {"routing": {"router": "balanced"}, "model": {"top_k": 1}},
     ),
-    (2, {"ep": 2, "chunks": 3, **ROWS}, LORA),
-    (4, {"ep": 4, "chunks": 3, "dispatch_hosts": 2, **VISITS}, {**LORA, **MICRO}),
-    (4, {"ep": 2, "chunks": 3, **HALVES, **ROWS}, {"train": {"micro_batches": 4}}),
     (4, {"ep": 2, "chunks": 3, **HALVES, **VISITS}, {"train": {"micro_batches": 4}, **LORA}),
-    (4, {"ep": 2, "tp": 2, "etp": 2, "chunks": 3, **VISITS}, TP_SIZES),
     (4, {"ep": 2, "tp": 2, "dp_shard": 2, "chunks": 2, **ROWS}, TP_SIZES),
-    (2, {"ep": 2, **FIRST, **ROWS}, {}),
-    (2, {"ep": 2, **FIRST, **VISITS}, DROPS),
     (2, {"ep": 2, "chunks": 3, **FIRST, **ROWS}, {**DROPS, **MICRO}),
     (2, {"ep": 2, "chunks": 64, **FIRST, **VISITS}, {"data": {"sequence": 7}}),
     (4, {"ep": 4, "dispatch_hosts": 2, **FIRST, **ROWS}, DROPS),
-    (4, {"ep": 4, "dispatch_hosts": 2, **FIRST, **VISITS}, {**DROPS, **MICRO}),
     (4, {"ep": 4, "chunks": 2, "dispatch_hosts": 2, **FIRST, **VISITS},
      {"train": {"recompute": True}}),
     (4, {"ep": 4, **FIRST, **VISITS}, {"routing": {"router": "balanced"}, "model": {"top_k": 1}}),
     (4, {"ep": 4, **FIRST, **ROWS}, {"model": {"top_k": 8}}),
-    (2, {"ep": 2, **FIRST, **ROWS}, LORA),
     (4, {"ep": 4, "dispatch_hosts": 2, "chunks": 2, **FIRST, **VISITS}, {**LORA, **MICRO}),
     (4, {"ep": 2, **FIRST, **HALVES, **VISITS}, {"train": {"micro_batches": 4}}),
     (4, {"ep": 2, "tp": 2, "etp": 2, **FIRST, **VISITS}, TP_SIZES),
-    (4, {"ep": 2, "tp": 2, "dp_shard": 2, **FIRST, **ROWS}, TP_SIZES),
 ]  # fmt: skip
 _references: dict[str, Outcome] = {}
 

@@ -22,16 +22,11 @@ DROPS = {
 }
 TP_SIZES = {"model": {"vocab": 64}}
 CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    ("drops", 4, {"ep": 4}, {**DROPS, "train": {"micro_batches": 2}}),
     ("one choice", 4, {"ep": 4}, {"model": {"top_k": 1}}),
-    ("every choice", 2, {"ep": 2}, {"model": {"top_k": 8}}),
     ("one expert", 4, {"ep": 4}, {"routing": {"router": "balanced"}, "model": {"top_k": 1}}),
-    ("adapters", 2, {"ep": 2}, {"finetune": {"method": "lora", "rank": 4}}),
-    ("hosts", 8, {"ep": 8, "dispatch_hosts": 2}, {"train": {"micro_batches": 2}}),
     ("hosts", 8, {"ep": 8, "dispatch_hosts": 4, "dp_shard": 4}, {}),
     ("one rank per host", 4, {"ep": 4, "dispatch_hosts": 4}, {}),
     ("drops", 8, {"ep": 8, "dispatch_hosts": 2}, {**DROPS, "train": {"micro_batches": 2}}),
-    ("one choice", 4, {"ep": 4, "dispatch_hosts": 2}, {"model": {"top_k": 1}}),
     ("every choice", 4, {"ep": 4, "dispatch_hosts": 2}, {"model": {"top_k": 8}}),
     (
         "one expert", 4, {"ep": 4, "dispatch_hosts": 2},
@@ -68,7 +63,6 @@ def test_fp64_for_any_expert_placement(ranks: RankPool, hosts: int) -> None:
 @pytest.mark.parametrize(
     ("size", "layout", "tables"),
     [
-        (4, {"ep": 4}, {}),
         (
             4,
             {"ep": 4, "dp_shard": 2},

@@ -64,7 +64,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("original")
     with pytest.MonkeyPatch.context() as patch:
         write_inputs(directory, patch)
-        plan("--layout", "ep=2,dp_shard=2")
+        plan("--set=layout.ep=2", "--set=layout.dp_shard=2")
         Path("facts.json").write_text(json.dumps(train()))
     return directory
 
@@ -124,7 +124,7 @@ def test_a_run_follows_its_plan_and_records_measurements(
 
     # The first plan assumed even loads; the next one uses the recorded loads.
     assert planned["predictions"]["loads"] is None
-    loaded = plan("--layout", "ep=2,dp_shard=2", "--loads", "run")["predictions"]
+    loaded = plan("--set=layout.ep=2", "--set=layout.dp_shard=2", "--loads", "run")["predictions"]
     assert loaded["loads"] == "run"
     assert loaded["step_s"] > planned["predictions"]["step_s"]
     for flags, words in (
@@ -149,7 +149,7 @@ def test_a_run_follows_its_plan_and_records_measurements(
 
 def test_measured_phases_of_a_pipeline_include_the_predicted_ones(directory: Path) -> None:
     sets = ("--set", "model.layers=2", "--set", "train.micro_batches=4")
-    predicted = plan("--layout", "pp=2", *sets)["predictions"]
+    predicted = plan("--set=layout.pp=2", *sets)["predictions"]
     prediction = train(*sets)["prediction"]
     assert prediction["predicted"]["phases_s"] == predicted["phases_s"]
     assert predicted["phases_s"].keys() == {"pipeline", "clip", "optimizer", "log"}
@@ -168,10 +168,10 @@ ffn = 16
     before, _, after = JOB.partition("[data]")
     assert before.startswith("\n[model]")
     Path("job.toml").write_text(f"[model]\n{sizes}\n[data]{after}")
-    plan("--layout", "ep=2")
+    plan("--set=layout.ep=2")
     assert train()["step"] == 6
     assert "layer 0" not in Path("run/report.html").read_text().lower()
-    assert plan("--layout", "ep=2", "--loads", "run")["predictions"]["loads"] == "run"
+    assert plan("--set=layout.ep=2", "--loads", "run")["predictions"]["loads"] == "run"
     more = ["--loads", "run", "--set", "model.layers=4"]
     capfd.readouterr()
     assert main(["plan", "job.toml", "--cluster", "cluster.toml", *more]) == 2
@@ -185,14 +185,14 @@ def set_measured_step(step_s: float, run: str = "run") -> None:
     path = Path(run) / "events/rank-0.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for event in events:
-        if event["event"] == "prediction":
-            event["measured"]["step_s"] = step_s
+        if event["event"] == "step":
+            event["step_s"] = step_s
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A second calibration changes nothing; an unsuitable run is rejected with the reason."""
-    loads = ("--loads", "run", "--layout", "ep=2,dp_shard=2")
+    loads = ("--loads", "run", "--set=layout.ep=2", "--set=layout.dp_shard=2")
     first_s = plan(*loads)["predictions"]["step_s"]
     original = Path("cluster.toml").read_text()
     line = ["calibrate", "run", "--cluster", "cluster.toml"]
@@ -248,7 +248,7 @@ def test_calibrate_shows_the_step_times_of_later_plans(
     trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Waiting for stragglers does not scale with the factors."""
-    loads = ("--loads", "run", "--layout", "ep=2,dp_shard=2")
+    loads = ("--loads", "run", "--set=layout.ep=2", "--set=layout.dp_shard=2")
     first_s = plan(*loads)["predictions"]["step_s"]
     original = Path("cluster.toml").read_text()
     set_measured_step(1.5 * first_s)

@@ -20,11 +20,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CAPACITY = 1.25
 
 
+DEFAULT = (0, 5, 6, 10)
+"""Cases of the default suite: one of each policy, and every layout and top-k."""
 CASES = [
-    (policy, top_k, list(LAYOUTS)[(at + turn) % 3], (CAPACITY, None)[(at + turn) % 2])
+    pytest.param(
+        policy, top_k, list(LAYOUTS)[(at + turn) % 3], (CAPACITY, None)[(at + turn) % 2],
+        marks=[pytest.mark.soak] * (3 * at + turn not in DEFAULT),
+    )
     for at, policy in enumerate(POLICIES)
     for turn, top_k in enumerate(TOP_K)
-]
+]  # fmt: skip
 """Every pair of policy, top-k, layout and capacity."""
 
 
@@ -65,8 +70,7 @@ def test_twenty_steps(
 
 @pytest.mark.parametrize(
     ("policy", "layout", "recompute"),
-    [("quota", "ep 4", False), ("eplb", "ep 2 x 2", False), ("eplb", "ep 2, sharded", False),
-     ("pro-prophet", "ep 4", True)],
+    [("quota", "ep 4", False), ("eplb", "ep 2, sharded", False), ("pro-prophet", "ep 4", True)],
 )  # fmt: skip
 def test_replicas_prefetched_in_part(
     ranks: RankPool, policy: str, layout: str, recompute: bool

@@ -41,25 +41,18 @@ ONE_EACH = {"train": {"micro_batches": 8}, "data": {"sequence": 3}}
 FEW = {"data": {"sequence": 2}, "train": {"micro_batches": 2}}
 """Two tokens each."""
 EDGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "ranks without rows": (4, {"ep": 4}, ONE_EACH),
     "ranks without rows, visits in chunks": (
         4, {"ep": 4, "dispatch": "dedup", "chunks": 2, "overlap_local": True}, ONE_EACH,
     ),
     "ranks without rows, again": (
         4, {"ep": 2}, {**ONE_EACH, "train": {"micro_batches": 8, "recompute": True}},
     ),
-    "more chunks than tokens": (4, {"ep": 4, "chunks": 5}, FEW),
     "more chunks than tokens, visits": (
         4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "chunks": 3,
             "overlap_local": True}, FEW,
     ),
-    "many experts": (2, {"ep": 2, "chunks": 2}, MANY),
     "many experts, by hosts": (4, {"ep": 4, "dispatch_hosts": 2, "dispatch": "dedup"}, MANY),
     "clipped": (4, {"ep": 2}, {"train": {"clip": 1e-3, "micro_batches": 2}}),
-    "interleaved": (
-        4, {"ep": 2, "pp": 2, "schedule": "interleaved", "chunks": 2},
-        {"model": {"layers": 4}, "train": {"micro_batches": 4}},
-    ),
     "interleaved, again": (
         4, {"ep": 2, "pp": 2, "schedule": "interleaved"},
         {"model": {"layers": 4}, "train": {"micro_batches": 4, "recompute": True}},
@@ -105,15 +98,14 @@ def test_copies_at_random_at_the_edges(ranks: RankPool, name: str) -> None:
     assert sum(step["replicas"] for step in several.steps) > 0
 
 
-@pytest.mark.parametrize("name", ["interleaved, again", "gpipe, visits, again"])
-def test_early_copies_in_a_pipeline(ranks: RankPool, name: str) -> None:
-    size, layout, tables = EDGES[name]
+def test_early_copies_in_a_pipeline(ranks: RankPool) -> None:
+    size, layout, tables = EDGES["gpipe, visits, again"]
     several = outcome(ranks, size, tiny_job(**tables, layout=layout, **EARLY), STEPS)
     assert_same(several, alone(ranks, tables))
     assert sum(step["replicas"] for step in several.steps) > 0
 
 
-@pytest.mark.parametrize("name", LONG_STAGES)
+@pytest.mark.parametrize("name", ["1f1b", "zero bubble"])
 def test_copies_at_random_in_long_stages(ranks: RankPool, name: str) -> None:
     """Of two of three layers they leave early, in two parts where the layer before is in the same
     stage."""
@@ -126,7 +118,7 @@ def test_copies_at_random_in_long_stages(ranks: RankPool, name: str) -> None:
     assert last["not_prefetched"] > 0
 
 
-@pytest.mark.parametrize("name", LONG_STAGES)
+@pytest.mark.parametrize("name", ["zero bubble", "interleaved"])
 def test_copies_in_two_parts_in_long_stages(ranks: RankPool, name: str) -> None:
     size, layout, tables = LONG_STAGES[name]
     job = tiny_job(**tables, layout=layout, balance=IN_PARTS)
@@ -180,8 +172,8 @@ def one_expert(world: World, job: Job, replica_seed: int | None) -> Any:
 
 @pytest.mark.parametrize(
     ("balance", "replica_seed"),
-    [({}, 5), ({}, None), ({"prefetch": True}, None), ({"policy": "eplb"}, None)],
-)  # fmt: skip
+    [({}, 5), ({"prefetch": True}, None), ({"policy": "eplb"}, None)],
+)
 def test_all_rows_for_one_expert(
     ranks: RankPool, balance: dict[str, Any], replica_seed: int | None
 ) -> None:
@@ -219,9 +211,9 @@ def judged(world: World, job: Job, replica_seed: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "replica_seed"), [({"ep": 4}, 3), ({"ep": 2, "pp": 2, "schedule": "1f1b"}, 3),
-                           ({"ep": 4}, None)],
-)  # fmt: skip
+    ("layout", "replica_seed"),
+    [({"ep": 2, "pp": 2, "schedule": "1f1b"}, 3), ({"ep": 4}, None)],
+)
 def test_validation_between_steps(
     ranks: RankPool, layout: dict[str, Any], replica_seed: int | None
 ) -> None:
@@ -253,9 +245,8 @@ def overflowing(world: World, job: Job, replica_seed: int) -> Any:
     return told, states, made
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_an_overflow_among_copies_is_skipped_by_all(ranks: RankPool, recompute: bool) -> None:
-    train = {"precision": "fp16", "micro_batches": 2, "recompute": recompute}
+def test_an_overflow_among_copies_is_skipped_by_all(ranks: RankPool) -> None:
+    train = {"precision": "fp16", "micro_batches": 2, "recompute": True}
     results = ranks.run(4, overflowing, tiny_job(layout={"ep": 4}, train=train, balance=ASKING), 7)
     assert all(told == results[0][0] and made == results[0][2] > 0 for told, _, made in results)
     assert [skipped for skipped, _, _ in results[0][0]] == [False, True, False]
@@ -265,9 +256,7 @@ def test_an_overflow_among_copies_is_skipped_by_all(ranks: RankPool, recompute: 
     assert all(np.isfinite(values).all() for values in last.values())
 
 
-@pytest.mark.parametrize(
-    ("precision", "early"), [("fp32", True), ("bf16", False), ("bf16", True), ("fp16", False)]
-)
+@pytest.mark.parametrize(("precision", "early"), [("fp32", True), ("bf16", True), ("fp16", False)])
 def test_routing_replayed_among_copies(
     ranks: RankPool, tmp_path: Path, precision: str, early: bool
 ) -> None:

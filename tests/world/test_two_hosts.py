@@ -78,21 +78,16 @@ STEPS = 3
 MICRO_BATCHES = {"train": {"micro_batches": 2}}
 AGAIN = {"train": {"micro_batches": 2, "recompute": True}}
 EARLY = {"balance": {**ASKING, "prefetch": True}}
-SPREAD: dict[int, list[tuple[dict[str, Any], dict[str, Any], int | None]]] = {
-    2: [
-        ({"ep": 2}, MICRO_BATCHES, 1),
-        ({"ep": 2, "dispatch": "dedup", "chunks": 2, "overlap_local": True}, AGAIN, 2),
-        ({"ep": 2}, {**AGAIN, **EARLY}, None),
-    ],
-    4: [
-        ({"ep": 4, "dispatch_hosts": 2, "dispatch": "all_to_all"}, MICRO_BATCHES, 3),
-        ({"ep": 4, "dispatch_hosts": 2, "dispatch": "dedup", "chunks": 3}, AGAIN, 4),
-        ({"ep": 4, "dispatch": "dedup"}, {**MICRO_BATCHES, **EARLY}, None),
-        ({"ep": 4, "dp_shard": 4}, {**AGAIN, **EARLY}, None),
-    ],
-}
-"""By number of ranks: layouts, tables, and the seed of random replicas, prefetched in two of three
-layers."""
+SPREAD: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
+    ({"ep": 4, "dispatch_hosts": 2, "dispatch": "all_to_all"}, MICRO_BATCHES, 3),
+    (
+        {"ep": 4, "dispatch_hosts": 2, "dispatch": "dedup", "chunks": 3, "overlap_local": True},
+        AGAIN, 4,
+    ),
+    ({"ep": 4, "dispatch": "dedup"}, {**MICRO_BATCHES, **EARLY}, None),
+    ({"ep": 4, "dp_shard": 4}, {**AGAIN, **EARLY}, None),
+]  # fmt: skip
+"""Layouts, tables, and the seed of random replicas, prefetched in two of three layers."""
 
 
 def train_on_two_hosts(
@@ -111,17 +106,14 @@ def train_on_two_hosts(
 
 
 @on_two_hosts
-@pytest.mark.parametrize("size", SPREAD)
-def test_replicas_of_experts_of_the_other_host(
-    ranks: RankPool, own_ranks: RankPool, size: int
-) -> None:
+def test_replicas_of_experts_of_the_other_host(ranks: RankPool, own_ranks: RankPool) -> None:
     """Over sockets, pairwise, with prefetched replicas and others."""
     jobs = [
         (tiny_job(**{"balance": ASKING, **tables}, layout=layout), replica_seed)
-        for layout, tables, replica_seed in SPREAD[size]
+        for layout, tables, replica_seed in SPREAD
     ]
     with two_hosts() as hosts:
-        by_rank: list[list[Run]] = own_ranks.run(size, train_on_two_hosts, hosts, jobs)
+        by_rank: list[list[Run]] = own_ranks.run(4, train_on_two_hosts, hosts, jobs)
     expected = outcome(ranks, 1, tiny_job(**MICRO_BATCHES), STEPS)
     for results in zip(*by_rank, strict=True):
         several = together(list(results))

@@ -46,40 +46,66 @@ FAMILIES["latent"] = {  # Proportions of DeepSeek-V3: heads are wider than the h
 FAMILIES["deep"] = {**FAMILIES["olmoe"], "layers": 4}
 FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
 FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
-FAMILIES["wide"] = {
-    **FAMILIES["mixtral"], "layers": 1, "hidden": 512, "head_dim": 64, "ffn": 1024, "experts": 2,
-    "top_k": 2,
-}  # fmt: skip
 FAMILIES["words"] = {**FAMILIES["dense"], "layers": 2, "hidden": 384, "ffn": 96, "vocab": 3000}
 FAMILIES["words, tied"] = {**FAMILIES["words"], "tied": True}
 EVEN = {"router": "balanced", "balance_loss": 0.0}
-AGAIN, PARTS = {"recompute": True}, {"micro_batches": 2}
-CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
-    # ranks, ep, dp_shard, family, train
-    (1, 1, 1, "olmoe", {}),
-    (1, 1, 1, "mixtral", {**AGAIN, **PARTS}),
-    (1, 1, 1, "mixtral", {"precision": "bf16", "batch": 4, **AGAIN}),
-    (1, 1, 1, "dense", {"precision": "bf16", "batch": 4}),
-    (1, 1, 1, "latent", {}),
-    (1, 1, 1, "wide vocabulary, tied", PARTS),
-    (2, 1, 1, "olmoe", PARTS),
-    (2, 1, 2, "dense", {**AGAIN, **PARTS}),
-    (2, 1, 2, "wide vocabulary, tied", {}),
-    (2, 2, 1, "olmoe", {}),
-    (2, 2, 2, "mixtral", AGAIN),
-    (1, 1, 1, "deepseek", {}),
-    (2, 1, 2, "deepseek", PARTS),
-    (2, 2, 2, "deepseek", AGAIN),
-    (2, 2, 1, "latent", {"precision": "bf16", "batch": 4, **AGAIN}),
-    (2, 2, 1, "qwen3", {}),
-    (4, 2, 1, "mixtral", {}),
-    (4, 2, 2, "olmoe", PARTS),
-    (4, 4, 4, "mixtral", {}),
+AGAIN, PARTS, FOUR = {"recompute": True}, {"micro_batches": 2}, {"micro_batches": 4}
+DEEP, FEW = {**FOUR, "batch": 16}, {"batch": 2}
+DEDUP, COLUMNS = {"ep": 2, "dispatch": "dedup"}, {"embedding": "columns"}
+Case = tuple[int, dict[str, Any], str, dict[str, Any]]
+"""Ranks, layout, family, train."""
+CASES: list[Case] = [
+    (1, {}, "olmoe", {}),
+    (2, {"ep": 2, "dp_shard": 2}, "deepseek", AGAIN),
+    (4, {"ep": 2, "dp_shard": 2}, "mixtral", PARTS),
+    (2, {"tp": 2, "etp": 2}, "deepseek", {**PARTS, "precision": "bf16"}),
+    (4, {"tp": 2, "ep": 4, "dp_shard": 2}, "qwen3", {}),
+    (2, {}, "words, tied", FEW),
+    (2, {"pp": 2, "schedule": "zero-bubble"}, "deep", DEEP),
+    (2, {"pp": 2, "schedule": "interleaved"}, "deep", {**DEEP, **AGAIN}),
+    (4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "chunks": 4}, "mixtral", PARTS),
+    (2, {"ep": 2, "dispatch": "all_to_all", "overlap_local": True}, "olmoe", {}),
+    (2, COLUMNS, "wide vocabulary, tied", PARTS),
+    (4, {"pp": 2, "dp_shard": 2, **COLUMNS}, "wide vocabulary", DEEP),
 ]
+MORE_CASES: list[Case] = [
+    (1, {}, "mixtral", {"precision": "bf16", "batch": 4, **AGAIN}),
+    (1, {}, "dense", {"precision": "bf16", "batch": 4}),
+    (1, {}, "latent", {}),
+    (2, {"dp_shard": 2}, "dense", {**AGAIN, **PARTS}),
+    (2, {"dp_shard": 2}, "wide vocabulary, tied", {}),
+    (2, {"ep": 2}, "latent", {"precision": "bf16", "batch": 4, **AGAIN}),
+    (4, {"ep": 4, "dp_shard": 4}, "mixtral", {}),
+    (2, {"tp": 2}, "wide vocabulary, tied", PARTS),
+    (2, {"tp": 2}, "latent", PARTS),
+    (2, {"tp": 2, "ep": 2}, "mixtral", {"precision": "bf16", **AGAIN}),
+    (4, {"tp": 2, "dp_shard": 2}, "dense", {}),
+    (4, {"tp": 2, "etp": 2, "ep": 2}, "mixtral", {}),
+    (2, {}, "words", FEW),
+    (2, {"pp": 2}, "words", {**PARTS, **FEW}),
+    (2, {"pp": 2, "schedule": "gpipe"}, "deep", {**DEEP, **AGAIN}),
+    (2, {"pp": 2, "schedule": "1f1b"}, "wide vocabulary, tied", {**DEEP, "precision": "bf16"}),
+    (4, {"pp": 2, "schedule": "1f1b", "tp": 2}, "deep", DEEP),
+    (4, {"pp": 2, "schedule": "gpipe", "dp_shard": 2}, "dense", DEEP),
+    (4, {"pp": 2, "schedule": "interleaved", "ep": 2}, "deep", DEEP),
+    (2, {**DEDUP, "chunks": 2}, "deepseek", {"precision": "bf16", **AGAIN}),
+    (2, {**DEDUP, "overlap_local": True}, "deepseek", {"precision": "bf16"}),
+    (4, {"ep": 4, "dispatch": "all_to_all", "dispatch_hosts": 2, "chunks": 2}, "qwen3", {}),
+    (
+        4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "overlap_local": True},
+        "mixtral", PARTS,
+    ),
+    (4, COLUMNS, "wide vocabulary, tied", {"precision": "bf16", "batch": 16, **AGAIN}),
+    (4, COLUMNS, "wide vocabulary", {**PARTS, "batch": 6}),
+    (4, {"dp_shard": 2, **COLUMNS}, "wide vocabulary, tied", PARTS),
+    (4, {"ep": 4, **COLUMNS}, "olmoe", {}),
+    (4, {"pp": 2, "schedule": "zero-bubble", **COLUMNS}, "wide vocabulary, tied", DEEP),
+]  # fmt: skip
+"""Cases of the long suite."""
 
 
 class Documents(RandomSamples):
-    """Samples of two documents each, so that attention has a mask."""
+    """Samples of two documents each, so that attention runs in two blocks."""
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
         """Return the samples of `indices`."""
@@ -115,124 +141,40 @@ def peaks(world: World, job: Job) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("case", sparing(CASES, 6), ids=str)
-def test_peak_allocation_matches_the_prediction(
-    ranks: RankPool, case: tuple[int, int, int, str, dict[str, Any]]
-) -> None:
-    """The first step and later ones agree."""
-    size, ep, dp_shard, family, train = case
-    job = make_job({"ep": ep, "dp_shard": dp_shard}, family, train)
-    first, *later = ranks.run(size, peaks, job, timeout_s=60.0)[-1]
-    needs = memory(job, plan_from_layout(job.layout, job.model, size))
-    assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in MORE_CASES)],
+    ids=str,
+)
+def test_peak_allocation_matches_the_prediction(ranks: RankPool, case: Case) -> None:
+    """Check the last rank; with a pipeline, whose ranks have other blocks, also the first."""
+    size, layout, family, train = case
+    job = make_job(layout, family, train)
+    plan = plan_from_layout(job.layout, job.model, size)
+    found = ranks.run(size, peaks, job, timeout_s=60.0)
+    for rank in (0, size - 1) if plan.pp > 1 else (size - 1,):
+        needs = memory(job, plan, rank)
+        assert needs.peak_bytes == pytest.approx(min(found[rank]), rel=0.02), rank
+        assert needs.peak_bytes <= needs.total_bytes
     # A Gloo thread may still hold a buffer, above all on busy cores.
+    first, *later = found[-1]
     assert first == pytest.approx(min(later), rel=0.1)
 
 
-TWO, FOUR = {"tp": 2}, {"micro_batches": 4}
-TP_CASES: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
-    # ranks, layout, family, train
-    (2, TWO, "olmoe", {}),
-    (2, TWO, "dense", {**AGAIN, **PARTS}),
-    (2, TWO, "wide vocabulary, tied", PARTS),
-    (2, TWO, "deepseek", {"precision": "bf16"}),
-    (2, TWO, "latent", PARTS),
-    (2, {**TWO, "ep": 2}, "qwen3", {}),
-    (2, {**TWO, "ep": 2}, "mixtral", {"precision": "bf16", **AGAIN}),
-    (4, {**TWO, "dp_shard": 2}, "dense", {}),
-    (4, {**TWO, "ep": 4, "dp_shard": 2}, "deepseek", PARTS),
-    (2, {**TWO, "etp": 2}, "olmoe", {}),
-    (2, {**TWO, "etp": 2}, "deepseek", {**PARTS, "precision": "bf16"}),
-    (4, {**TWO, "etp": 2, "ep": 2}, "mixtral", {}),
-]
-
-
-@pytest.mark.parametrize("case", sparing(TP_CASES, 6), ids=str)
-def test_tp_peak_allocation_matches_the_prediction(
-    ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
-) -> None:
-    size, layout, family, train = case
-    job = make_job(layout, family, train)
-    first, *later = ranks.run(size, peaks, job)[-1]
-    needs = memory(job, plan_from_layout(job.layout, job.model, size))
-    assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
-    assert needs.peak_bytes <= needs.total_bytes
-
-
-FEW = {"batch": 2}
-BUCKETS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
-    # ranks, layout, family, train
-    (2, {}, "olmoe", {}),
-    (2, {}, "dense", {}),
-    (2, {}, "wide vocabulary", PARTS),
-    (2, {}, "words", FEW),
-    (2, {}, "words, tied", FEW),
-    (2, {}, "words, tied", {**PARTS, "batch": 4}),
-    (2, {"pp": 2}, "words", {**PARTS, **FEW}),
-]
-
-
-@pytest.mark.parametrize("case", sparing(BUCKETS, 3), ids=str)
-def test_gradient_buckets_count_from_their_first_gradient(
-    ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
-) -> None:
-    size, layout, family, train = case
-    job = make_job(layout, family, train)
-    found = min(ranks.run(size, peaks, job)[-1])
-    needs = memory(job, plan_from_layout(job.layout, job.model, size))
-    assert needs.peak_bytes == pytest.approx(found, rel=0.02)
-    assert needs.peak_bytes <= needs.total_bytes
-
-
-PP_CASES: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
-    # ranks, layout, family, train
-    (2, {"schedule": "gpipe"}, "dense", FOUR),
-    (2, {"schedule": "gpipe"}, "deep", {**FOUR, **AGAIN}),
-    (2, {"schedule": "1f1b"}, "deep", FOUR),
-    (2, {"schedule": "1f1b"}, "wide vocabulary, tied", {**FOUR, "precision": "bf16"}),
-    (2, {"schedule": "interleaved"}, "deep", FOUR),
-    (2, {"schedule": "interleaved"}, "deep", {**FOUR, **AGAIN}),
-    (2, {"schedule": "zero-bubble"}, "dense", FOUR),
-    (2, {"schedule": "zero-bubble"}, "deep", FOUR),
-    (4, {"schedule": "1f1b", "tp": 2}, "deep", FOUR),
-    (4, {"schedule": "gpipe", "dp_shard": 2}, "dense", FOUR),
-    (4, {"schedule": "interleaved", "ep": 2}, "deep", FOUR),
-]
-
-
-@pytest.mark.parametrize("case", sparing(PP_CASES, 6), ids=str)
-def test_pp_peak_allocation_matches_the_prediction(
-    ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
-) -> None:
-    """The first and the last rank have other blocks and other numbers of micro-batches."""
-    size, layout, family, train = case
-    job = make_job({"pp": 2, **layout}, family, {"batch": 16, **train})
-    plan = plan_from_layout(job.layout, job.model, size)
-    found = [min(steps) for steps in ranks.run(size, peaks, job)]
-    for rank in (0, size - 1):
-        needs = memory(job, plan, rank)
-        assert needs.peak_bytes == pytest.approx(found[rank], rel=0.02), rank
-        assert needs.peak_bytes <= needs.total_bytes
-
-
 LORA = {"method": "lora", "rank": 8}
-EVERY = ["attention", "experts", "ffn", "shared"]
+EVERY = {**LORA, "targets": ["attention", "experts", "ffn", "shared"], "router": "train"}
 ADAPTED: list[tuple[int, dict[str, Any], str, dict[str, Any], dict[str, Any]]] = [
     # ranks, layout, family, train, finetune
     (1, {}, "olmoe", {}, LORA),
-    (1, {}, "olmoe", AGAIN, LORA),
-    (1, {}, "mixtral", PARTS, LORA),
-    (1, {}, "dense", {"precision": "bf16"}, {**LORA, "targets": ["attention"]}),
-    (1, {}, "deepseek", {**AGAIN, **PARTS}, {**LORA, "targets": EVERY, "router": "train"}),
-    (1, {}, "deepseek", {"precision": "bf16"}, LORA),
+    (1, {}, "deepseek", {**AGAIN, **PARTS}, EVERY),
+    (2, {"pp": 2, "schedule": "1f1b"}, "deep", DEEP, LORA),
     (2, {"ep": 2}, "qwen3", PARTS, LORA),
     (2, {"dp_shard": 2}, "mixtral", {}, LORA),
-    (2, TWO, "olmoe", AGAIN, LORA),
-    (2, {"pp": 2, "schedule": "1f1b"}, "deep", {**FOUR, "batch": 16}, LORA),
+    (2, {"tp": 2}, "olmoe", AGAIN, LORA),
 ]
 
 
-@pytest.mark.parametrize("case", sparing(ADAPTED, 3), ids=str)
+@pytest.mark.parametrize("case", sparing(ADAPTED, 2), ids=str)
 def test_lora_peak_allocation_is_near_the_prediction(
     ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any], dict[str, Any]]
 ) -> None:
@@ -260,21 +202,18 @@ def stored_bytes(world: World, job: Job) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "layout"),
+    ("size", "layout", "tied"),
     [
-        (2, {"tp": 2, "ep": 2}),
-        (2, {"pp": 2}),
-        (4, {"tp": 2, "dp_shard": 2, "ep": 4}),
-        (4, {"pp": 2, "tp": 2}),
-        (4, {"tp": 2, "etp": 2}),
-        (4, {"pp": 2, "ep": 2, "schedule": "interleaved"}),
-        (4, {"ep": 2, "dp_shard": 2, "embedding": "columns"}),
-        (4, {"pp": 2, "embedding": "columns"}),
-        (4, {"pp": 2, "ep": 2, "migrate_every": 3}),
-        (2, {"ep": 2, "migrate_every": 3}),
+        (2, {"tp": 2, "ep": 2}, False),
+        (4, {"tp": 2, "dp_shard": 2, "ep": 4}, True),
+        (4, {"pp": 2, "tp": 2}, True),
+        (4, {"tp": 2, "etp": 2}, False),
+        (4, {"pp": 2, "ep": 2, "schedule": "interleaved"}, True),
+        (4, {"ep": 2, "dp_shard": 2, "embedding": "columns"}, False),
+        (4, {"pp": 2, "embedding": "columns"}, True),
+        (4, {"pp": 2, "ep": 2, "migrate_every": 3}, False),
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
 def test_stored_bytes_match_the_prediction(
     ranks: RankPool, size: int, layout: dict[str, Any], tied: bool
 ) -> None:
@@ -288,69 +227,3 @@ def test_stored_bytes_match_the_prediction(
     for rank, held in enumerate(ranks.run(size, stored_bytes, job)):
         needs = memory(job, plan, rank)
         assert (needs.parameters_bytes, needs.moments_bytes, needs.staging_bytes) == held
-
-
-CHUNKS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
-    # ranks, layout, family, train
-    (2, {"ep": 2, "chunks": 4}, "olmoe", {}),
-    (
-        2, {"ep": 2, "dispatch": "dedup", "chunks": 2}, "deepseek",
-        {"precision": "bf16", **AGAIN},
-    ),
-    (
-        4, {"ep": 4, "dp_shard": 2, "dispatch": "dedup", "dispatch_hosts": 2, "chunks": 4},
-        "mixtral", PARTS,
-    ),
-    (4, {"ep": 4, "dispatch": "all_to_all", "dispatch_hosts": 2, "chunks": 2}, "qwen3", {}),
-    (2, {"ep": 2, "dispatch": "all_to_all", "overlap_local": True}, "olmoe", {}),
-    (2, {"ep": 2, "dispatch": "dedup", "overlap_local": True}, "deepseek", {"precision": "bf16"}),
-    (
-        4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "overlap_local": True},
-        "mixtral", PARTS,
-    ),
-    (4, {"ep": 4, "dispatch": "all_to_all", "chunks": 2, "overlap_local": True}, "qwen3", AGAIN),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", sparing(CHUNKS, 3), ids=str)
-def test_dispatch_peak_allocation_matches_the_prediction(
-    ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
-) -> None:
-    size, layout, family, train = case
-    job = make_job(layout, family, train)
-    needs = memory(job, plan_from_layout(job.layout, job.model, size))
-    found = min(ranks.run(size, peaks, job)[-1])
-    assert needs.peak_bytes == pytest.approx(found, rel=0.02)
-
-
-COLUMNS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
-    # ranks, layout, family, train
-    (2, {}, "dense", {}),
-    (2, {}, "wide vocabulary", PARTS),
-    (2, {}, "wide vocabulary, tied", {}),
-    (2, {}, "wide vocabulary, tied", PARTS),
-    (4, {}, "wide vocabulary, tied", {"precision": "bf16", "batch": 16, **AGAIN}),
-    (4, {}, "wide vocabulary", {**PARTS, "batch": 6}),
-    (4, {"ep": 4}, "olmoe", {}),
-    (2, {"dp_shard": 2}, "wide vocabulary", {}),
-    (4, {"dp_shard": 2}, "wide vocabulary, tied", PARTS),
-    (4, {"pp": 2, "schedule": "gpipe"}, "wide vocabulary", {**FOUR, "batch": 16}),
-    (4, {"pp": 2, "schedule": "1f1b"}, "wide vocabulary, tied", {**FOUR, "batch": 16}),
-    (4, {"pp": 2, "schedule": "zero-bubble"}, "wide vocabulary, tied", {**FOUR, "batch": 16}),
-    (4, {"pp": 2, "dp_shard": 2, "schedule": "1f1b"}, "wide vocabulary", {**FOUR, "batch": 16}),
-]
-
-
-@pytest.mark.parametrize("case", sparing(COLUMNS, 3), ids=str)
-def test_sharded_embedding_peak_allocation_matches_the_prediction(
-    ranks: RankPool, case: tuple[int, dict[str, Any], str, dict[str, Any]]
-) -> None:
-    """Check the last rank, and with a pipeline also the first."""
-    size, layout, family, train = case
-    job = make_job({"embedding": "columns", **layout}, family, train)
-    plan = plan_from_layout(job.layout, job.model, size)
-    found = [min(steps) for steps in ranks.run(size, peaks, job)]
-    for rank in (0, size - 1) if plan.pp > 1 else (size - 1,):
-        needs = memory(job, plan, rank)
-        assert needs.peak_bytes == pytest.approx(found[rank], rel=0.02), rank
-        assert needs.peak_bytes <= needs.total_bytes

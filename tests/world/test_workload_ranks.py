@@ -65,7 +65,7 @@ def traced(world: World, job: Job) -> BlockTrace:
     return trace_blocks(job, plan_from_layout(job.layout, job.model, world.size), world)
 
 
-@pytest.mark.parametrize("case", sparing(CASES, 9), ids=str)
+@pytest.mark.parametrize("case", sparing(CASES, 13), ids=str)
 def test_work_matches_the_prediction(
     ranks: RankPool, case: tuple[int, dict[str, Any], str, str, bool]
 ) -> None:

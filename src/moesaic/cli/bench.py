@@ -12,7 +12,8 @@ import typer
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import UserError
-from moesaic.cli import flags, prediction, screen
+from moesaic.base.units import format_bytes, format_quantity, format_seconds
+from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.progress import probe_progress
 from moesaic.cli.start import exit_on_interrupt
@@ -237,12 +238,12 @@ def _describe_skipped(skipped: Sequence[SkippedBatch], needs_s: float, free_byte
         if seconds > _MAX_SECONDS:
             limit = min(batch.roofline.tokens for batch in too_slow)
             remedy = f"use batches below {limit:,} tokens (--set tokens=...)"
-        longest = prediction.format_seconds(max(batch.needed for batch in too_slow))
+        longest = format_seconds(max(batch.needed for batch in too_slow))
         text += f"\nskipped: {_name_batches(too_slow)}: a batch takes up to {longest}; {remedy}"
     too_large = [batch for batch in skipped if batch.reason == "memory"]
     if too_large:
-        needed = screen.format_bytes(max(batch.needed for batch in too_large))
-        free = screen.format_bytes(max(free_bytes, 0))
+        needed = format_bytes(max(batch.needed for batch in too_large))
+        free = format_bytes(max(free_bytes, 0))
         text += (
             f"\nskipped: {_name_batches(too_large)}: a batch needs up to {needed} in addition to "
             f"the experts, but {free} are free; use fewer tokens (--set tokens=...)"
@@ -306,9 +307,9 @@ def _heading(result: dict[str, Any]) -> str:
 
 def _describe_limits(limits: Sequence[DeviceLimit]) -> str:
     rates = ", ".join(
-        f"{limit.dtype} {screen.format_quantity(limit.flops_per_s, 'FLOP/s')}" for limit in limits
+        f"{limit.dtype} {format_quantity(limit.flops_per_s, 'FLOP/s')}" for limit in limits
     )
-    bandwidth = screen.format_quantity(limits[0].bytes_per_s, "B/s")
+    bandwidth = format_quantity(limits[0].bytes_per_s, "B/s")
     return f"limits: matmul {rates}; memory {bandwidth}"
 
 
@@ -316,8 +317,8 @@ def _row(speed: MeasuredSpeed) -> str:
     roofline = speed.roofline
     cells = (
         roofline.dtype, f"{roofline.tokens:,}", f"{roofline.tokens_per_expert:g}",
-        prediction.format_seconds(speed.forward_s), f"{roofline.tokens / speed.forward_s:,.0f}",
-        f"{speed.forward_efficiency:.0%}", prediction.format_seconds(speed.step_s),
+        format_seconds(speed.forward_s), f"{roofline.tokens / speed.forward_s:,.0f}",
+        f"{speed.forward_efficiency:.0%}", format_seconds(speed.step_s),
         f"{speed.step_efficiency:.0%}", roofline.bottleneck,
     )  # fmt: skip
     return _cells(cells)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Table
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, UserError
-from moesaic.cli import flags, prediction, screen
-from moesaic.cli.flags import DryRun, Json, Out
+from moesaic.base.units import format_seconds
+from moesaic.cli import flags, screen
+from moesaic.cli.flags import ClusterPath, DryRun, Json, Out
 from moesaic.cli.loads import find_loads_mismatch
-from moesaic.cli.plan import assign_places
 from moesaic.facts.cluster import (
     Calibration,
     Cluster,
@@ -31,15 +30,11 @@ from moesaic.facts.plan import WARMUP_STEPS, Plan, check_plan, placement_mismatc
 
 if TYPE_CHECKING:
     from moesaic.policy.cost.calibrate import Factors, Observation
-    from moesaic.report import RunFacts
+    from moesaic.report import RunStats
 
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(metavar="RUN...", help="Runs with plans for the cluster.", show_default=False),
-]
-ClusterFile = Annotated[
-    Path | None,
-    typer.Option("--cluster", metavar="FILE", show_default=False, help="Cluster file of the runs."),
 ]
 _MIN_SHOWN_SHARE = 0.005
 """Least share of waiting for stragglers that is shown."""
@@ -49,7 +44,7 @@ _ERROR_MARGIN = 0.005
 
 def calibrate(
     runs: Runs = None,
-    cluster_path: ClusterFile = None,
+    cluster_path: ClusterPath = None,
     out: Out = None,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -113,7 +108,7 @@ def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibrat
         flags.write_new_file("--out", out, result)
 
 
-def _fit_factors(runs: Sequence[RunFacts], cluster: Cluster) -> tuple[Calibration, dict[str, Any]]:
+def _fit_factors(runs: Sequence[RunStats], cluster: Cluster) -> tuple[Calibration, dict[str, Any]]:
     """Return the factors that fit `runs`, and a summary as plain data."""
     from moesaic.policy.cost.calibrate import KINDS, fit_factors, fit_leave_one_out
 
@@ -141,11 +136,12 @@ def _check_unique(runs: Sequence[Path]) -> Sequence[Path]:
     return runs
 
 
-def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunFacts:
+def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunStats:
     """Return the run at `path`; raise UserError if the factors cannot be fitted to it."""
-    from moesaic.report import RunFacts
+    from moesaic.policy.plan.mapping import assign_places
+    from moesaic.report import RunStats
 
-    run = RunFacts.read(path)
+    run = RunStats.read(path)
     if run.prediction is None:
         missing = "predictions in its plan" if not run.plan.get("predictions") else "measured step"
         raise UserError(
@@ -158,9 +154,9 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunFacts:
             f"RUN '{path}' was planned for cluster '{name}', but '{cluster_path}' describes "
             f"'{cluster.name}': give runs that were planned for '{cluster.name}'"
         )
-    num_steps = int((run.steps.step > (run.parts[-1].step if run.parts else 0)).sum())
+    num_steps = int((run.steps.step > (run.launches[-1].step if run.launches else 0)).sum())
     if num_steps <= WARMUP_STEPS:
-        since = " since it was resumed" if len(run.parts) > 1 else ""
+        since = " since it was resumed" if len(run.launches) > 1 else ""
         raise UserError(
             f"RUN '{path}' has {num_steps} steps{since}, and the first {WARMUP_STEPS} after a "
             "start are slower than others: give a longer run"
@@ -186,30 +182,31 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunFacts:
     return run
 
 
-def _job(run: RunFacts) -> Job:
+def _job(run: RunStats) -> Job:
     return parse(Job, run.job, str(run.directory / "job.json"))
 
 
-def _plan(run: RunFacts) -> Plan:
+def _plan(run: RunStats) -> Plan:
     return parse(Plan, run.plan, str(run.directory / "plan.json"))
 
 
-def _observe_run(run: RunFacts, cluster: Cluster) -> Observation:
+def _observe_run(run: RunStats, cluster: Cluster) -> Observation:
     """Return the measured step of `run` and its prediction from uncalibrated figures and the
     recorded loads."""
     from moesaic.policy.cost.calibrate import UNCALIBRATED
-    from moesaic.sim.observation import observe_step
+    from moesaic.policy.cost.observation import observe_step
+    from moesaic.policy.cost.timeline import check_step_time
 
     assert run.prediction is not None
     measured_s = run.prediction.measured.step_s
     loads = None if run.loads is None else list(run.loads.recent)
     step = observe_step(str(run.directory), measured_s, _job(run), _plan(run), cluster, loads)
     predicted_s = step.predict_s(UNCALIBRATED)
-    prediction.check_step_time(cluster.name, predicted_s)
+    check_step_time(cluster.name, predicted_s)
     if not MIN_FACTOR <= measured_s / predicted_s <= MAX_FACTOR:
         raise UserError(
-            f"RUN '{run.directory}' took {prediction.format_seconds(measured_s)} per step, but "
-            f"{prediction.format_seconds(predicted_s)} were predicted, and factors are limited to "
+            f"RUN '{run.directory}' took {format_seconds(measured_s)} per step, but "
+            f"{format_seconds(predicted_s)} were predicted, and factors are limited to "
             f"{MIN_FACTOR} to {MAX_FACTOR:g}: leave the run out if the machine was busy, or probe "
             "the machine again"
         )
@@ -261,24 +258,28 @@ def _summarize(
 
 def _print_facts(facts: dict[str, Any]) -> None:
     several_runs, error = facts["leave_one_out"], facts["error"]
-    kinds = _table("kind", "share of a step", "factor", "without one run")
+    kinds = []
     for kind in facts["kinds"]:
         factors = f"{kind['factor_min']:.2f} to {kind['factor_max']:.2f}" if several_runs else "-"
-        kinds.add_row(kind["kind"], f"{kind['share']:.0%}", f"{kind['factor']:.2f}", factors)
+        kinds.append((kind["kind"], f"{kind['share']:.0%}", f"{kind['factor']:.2f}", factors))
     if facts["straggler_share"] >= _MIN_SHOWN_SHARE:
-        kinds.add_row("waiting for stragglers", f"{facts['straggler_share']:.0%}", "-", "-")
-    runs = _table("run", "measured", "predicted", "error", "calibrated", "error", "held out")
-    for run in facts["runs"]:
-        times = [
-            prediction.format_seconds(run[f"{name}_s"])
-            for name in ("measured", "predicted", "calibrated")
-        ]
-        held_out = f"{run['held_out']:+.0%}" if several_runs else "-"
-        errors = [f"{run[key]:+.0%}" for key in ("uncalibrated", "calibrated")]
-        runs.add_row(run["run"], *times[:2], errors[0], times[2], errors[1], held_out)
-    screen.print_table(kinds)
+        kinds.append(("waiting for stragglers", f"{facts['straggler_share']:.0%}", "-", "-"))
+    screen.print_table(("kind", "share of a step", "factor", "without one run"), kinds)
     screen.print_line("")
-    screen.print_table(runs)
+    runs = [
+        (
+            run["run"],
+            format_seconds(run["measured_s"]),
+            format_seconds(run["predicted_s"]),
+            f"{run['uncalibrated']:+.0%}",
+            format_seconds(run["calibrated_s"]),
+            f"{run['calibrated']:+.0%}",
+            f"{run['held_out']:+.0%}" if several_runs else "-",
+        )
+        for run in facts["runs"]
+    ]
+    titles = ("run", "measured", "predicted", "error", "calibrated", "error", "held out")
+    screen.print_table(titles, runs)
     basis = "of held-out runs (median)"
     if not several_runs:
         basis = "of the same run, which tests nothing; give several runs"
@@ -286,11 +287,3 @@ def _print_facts(facts: dict[str, Any]) -> None:
         f"\nerror {error['uncalibrated']:.1%} without factors, {error['held_out']:.1%} with them, "
         f"{basis}"
     )
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        is_first = title == titles[0]
-        table.add_column(title, justify="left" if is_first else "right", overflow="fold")
-    return table

@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moesaic.base.errors import UserError
+from moesaic.base.units import format_bytes
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.models.hf.settings import ConvertConfig
@@ -71,9 +72,7 @@ def convert(
     if as_json:
         screen.print_json({"from": str(origin.path), "out": str(out), "bytes": written})
     else:
-        screen.print_line(
-            f"wrote {out} from {origin.path}: {screen.format_bytes(written)}, {config.to}"
-        )
+        screen.print_line(f"wrote {out} from {origin.path}: {format_bytes(written)}, {config.to}")
     return 0
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, TypeVar
 
 import typer
 from pydantic import BaseModel
-from rich.table import Table
 
 from moesaic.base import keys
 from moesaic.base.config import SET_FLAG, Section, apply_sets, parse
@@ -30,6 +29,23 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set one key; repeatable.", show_default=False),
 ]
+JobPath = Annotated[
+    Path | None, typer.Argument(metavar="JOB.toml", help="Job file.", show_default=False)
+]
+ClusterPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster", metavar="FILE", show_default=False,
+        help="Cluster file: hosts, devices and links.",
+    ),
+]  # fmt: skip
+PlanPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE", show_default=False,
+        help="Use the ranks and layout of a plan from `moesaic plan --out`, which may be edited.",
+    ),
+]  # fmt: skip
 Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="PATH", help="Path of the results.", show_default=False),
@@ -75,8 +91,10 @@ def parse_settings(kind: type[S], sets: Sequence[str] | None) -> S:
 
 
 @contextmanager
-def open_cluster(path: Path) -> Iterator[Cluster]:
+def open_cluster(path: Path | None) -> Iterator[Cluster]:
     """Open the cluster at `path`; errors about missing facts then name the file."""
+    if path is None:
+        raise ConfigError("--cluster is missing: give a cluster file; `moesaic probe` writes one")
     try:
         yield load_cluster(path)
     except ClusterError as error:
@@ -109,13 +127,8 @@ def _print_all_keys(kind: type[BaseModel], as_json: bool) -> None:
     if not entries:
         screen.print_line("this verb has no settings")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("key", "takes", "default", "meaning"):
-        table.add_column(title, overflow="fold", no_wrap=title == "key")
-    for entry in entries:
-        if not _is_file_key(entry.path):
-            table.add_row(*(cell for cell in entry))
-    screen.print_table(table)
+    rows = [entry for entry in entries if not _is_file_key(entry.path)]
+    screen.print_table(("key", "takes", "default", "meaning"), rows, left=4)
     for entry in entries:
         if _is_file_key(entry.path):  # These keys are too long for the table.
             default = f", {entry.default}" if entry.default else ""

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from moesaic.base.config import Section, parse
 from moesaic.base.errors import ConfigError, StoreError, write_error
+from moesaic.base.units import format_bytes
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.facts.job import ModelConfig
@@ -158,13 +159,13 @@ def _inspect_job(path: Path, num_samples: int) -> dict[str, Any]:
 
 def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
     from moesaic.dist.checkpoint import list_committed
-    from moesaic.report import RunFacts, summary
+    from moesaic.report import RunStats, summary
 
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
     head: dict[str, Any] = {}
     try:
-        head = summary(RunFacts.read(path))
+        head = summary(RunStats.read(path))
     except StoreError as error:
         damaged.append(str(error))
     for directory in list_committed(path / "checkpoints"):
@@ -225,7 +226,7 @@ def _print_row(name: str, value: Any) -> None:
         for row in value:
             state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
             screen.print_line(
-                f"    step {row['step']:<8} {screen.format_bytes(row['bytes']):>10}  {state}"
+                f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
             )
     elif name == "samples":
         for number, row in enumerate(value):
@@ -233,10 +234,10 @@ def _print_row(name: str, value: Any) -> None:
             for document in row["documents"]:
                 screen.out().print(_highlight_targets(document))
     elif name == "files":
-        screen.print_line(f"{label}{len(value)}, {screen.format_bytes(sum(value.values()))}")
+        screen.print_line(f"{label}{len(value)}, {format_bytes(sum(value.values()))}")
     else:
         screen.print_line(
-            f"{label}{screen.format_bytes(value) if name == 'bytes' else _format_value(value)}"
+            f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
 
 

@@ -9,17 +9,16 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, ModelConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from moesaic.policy.plan.choices import RecordedLoads
     from moesaic.report.loads import Loads
 
 
-def recorded_loads(run: Path, job: Job) -> list[NDArray[np.float64]]:
+def recorded_loads(run: Path, job: Job) -> RecordedLoads:
     """Return the expert loads of each layer over the last quarter of the recorded steps."""
-    from moesaic.report import RunFacts
+    from moesaic.policy.plan.choices import RecordedLoads
+    from moesaic.report import RunStats
 
-    loads = RunFacts.read(run).loads
+    loads = RunStats.read(run).loads
     if loads is None:
         raise ConfigError(
             f"--loads '{run}' has recorded no expert loads, like every run of a dense model: give "
@@ -30,7 +29,7 @@ def recorded_loads(run: Path, job: Job) -> list[NDArray[np.float64]]:
         raise ConfigError(
             f"--loads '{run}' {mismatch}: give a run of this model, or remove --loads"
         )
-    return list(loads.recent)
+    return RecordedLoads(str(run), list(loads.recent))
 
 
 def find_loads_mismatch(loads: Loads, model: ModelConfig) -> str | None:

@@ -2,56 +2,94 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moesaic.base.errors import ConfigError
+from moesaic.base.keys import join_words
+from moesaic.base.units import format_bytes, format_seconds
 from moesaic.cli import screen
-from moesaic.facts.workload import STEP, Block
-from moesaic.facts.workload.gradient_reduction import ALL_REDUCTIONS
+from moesaic.facts.plan import dispatch_summary
+from moesaic.facts.workload import STEP
 
 MAX_BLOCK_ROWS = 16
 """Most rows of blocks."""
 _WIDTH = 18
 """Width of the names of rows; block names may be longer."""
-_MINUTES_S, _LONG_S = 180.0, 2 * 3600.0
+_EMBEDDING_TEXTS = {
+    "whole": "whole table on every rank", "columns": "a column shard on each rank",
+}  # fmt: skip
 
 
-def print_prediction(
-    opening: str, facts: Mapping[str, Any], extra_rows: Mapping[str, str], remark: str = ""
+def print_planned_job(figures: Mapping[str, Any], written: Mapping[str, str]) -> None:
+    """Print the predictions for a job, as `PlannedJob.figures` has them, and what was `written`."""
+    plan, price = figures["plan"], figures["price_per_billion_tokens"]
+    total, active = figures["parameters"]["total"], figures["parameters"]["active"]
+    run_s = figures["steps"] * figures["step_s"]
+    its_device = "its device" if len(figures["devices"]) == 1 else "the slowest rank's device"
+    rows = {
+        "dispatch": _describe_dispatch(figures) if plan["ep"] > 1 else None,
+        "embedding": _describe_embedding(figures),
+        "pipeline": _describe_pipeline(figures),
+        "balance": _describe_replicas(figures),
+        "parameters": f"{total:,}" + (f", {active:,} active per token" if active < total else ""),
+        "whole run": f"{figures['steps']:,} steps in {format_seconds(run_s)}",
+        "tokens": f"{figures['tokens_per_s']:,.0f} per second",
+        "utilisation": f"{figures['utilisation']:.1%} of the peak matmul rate of {its_device}",
+        "collectives": _describe_collectives(figures),
+        "overlapped": _describe_overlap(figures),
+        "checkpoint": _describe_checkpoint(figures),
+        "price": _describe_price(figures) if price else None,
+    }
+    _print_prediction(_describe_layout(figures), figures, rows)
+    _print_rows(list(written.items()), _WIDTH)
+
+
+def print_traced_model(figures: Mapping[str, Any]) -> None:
+    """Print the predictions for a traced model."""
+    opening = (
+        f"{figures['model']}, a replica on each of {figures['ranks']} ranks on "
+        f"{figures['cluster']} ({figures['device']})"
+    )
+    remark = "" if figures["fits"] else " (too much: trace a smaller batch)"
+    samples = f"{figures['samples_per_s']:,.1f} per second"
+    _print_prediction(opening, figures, {"samples": samples}, remark)
+
+
+def _print_prediction(
+    opening: str, figures: Mapping[str, Any], extra_rows: Mapping[str, str | None], remark: str = ""
 ) -> None:
     """Print the time of a step by phase and by block, memory by kind, and the bottleneck.
 
     Args:
         opening: Model, ranks and cluster of the prediction.
-        facts: The prediction, as `--json` prints it.
-        extra_rows: More rows of text by name.
+        figures: The prediction.
+        extra_rows: More rows of text by name; rows that do not apply are None.
         remark: Remark on the memory of a rank.
     """
-    needs = facts["memory_per_rank"]
+    needs = figures["memory_per_rank"]
     kinds = {name: num_bytes for name, num_bytes in needs.items() if name != "peak_bytes"}
     rows = [
-        ("step", f"{format_seconds(facts['step_s'])}, of which"),
-        *((f"  {name}", format_seconds(seconds)) for name, seconds in facts["phases_s"].items()),
-        *extra_rows.items(),
-        ("memory per rank", f"peak {screen.format_bytes(needs['peak_bytes'])} of "
-         f"{screen.format_bytes(facts['memory_bytes'])}{remark}; "
-         f"{screen.format_bytes(sum(kinds.values()))} in total, of which"),
-        *((f"  {name.removesuffix('_bytes')}", screen.format_bytes(num_bytes))
+        ("step", f"{format_seconds(figures['step_s'])}, of which"),
+        *((f"  {name}", format_seconds(seconds)) for name, seconds in figures["phases_s"].items()),
+        *((name, text) for name, text in extra_rows.items() if text is not None),
+        ("memory per rank", f"peak {format_bytes(needs['peak_bytes'])} of "
+         f"{format_bytes(figures['device_memory_bytes'])}{remark}; "
+         f"{format_bytes(sum(kinds.values()))} in total, of which"),
+        *((f"  {name.removesuffix('_bytes')}", format_bytes(num_bytes))
           for name, num_bytes in kinds.items() if num_bytes),
     ]  # fmt: skip
-    if "bottleneck" in facts:
-        rows.append(("bottleneck", facts["bottleneck"]))
-    blocks = _block_rows({name: s for name, s in facts["blocks_s"].items() if name != STEP})
-    if facts["blocks_s"].get(STEP):
-        blocks.append(("  outside blocks", format_seconds(facts["blocks_s"][STEP])))
-    calibration, basis = facts["calibration"], ""
+    if "bottleneck" in figures:
+        rows.append(("bottleneck", figures["bottleneck"]))
+    blocks = _block_rows({name: s for name, s in figures["blocks_s"].items() if name != STEP})
+    if figures["blocks_s"].get(STEP):
+        blocks.append(("  outside blocks", format_seconds(figures["blocks_s"][STEP])))
+    calibration, basis = figures["calibration"], ""
     if calibration:
         num_runs = calibration["runs"]
-        basis = f", calibrated by {num_runs} run{'s'[: num_runs > 1]}"
-        basis += " on other devices" * (facts["device"] not in calibration["devices"])
+        basis = f", calibrated by {num_runs} run{'s' if num_runs > 1 else ''}"
+        if figures["device"] not in calibration["devices"]:
+            basis += " on other devices"
     screen.print_line(f"{opening}; predicted{basis}, not measured\n")
     _print_rows(rows, _WIDTH)
     _print_rows(blocks, max(_WIDTH, *(len(name) for name, _ in blocks)))
@@ -87,28 +125,111 @@ def _block_kind(block: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in block.split("."))
 
 
-def check_step_time(cluster: str, step_s: float, *others: float) -> None:
-    """Raise ConfigError if a step takes no time or if any figure is not finite."""
-    if not (0 < step_s < math.inf and all(map(math.isfinite, others))):
-        raise ConfigError(
-            f"a step on cluster '{cluster}' would take {step_s} s: correct figures in the cluster "
-            "file or sizes of the model that are too small or too large"
-        )
+def _describe_layout(figures: Mapping[str, Any]) -> str:
+    """Return one line about ranks, devices and layout."""
+    plan, devices = figures["plan"], figures["devices"]
+    names = [f"{count} x {model}" for model, count in devices.items()]
+    used = figures["device"] if len(devices) == 1 else join_words(names, "and")
+    ranks = f"{plan['ranks']} rank{'s' if plan['ranks'] > 1 else ''}"
+    parts = [f"{ranks} on {figures['cluster']} ({used})", f"experts over {plan['ep']}"]
+    if figures["loads"]:
+        parts.append(f"loads of {figures['loads']}")
+    shards = f"over {plan['dp_shard']}" if plan["dp_shard"] > 1 else "on every rank"
+    parts.append(f"dense parameters {shards}")
+    if plan["tp"] > 1:
+        parts.append(f"matrices over {plan['tp']} TP ranks")
+    ranks_per_stage = plan["ranks"] // plan["pp"]
+    if plan["embedding"] == "columns" and ranks_per_stage > 1:
+        parts.append(f"embedding columns over {ranks_per_stage}")
+    return ", ".join(parts)
 
 
-def format_seconds(seconds: float) -> str:
-    """Return seconds as text: 12.30 ms, 3.5 hours."""
-    if seconds >= _LONG_S:
-        return f"{seconds / 3600:,.1f} hours"
-    if seconds >= _MINUTES_S:
-        return f"{seconds / 60:.1f} minutes"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+def _describe_dispatch(figures: Mapping[str, Any]) -> str:
+    """Return the dispatch method and the extra time of the alternatives."""
+    plan, others = figures["plan"], figures["other_dispatch"]
+    settings = [plan, *others]
+    some_chunked = any(setting["chunks"] > 1 for setting in settings)
+    some_overlap = any(setting["overlap_local"] for setting in settings)
+
+    def describe(setting: Mapping[str, Any]) -> str:
+        """Name also what a setting lacks, if another one has it."""
+        text = dispatch_summary(
+            setting["dispatch"], setting["dispatch_hosts"], plan["ep"], setting["chunks"],
+            setting["overlap_local"],
+        )  # fmt: skip
+        if some_chunked and setting["chunks"] == 1:
+            text += " in one chunk"
+        if some_overlap and not setting["overlap_local"]:
+            text += " without overlap"
+        return text
+
+    text = f"tokens {describe(plan)}"
+    if not others:
+        return text
+    alternatives = [f"{describe(other)} +{format_seconds(other['extra_s'])}" for other in others]
+    return f"{text}; alternatives: {', '.join(alternatives)}"
 
 
-def count_collectives(blocks: Sequence[Block], micro_batches: int) -> dict[str, int]:
-    """Return the collectives of a rank per step, and how many of them are gradient reductions."""
-    passes = [one for block in blocks for one in (block.forward, block.backward)]
-    collectives = [one for work in passes for one in work.collectives] * micro_batches
-    collectives += [one for block in blocks for one in block.update.collectives]
-    num_reductions = sum(one.name in ALL_REDUCTIONS for one in collectives)
-    return {"per_step": len(collectives), "gradient_reductions": num_reductions}
+def _describe_embedding(figures: Mapping[str, Any]) -> str | None:
+    other = figures["other_embedding"]
+    if other is None:
+        return None
+    extra_s = other["extra_s"]
+    extra = f"{'-' if extra_s < 0 else '+'}{format_seconds(abs(extra_s))}"
+    if not other["fits"]:
+        extra += ", does not fit in memory"
+    chosen = _EMBEDDING_TEXTS[figures["plan"]["embedding"]]
+    return f"{chosen}; alternative: {_EMBEDDING_TEXTS[other['embedding']]} {extra}"
+
+
+def _describe_pipeline(figures: Mapping[str, Any]) -> str | None:
+    plan, pipeline = figures["plan"], figures["pipeline"]
+    if pipeline is None:
+        return None
+    return (
+        f"{plan['pp']} pipeline ranks, {plan['schedule']}, {plan['micro_batches']} micro-batches: "
+        f"bubble {pipeline['bubble']:.0%} (ideal {pipeline['ideal']:.0%})"
+    )
+
+
+def _describe_replicas(figures: Mapping[str, Any]) -> str | None:
+    replicas = figures["balance"]
+    if replicas is None:
+        return None
+    tokens = f"{replicas['replica_tokens']:,.0f}"
+    text = f"{replicas['policy']}; a replica costs as much as computing {tokens} routed tokens"
+    if replicas["max_bytes"] is not None:
+        size = format_bytes(replicas["max_bytes"])
+        text += f"; up to {size} per rank and micro-batch in flight, not counted below"
+    return text
+
+
+def _describe_collectives(figures: Mapping[str, Any]) -> str | None:
+    calls = figures["collectives"]
+    if not calls["per_step"]:
+        return None
+    reductions = calls["gradient_reductions"]
+    return f"{calls['per_step']:,} per step, {reductions:,} of them gradient reductions"
+
+
+def _describe_overlap(figures: Mapping[str, Any]) -> str | None:
+    seconds = figures["overlapped_s"]
+    if not seconds["collectives"]:
+        return None
+    exposed = f"of which {format_seconds(seconds['exposed'])} are exposed"
+    return f"{format_seconds(seconds['collectives'])} of collectives, {exposed}"
+
+
+def _describe_checkpoint(figures: Mapping[str, Any]) -> str:
+    seconds = figures["checkpoint"]["seconds"]
+    written = f"{format_bytes(figures['checkpoint']['host_bytes'])} on the host that writes most"
+    if seconds is None:
+        return f"{written}; time unknown: the cluster file has no disk for some host"
+    return f"{written}, {format_seconds(seconds)} until the slowest disk is done"
+
+
+def _describe_price(figures: Mapping[str, Any]) -> str:
+    return (
+        f"{figures['price_per_billion_tokens']:,.2f} per billion tokens, {figures['price']:,.2f} "
+        f"for the whole run, {figures['price_per_hour']:,.2f} per hour"
+    )

@@ -14,7 +14,7 @@ from moesaic.facts.plan import Plan
 from moesaic.policy.balance import RankDevice, can_migrate, default_prices, should_balance
 
 if TYPE_CHECKING:
-    from moesaic.report import RunFacts
+    from moesaic.report import RunStats
 
 _THREADS = re.compile(r"(\d+) threads? per rank")
 _UNKNOWN_HOSTS = "hosts not recorded, one assumed"
@@ -34,7 +34,7 @@ class SourcedPrices(NamedTuple):
         return f"prices {self.source}; {self.prices.describe()}"
 
 
-def find_prices(run: RunFacts, job: Job, plan: Plan, requested: Prices | None) -> SourcedPrices:
+def find_prices(run: RunStats, job: Job, plan: Plan, requested: Prices | None) -> SourcedPrices:
     """Return the prices that a policy assumes for `run`: the `requested` ones, if any."""
     if requested is not None:
         return SourcedPrices(requested, "given")
@@ -48,14 +48,14 @@ def find_prices(run: RunFacts, job: Job, plan: Plan, requested: Prices | None) -
     return SourcedPrices(default_prices(job, plan, ranks), source)
 
 
-def _find_ranks(run: RunFacts, plan: Plan) -> tuple[list[RankDevice], str]:
+def _find_ranks(run: RunStats, plan: Plan) -> tuple[list[RankDevice], str]:
     """Return the recorded host and device of each rank, and a description of them."""
-    part = run.parts[-1] if run.parts else None
-    if part is not None and len(part.machines) == plan.ranks:
-        ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in part.machines]
+    launch = run.launches[-1] if run.launches else None
+    if launch is not None and len(launch.machines) == plan.ranks:
+        ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in launch.machines]
         return ranks, _describe_ranks(ranks, _describe_hosts(ranks))
     hosts = _hosts_of(plan)
-    device = "unknown" if part is None else part.device
+    device = "unknown" if launch is None else launch.device
     if device == "unknown":
         kinds = {place.kind for place in plan.places}
         if not kinds:

@@ -11,10 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from moesaic import __version__
 from moesaic.base.config import parse
+from moesaic.base.units import format_quantity
 from moesaic.cli import flags, screen
 from moesaic.cli.progress import probe_progress
 from moesaic.cli.start import exit_on_interrupt
@@ -128,17 +127,14 @@ def _print_result(task: ProbeTask, result: ProbeResult) -> None:
             }
         )  # fmt: skip
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("", "figure", "repeats within"):
-        table.add_column(title, justify="left" if not title else "right")
-    subject = ""
+    table, subject = list[tuple[str, ...]](), ""
     for headline, own_range in rows:
         if headline.subject != subject:
             subject = headline.subject
-            table.add_row(subject, style="bold")
-        value = screen.format_quantity(headline.value, headline.unit)
-        table.add_row(f"  {headline.metric}", value, f"{own_range:.0%}")
-    screen.print_table(table)
+            table.append((subject,))
+        value = format_quantity(headline.value, headline.unit)
+        table.append((f"  {headline.metric}", value, f"{own_range:.0%}"))
+    screen.print_table(("", "figure", "repeats within"), table)
     screen.print_line(f"\n{_describe_noise(result)}.")
     screen.print_line(f"wrote {task.out}")
 

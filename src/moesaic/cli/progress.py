@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from moesaic.base.units import format_clock
 from moesaic.cli import screen
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class ProgressLines:
             return
         self._printed_s = now
         per_step = (now - self._started_s) / max(step - self._first_step, 1)
-        left = format_duration(per_step * (self._total - step))
+        left = format_clock(per_step * (self._total - step))
         rest = f", {left} left" if step < self._total else ""
         self._console.print(f"step {step}/{self._total}: {format_figures(figures)}{rest}")
 
@@ -121,16 +122,6 @@ def format_figures(figures: Mapping[str, float]) -> str:
     speed = next(name for name in figures if name.endswith("_per_s"))
     unit = speed.removesuffix("_per_s")
     return f"loss {figures['loss']:.4f}, {figures[speed]:,.0f} {unit}/s"
-
-
-def format_duration(seconds: float) -> str:
-    """Return seconds as text: 1:02:03, 2:03 or 3 s."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 from pydantic import model_validator
-from rich.table import Table
 
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
@@ -168,9 +167,9 @@ def replay_run(
 
     `log` gets a line before a slow compilation.
     """
-    from moesaic.report import RunFacts  # Slow to import, like the imports below.
+    from moesaic.report import RunStats  # Slow to import, like the imports below.
 
-    facts = RunFacts.read(run)
+    facts = RunStats.read(run)
     job = parse(Job, facts.job, str(run / "job.json"))
     plan = parse(Plan, facts.plan, str(run / "plan.json"))
     if plan.ep == 1:
@@ -258,15 +257,11 @@ def _locate_rows(run: Path) -> Iterator[tuple[int, int, tuple[Path, int]]]:
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for title in (
+    titles = (
         "layer", "micro-batches", "imbalance before", "after", "replicas", "unbalanced", "balanced",
         "speedup",
-    ):  # fmt: skip
-        table.add_column(title, justify="right")
-    for layer in facts["layers"]:
-        table.add_row(*_cells(layer))
-    screen.print_table(table)
+    )  # fmt: skip
+    screen.print_table(titles, map(_cells, facts["layers"]), left=0)
     screen.print_line(SourcedPrices(Prices(**facts["prices"]), facts["prices_source"]).describe())
     name = f"{facts['policy']}{', as published' if facts['as_published'] else ''}"
     if not facts["enabled"] and facts["policy"] != "none":

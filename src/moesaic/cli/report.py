@@ -44,9 +44,9 @@ def report(
         raise UserError("--out is missing: name the file that compares the runs")
     if out is not None and out.is_dir():
         raise UserError(f"--out '{out}' is a directory: name a file, such as {out / 'report.html'}")
-    from moesaic.report import RunFacts, summary, write_report
+    from moesaic.report import RunStats, summary, write_report
 
-    facts = [summary(RunFacts.read(run)) for run in runs]
+    facts = [summary(RunStats.read(run)) for run in runs]
     page = out or (None if as_json else runs[0] / "report.html")
     if page is not None and not dry_run:
         write_report(runs, page)

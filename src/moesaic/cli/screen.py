@@ -6,9 +6,12 @@ import io
 import json
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Literal
 
-from rich.console import Console, RenderableType
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 
@@ -62,12 +65,21 @@ def print_line(text: str) -> None:
     out().print(Text(text))
 
 
-def print_table(renderable: RenderableType) -> None:
-    """Print a table, fitted to the terminal or 200 columns wide in a file or pipe."""
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
+    """Print a table, fitted to the terminal or 200 columns wide in a file or pipe.
+
+    The first `left` columns are aligned to the left. A row of one cell is a heading.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for at, title in enumerate(titles):
+        justify: Literal["left", "right"] = "left" if at < left else "right"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=at == 0)
+    for row in rows:
+        table.add_row(*row, style="bold" if len(row) == 1 else None)
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=200)
-    console.print(renderable)
+    console.print(table)
 
 
 def print_json(value: object) -> None:
@@ -98,20 +110,3 @@ def print_error(text: str) -> None:
 def _print_stderr(text: Text) -> None:
     with suppress(OSError):  # The exit status still reports the error.
         err().print(text)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return bytes as text: 3.2 GiB."""
-    value, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def format_quantity(value: float, unit: str) -> str:
-    """Return a value with a metric prefix: 12.3 GB/s."""
-    scales = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-    prefix = next((name for name, scale in scales.items() if value >= scale), "n")
-    return f"{value / scales[prefix]:.3g} {prefix}{unit}"

@@ -1,4 +1,4 @@
-"""`moesaic trace`: a torch model as a workload file, and its prediction by `moesaic plan`."""
+"""`moesaic trace`: a torch model as a workload file, which `moesaic plan --workload` predicts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from moesaic.base.errors import ConfigError, UserError
-from moesaic.cli import flags, prediction, screen
+from moesaic.base.errors import UserError
+from moesaic.base.units import format_bytes
+from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Json, Out
-from moesaic.facts.cluster import Cluster, device_at, place_ranks
-from moesaic.facts.workload import TracedModel, load_traced, traced_blocks, traced_memory
+from moesaic.facts.workload import TracedModel
 
 Factory = Annotated[
     str | None,
@@ -49,13 +48,6 @@ Real = Annotated[
         "--real", metavar="",
         help="Build and run the model with real tensors, for models that read values; unset: "
         "meta tensors, which take no memory.",
-    ),
-]  # fmt: skip
-Workload = Annotated[
-    Path | None,
-    typer.Option(
-        "--workload", metavar="FILE", show_default=False,
-        help="Instead of JOB.toml: workload file of `moesaic trace`, a whole model on each rank.",
     ),
 ]  # fmt: skip
 
@@ -173,22 +165,23 @@ def _user_code_error(what: str, error: BaseException, hint: str = "") -> UserErr
 
 def _print_blocks(traced: TracedModel, out: Path | None) -> None:
     shapes = ", ".join(f"{'x'.join(map(str, one.shape))} {one.dtype}" for one in traced.inputs)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("block", overflow="fold", no_wrap=True)
-    for title in ("parameters", "forward", "backward", "activations"):
-        table.add_column(title, justify="right")
-    for one in traced.blocks:
-        table.add_row(
-            one.name, f"{one.parameters:,}", _format_flops(one.forward.flops),
-            _format_flops(one.backward.flops), screen.format_bytes(one.saved_bytes),
-        )  # fmt: skip
     saved = sum(one.saved_bytes for one in traced.blocks)
     screen.print_line(
         f"{traced.name}: {traced.parameters:,} parameters, {_format_flops(traced.flops)} and "
-        f"{screen.format_bytes(saved)} of activations per micro-batch of "
+        f"{format_bytes(saved)} of activations per micro-batch of "
         f"{shapes or 'no tensors'}\n"
     )
-    screen.print_table(table)
+    rows = [
+        (
+            one.name,
+            f"{one.parameters:,}",
+            _format_flops(one.forward.flops),
+            _format_flops(one.backward.flops),
+            format_bytes(one.saved_bytes),
+        )
+        for one in traced.blocks
+    ]
+    screen.print_table(("block", "parameters", "forward", "backward", "activations"), rows)
     if out is not None:
         screen.print_line(f"\nwrote {out}")
 
@@ -200,59 +193,3 @@ def _format_flops(flops: float) -> str:
             return f"{flops:.0f} FLOP" if not unit else f"{flops:.1f} {unit}FLOP"
         flops /= 1000
     return f"{flops:.1f} PFLOP"
-
-
-def plan_workload(
-    path: Path, cluster: Cluster, ranks: int, as_json: bool, job_flags: Mapping[str, object]
-) -> int:
-    """Print the prediction of `moesaic plan --workload PATH`: data parallelism on `ranks` ranks.
-
-    Any of `job_flags` is an error.
-    """
-    for flag, value in job_flags.items():
-        if value:
-            raise ConfigError(
-                f"--workload {path} cannot be combined with {flag}, which is for jobs: remove one"
-            )
-    facts = predict_traced(load_traced(path), cluster, ranks)
-    if as_json:
-        screen.print_json(facts)
-    else:
-        _print_facts(facts)
-    return 0
-
-
-def predict_traced(traced: TracedModel, cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """Return the prediction for a traced model as plain data."""
-    from moesaic.policy.cost.step import replicated_events
-    from moesaic.sim.timeline import simulate_events
-
-    timeline = simulate_events(
-        replicated_events(traced_blocks(traced, ranks), ranks, cluster), ranks
-    )
-    prediction.check_step_time(cluster.name, timeline.step_s)
-    slowest = timeline.critical_rank
-    devices = [device_at(cluster, one) for one in place_ranks(cluster, ranks)]
-    smallest = min(device.memory_bytes for device in devices)
-    memory, calibration = traced_memory(traced), cluster.calibration
-    return {
-        "cluster": cluster.name, "calibration": calibration and calibration.model_dump(),
-        "model": traced.name, "ranks": ranks, "device": devices[slowest].model,
-        "parameters": traced.parameters, "flops": traced.flops,
-        "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
-        "memory_bytes": smallest,
-        "fits": memory.peak_bytes <= smallest,
-        "step_s": timeline.step_s, "phases_s": timeline.seconds_by_phase(slowest),
-        "blocks_s": timeline.seconds_by_block(slowest),
-        "samples_per_s": ranks * traced.batch / timeline.step_s,
-    }  # fmt: skip
-
-
-def _print_facts(facts: dict[str, Any]) -> None:
-    prediction.print_prediction(
-        f"{facts['model']}, a replica on each of {facts['ranks']} ranks on {facts['cluster']} "
-        f"({facts['device']})",
-        facts,
-        {"samples": f"{facts['samples_per_s']:,.1f} per second"},
-        "" if facts["fits"] else " (too much: trace a smaller batch)",
-    )

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from moesaic.base.errors import ConfigError, DivergedError, UserError
+from moesaic.base.units import format_bytes, format_clock
 from moesaic.cli import flags, screen
-from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.flags import DryRun, Explain, JobPath, Json, Out, PlanPath, Sets
 from moesaic.cli.launch import (
     EXIT_INTERRUPTED,
     Nproc,
@@ -31,21 +32,17 @@ from moesaic.cli.launch import (
     num_ranks,
     print_rank_failure,
 )
-from moesaic.cli.progress import format_duration
 from moesaic.cli.start import exit_on_interrupt
 from moesaic.cli.train_worker import TrainTask, default_out, encode, run_train_task
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, describe_plan, idle_ranks_warning, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import describe_trainable
-from moesaic.train.job_file import LoadedJob, apply_plan, check_inputs, check_no_run, load_job
+from moesaic.train.job_file import LoadedJob, check_inputs, check_no_run, load_job
 
 if TYPE_CHECKING:
-    from moesaic.report import RunFacts
+    from moesaic.report import RunStats
 
-JobFile = Annotated[
-    Path | None, typer.Argument(metavar="JOB.toml", help="Job file.", show_default=False)
-]
 Resume = Annotated[
     str | None,
     typer.Option(
@@ -54,19 +51,11 @@ Resume = Annotated[
     ),
 ]  # fmt: skip
 
-PlanFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan", metavar="FILE", show_default=False,
-        help="Use the ranks and layout of a plan from `moesaic plan --out`.",
-    ),
-]  # fmt: skip
-
 
 def train(  # noqa: PLR0913 - a parameter for each flag
-    job: JobFile = None,
+    job: JobPath = None,
     nproc: Nproc = None,
-    plan: PlanFile = None,
+    plan: PlanPath = None,
     resume: Resume = None,
     sets: Sets = None,
     out: Out = None,
@@ -82,9 +71,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     directory, resume = _resolve_run(path, out, resume)
     out_text, plan_text = (str(one) if one else None for one in (directory, plan))
     task = TrainTask(str(path), list(sets or ()), out_text, resume, as_json, sys.argv, plan_text)
-    loaded = load_job(path, task.sets, task.resumed_run)
-    if plan is not None:
-        loaded = apply_plan(loaded, plan, sets or ())
+    loaded = load_job(path, task.sets, task.resumed_run, plan)
     ranks = _count_ranks(loaded, nproc, dry_run=dry_run)
     used_plan = loaded.plan or plan_from_job(loaded.job, ranks)
     check_inputs(loaded.job, str(path))
@@ -256,11 +243,11 @@ def _resume_command(task: TrainTask, ranks: int) -> str:
 
 def _write_report(out: Path, as_json: bool) -> None:
     """Write the report and print a summary of the run."""
-    from moesaic.report import RunFacts, summary, write_report
+    from moesaic.report import RunStats, summary, write_report
 
     page = out / "report.html"
     write_report([out], page)
-    run = RunFacts.read(out)
+    run = RunStats.read(out)
     facts = summary(run)
     if as_json:
         screen.print_json({**facts, "report": str(page)})
@@ -275,7 +262,7 @@ def _write_report(out: Path, as_json: bool) -> None:
         )
 
 
-def _print_summary(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) -> None:
+def _print_summary(out: Path, run: RunStats, facts: dict[str, Any], page: Path) -> None:
     screen.print_line(_headline(facts))
     chat = " --chat" if run.setting("data.format") == "chat" else ""
     prompt = f'moesaic generate {shlex.quote(str(out))}{chat} --prompt "..."'
@@ -285,16 +272,16 @@ def _print_summary(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) 
             f"  a step took {ratio:.2f} times the predicted time (median without the first three "
             "steps)"
         )
-    replicas = (facts["balance"] or {}).get("verdict")
-    if replicas is not None and replicas["kind"] != "no_replicas":
-        screen.print_line(f"  {replicas['title'][0].lower()}{replicas['title'][1:]}")
+    for finding in facts["findings"]:
+        if finding["kind"].startswith("replicas_"):
+            screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
         screen.print_line(f"  {name:<11} {value}")
 
 
 def _headline(facts: dict[str, Any]) -> str:
-    text = f"trained {facts['step']:,} steps in {format_duration(facts['seconds'] or 0.0)}"
+    text = f"trained {facts['step']:,} steps in {format_clock(facts['seconds'] or 0.0)}"
     if facts["skipped"]:
         text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped because fp16 overflowed"
     if facts["loss"] is not None:
@@ -339,9 +326,9 @@ def _print_dry_run(
     for line in describe_trainable(loaded.job) if loaded.job.finetune is not None else ():
         screen.print_line(line)
     screen.print_line(f"plan             {describe_plan(plan)}")
-    peak, total = screen.format_bytes(memory.peak_bytes), screen.format_bytes(memory.total_bytes)
+    peak, total = format_bytes(memory.peak_bytes), format_bytes(memory.total_bytes)
     screen.print_line(f"memory per rank  peak {peak}; {total} in total, of which")
     for kind, num_bytes in memory.by_kind().items():
         name = kind.removesuffix("_bytes")
         remark = " (estimate)" if name in ("activations", "head", "gathered", "working") else ""
-        screen.print_line(f"  {name:<14} {screen.format_bytes(num_bytes)}{remark}")
+        screen.print_line(f"  {name:<14} {format_bytes(num_bytes)}{remark}")

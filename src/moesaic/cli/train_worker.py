@@ -21,7 +21,7 @@ from moesaic.base.files import atomic_replace
 from moesaic.cli import screen
 from moesaic.cli.progress import make_progress
 from moesaic.cli.start import exit_on_interrupt
-from moesaic.train.job_file import apply_plan, load_job
+from moesaic.train.job_file import load_job
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torch's agent: path for the report of a failure."""
@@ -65,9 +65,8 @@ def run_train_task(task: TrainTask) -> tuple[Path, bool]:
         from moesaic.train.lm import LanguageModelKind
         from moesaic.train.trainer import collective_timeout, train
 
-    loaded = load_job(Path(task.job), task.sets, task.resumed_run)
-    if task.plan is not None:
-        loaded = apply_plan(loaded, Path(task.plan), task.sets)
+    plan = None if task.plan is None else Path(task.plan)
+    loaded = load_job(Path(task.job), task.sets, task.resumed_run, plan)
     with exit_on_interrupt():
         world = World.from_launcher(loaded.job.train.device, collective_timeout(loaded.job))
     try:

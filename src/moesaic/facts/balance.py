@@ -80,7 +80,7 @@ class BalanceDecision(NamedTuple):
 
 
 class BalanceFacts(NamedTuple):
-    """What a balance policy decides by."""
+    """Facts of a balance decision."""
 
     problem: BalanceProblem
     counts: IntArray

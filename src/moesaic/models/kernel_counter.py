@@ -1,7 +1,7 @@
 """Counter of the kernels that torch launches: matmuls by shape, bytes moved by other kernels.
 
-Matmuls include those inside attention, convolutions (patches times weights) and grouped matmuls of
-experts. For another operation with a torch flop formula, the shape follows from its flops and its
+Matmuls include those inside attention, convolutions (patches times weights) and grouped matmuls.
+For another operation with a torch flop formula, the shape follows from its flops and its
 result. An operation that multiplies by an unknown amount is an error.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from moesaic.base.errors import UserError
+from moesaic.facts.workload import MatmulShape, Op
 from moesaic.facts.workload.sizes import FloatType
 
 DTYPE_NAMES: dict[torch.dtype, FloatType] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
-
-NAMESPACE = "moesaic"
-"""Namespace of this project's operations."""
 
 GATHER_OPS = (
     "embedding", "index_select", "gather", "index", "_embedding_bag", "_embedding_bag_forward_only",
@@ -68,29 +66,9 @@ UNSUPPORTED_MATMUL_OPS = (
 """Operations that multiply matrices by an amount that is not known here."""
 
 
-class MatmulShape(NamedTuple):
-    """Shape of one matmul: [rows, inner] x [inner, columns]."""
-
-    rows: int
-    columns: int
-    inner: int
-
-
-class AttentionShape(NamedTuple):
-    """Shape of attention for one head and one sequence."""
-
-    queries: int
-    keys: int
-    width: int
-    values: int
-    causal_fraction: float
-    """Fraction of query-key pairs that remains for a kernel that skips masked ones."""
-    is_backward: bool
-
-
 Kwargs = dict[str, Any]
-ShapeCounts = Iterator[tuple[MatmulShape | AttentionShape, int]]
-"""Shapes of matmuls, and the number of each."""
+OpCounts = Iterator[tuple[Op, int]]
+"""A matmul, or attention of one head, and the number of each."""
 
 
 @dataclass
@@ -103,26 +81,43 @@ class KernelCounts:
     """Kernel launches."""
     num_transcendentals: int = 0
     """Elements of transcendental functions, outside of attention."""
-    matmuls: Counter[tuple[MatmulShape | AttentionShape, FloatType]] = field(
-        default_factory=Counter
-    )
+    ops: Counter[Op] = field(default_factory=Counter)
+    """Matmuls, and heads of attention."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all matmuls, in full."""
+        return sum(op.flops * count for op, count in self.ops.items())
 
 
 class KernelCounter(TorchDispatchMode):
     """Dispatch mode that counts matmuls, bytes of other kernels, and kernel launches.
 
-    Tensors may be real or fake, because only shapes matter. The token counts of grouped matmuls are
-    the exception.
+    Tensors may be real or fake, because only shapes matter.
     """
 
     def __init__(self, current_counts: Callable[[], KernelCounts]) -> None:
-        """Create the counter; `current_counts` returns the counts to add the next kernel to."""
+        """Create the counter; `current_counts` returns those to add the next kernel to."""
         super().__init__()
-        self._current_counts = current_counts
+        self.counts = current_counts
 
     def run_op(self, func: Any, args: Any, kwargs: Kwargs) -> Any:
         """Run `func` and return its result."""
         return func(*args, **kwargs)
+
+    def find_matmuls(
+        self, func: Any, name: str, args: Any, kwargs: Kwargs, out: Any
+    ) -> OpCounts | None:
+        """Return the matmuls of one call; None if it is not a matmul."""
+        shape_function = _shape_function(func, name)
+        if shape_function is not None:
+            return shape_function({**named_arguments(func, args, kwargs), "result": out})
+        if func._overloadpacket in flop_registry:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            return iter([_matmul_from_flops(name, flops, out)])
+        if name in UNSUPPORTED_MATMUL_OPS:
+            raise UserError(_unknown_op_message(name))
+        return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, count it and return its result."""
@@ -132,12 +127,10 @@ class KernelCounter(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if name.startswith(FREE_OP_PREFIXES) or not _launches_kernel(func, read, written):
             return out
-        counts = self._current_counts()
+        counts = self.counts()
         counts.num_kernels += 1
-        shapes = find_matmuls(func, name, args, kwargs or {}, out)
-        if func.namespace == NAMESPACE and name in GROUPED_OPS:
-            GROUPED_OPS[name](counts, args)
-        if shapes is None:
+        matmuls = self.find_matmuls(func, name, args, kwargs or {}, out)
+        if matmuls is None:
             scatters_in_place = (
                 name in FUNCTIONAL_SCATTER_OPS and torch._C._current_autograd_node() is not None
             )
@@ -148,8 +141,8 @@ class KernelCounter(TorchDispatchMode):
                 counts.num_transcendentals += max(tensor.numel() for tensor in (*read, *written))
             return out
         dtype = _dtype_name(name, read)
-        for shape, count in shapes:
-            counts.matmuls[shape, dtype] += count
+        for op, count in matmuls:
+            counts.ops[replace(op, dtype=dtype)] += count
         return out
 
 
@@ -214,59 +207,24 @@ def touched_bytes(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def _count_grouped_outer(counts: KernelCounts, args: Any) -> None:
-    """Count zero-filled slots without tokens, and casts of gradients to another dtype than the
-    factors'."""
-    left, num_busy, out = args[0], int((args[2] > 0).sum()), args[3]
-    size = out[0].numel()
-    counts.moved_bytes += (len(out) - num_busy) * size * out.itemsize
-    if left.dtype != out.dtype:
-        counts.num_kernels += num_busy
-        counts.moved_bytes += num_busy * size * (left.itemsize + out.itemsize)
+def named_arguments(func: Any, args: Any, kwargs: Kwargs) -> Kwargs:
+    """Return the arguments of a call by name, with defaults."""
+    arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
+    passed = zip(func._schema.arguments, args, strict=False)
+    return arguments | {argument.name: value for argument, value in passed} | kwargs
 
 
-def _count_weight_casts(counts: KernelCounts, args: Any) -> None:
-    """Count casts of weights to the dtype of the tokens: on a CPU those of slots with tokens, on a
-    GPU all at once."""
-    rows, weight, num_busy = args[0], args[1], int((args[2] > 0).sum())
-    if rows.dtype != weight.dtype:
-        on_cpu = rows.device.type == "cpu"
-        matrices = num_busy if on_cpu else len(weight)
-        counts.num_kernels += num_busy if on_cpu else 1
-        counts.moved_bytes += matrices * weight[0].numel() * (rows.itemsize + weight.itemsize)
+def matmul(rows: int, columns: int, inner: int, count: int = 1) -> tuple[Op, int]:
+    """Return `count` matmuls of [rows, inner] and [inner, columns]."""
+    return Op("matmuls", (MatmulShape(rows, columns, inner),)), count
 
 
-GROUPED_OPS = {
-    "grouped_wgrad": _count_grouped_outer, "grouped_mm": _count_weight_casts,
-    "grouped_mm_into": _count_weight_casts,
-}  # fmt: skip
-"""Counters of the work beside the matmuls in this project's grouped operations."""
-
-
-def find_matmuls(func: Any, name: str, args: Any, kwargs: Kwargs, out: Any) -> ShapeCounts | None:
-    """Return the matmuls of one call; None if it is not a matmul."""
-    shape_function = _shape_function(func, name)
-    if shape_function is not None:
-        passed = zip(func._schema.arguments, args, strict=False)
-        arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
-        arguments |= {argument.name: value for argument, value in passed}
-        return shape_function({**arguments, **kwargs})
-    if func._overloadpacket in flop_registry:
-        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        return iter([_shape_from_flops(name, flops, out)])
-    if name in UNSUPPORTED_MATMUL_OPS:
-        raise UserError(_unknown_op_message(name))
-    return None
-
-
-def _shape_function(func: Any, name: str) -> Callable[[Kwargs], ShapeCounts] | None:
+def _shape_function(func: Any, name: str) -> Callable[[Kwargs], OpCounts] | None:
     """Return the shape function of `func`, in place or not; any attention kernel has the same."""
-    if func.namespace == NAMESPACE:
-        return SHAPE_FUNCTIONS.get(f"{NAMESPACE}::{name}")
     if func.namespace != "aten":
         return None
     if name.startswith("_scaled_dot_product_"):
-        return partial(_attention_shapes, is_backward=name.endswith("_backward"))
+        return partial(_attention, is_backward=name.endswith("_backward"))
     return SHAPE_FUNCTIONS.get(name) or SHAPE_FUNCTIONS.get(name.removesuffix("_"))
 
 
@@ -277,44 +235,44 @@ def _unknown_op_message(name: str) -> str:
     )
 
 
-def _shape_from_flops(name: str, flops: int, out: Any) -> tuple[MatmulShape, int]:
-    """Return the matmul shape that has this result and this many flops."""
+def _matmul_from_flops(name: str, flops: int, out: Any) -> tuple[Op, int]:
+    """Return the matmul that has this result and this many flops."""
     result = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
     each = 2 * result.numel() if result is not None else 0
     if result is None or not each or flops % each:
         raise UserError(_unknown_op_message(name))
     columns = result.shape[-1] if result.dim() else 1
-    return MatmulShape(result.numel() // columns, columns, flops // each), 1
+    return matmul(result.numel() // columns, columns, flops // each)
 
 
-def _matmul_shapes(left: str, right: str) -> Callable[[Kwargs], ShapeCounts]:
+def _matmul_shapes(left: str, right: str) -> Callable[[Kwargs], OpCounts]:
     """Return the shape function of a matmul or batched matmul; a vector is a matrix of one row or
     column."""
 
-    def shapes(arguments: Kwargs) -> ShapeCounts:
+    def shapes(arguments: Kwargs) -> OpCounts:
         a, b = arguments[left].shape, arguments[right].shape
         if len(a) == 1:
             a = (1, *a)
         columns = b[-1] if len(b) > 1 else 1
-        yield MatmulShape(a[-2], columns, a[-1]), math.prod(a[:-2])
+        yield matmul(a[-2], columns, a[-1], math.prod(a[:-2]))
 
     return shapes
 
 
-def _grouped_mm_shapes(arguments: Kwargs) -> ShapeCounts:
+def _grouped_mm_shapes(arguments: Kwargs) -> OpCounts:
     """Yield the shapes of torch's grouped matmul, split evenly: group offsets are tensor values."""
     a, b = arguments["self"].shape, arguments["mat2"].shape
     if len(a) == len(b) == 2:  # Groups split the inner dimension.
         for inner, count in _split_evenly(a[1], len(arguments["offs"])):
-            yield MatmulShape(a[0], b[1], inner), count
+            yield matmul(a[0], b[1], inner, count)
     elif len(a) == 2:
         for rows, count in _split_evenly(a[0], b[0]):
-            yield MatmulShape(rows, b[2], a[1]), count
+            yield matmul(rows, b[2], a[1], count)
     elif len(b) == 2:
         for columns, count in _split_evenly(b[1], a[0]):
-            yield MatmulShape(a[1], columns, a[2]), count
+            yield matmul(a[1], columns, a[2], count)
     else:
-        yield MatmulShape(a[1], b[2], a[2]), a[0]
+        yield matmul(a[1], b[2], a[2], a[0])
 
 
 def _split_evenly(total: int, groups: int) -> Iterator[tuple[int, int]]:
@@ -325,52 +283,17 @@ def _split_evenly(total: int, groups: int) -> Iterator[tuple[int, int]]:
     )
 
 
-def _linear_shapes(arguments: Kwargs) -> ShapeCounts:
-    (rows, inner), weight = arguments["rows"].shape, arguments["weight"].shape
-    yield MatmulShape(rows, weight[0 if arguments["transposed"] else 1], inner), 1
-
-
-def _expert_matmul_shapes(arguments: Kwargs) -> ShapeCounts:
-    rows, weight = arguments["rows"], arguments["weight"]
-    columns = weight.shape[1] if arguments["transposed"] else weight.shape[2]
-    for count, times in Counter(arguments["counts"].tolist()).items():
-        if count:
-            yield MatmulShape(count, columns, rows.shape[1]), times
-
-
-def _expert_weight_grad_shapes(arguments: Kwargs) -> ShapeCounts:
-    rows, columns = arguments["left"].shape[1], arguments["right"].shape[1]
-    for count, times in Counter(arguments["counts"].tolist()).items():
-        if count:
-            yield MatmulShape(count, rows, columns), times
-
-
-def _conv_shapes(arguments: Kwargs) -> ShapeCounts:
+def _conv_shapes(arguments: Kwargs) -> OpCounts:
     """Yield patches x weights, or pixels x weights if transposed."""
-    x, weight, groups = arguments["input"].shape, arguments["weight"].shape, arguments["groups"]
+    weight, groups = arguments["weight"].shape, arguments["groups"]
+    channels, inner = weight[0] // groups, math.prod(weight[1:])
+    pixels = arguments["input" if arguments["transposed"] else "result"].movedim(1, -1)[..., 0]
     if arguments["transposed"]:
-        yield (
-            MatmulShape(x[0] * math.prod(x[2:]), math.prod(weight[1:]), weight[0] // groups),
-            groups,
-        )
-        return
-    num_patches = math.prod(
-        (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
-        for size, kernel, pad, dilation, stride in zip(
-            x[2:], weight[2:],
-            *(_per_dimension(arguments[k], x) for k in ("padding", "dilation", "stride")),
-            strict=True,
-        )
-    )  # fmt: skip
-    yield MatmulShape(x[0] * num_patches, weight[0] // groups, math.prod(weight[1:])), groups
+        channels, inner = inner, channels
+    yield matmul(pixels.numel(), channels, inner, groups)
 
 
-def _per_dimension(value: list[int], x: Any) -> list[int]:
-    """Expand a single number to all spatial dimensions."""
-    return list(value) if len(value) == len(x) - 2 else list(value) * (len(x) - 2)
-
-
-def _conv_backward_shapes(arguments: Kwargs) -> ShapeCounts:
+def _conv_backward_shapes(arguments: Kwargs) -> OpCounts:
     """Yield the matmuls of the input and weight gradients, one per group."""
     grad, x, weight = (arguments[key].shape for key in ("grad_output", "input", "weight"))
     groups, inner = arguments["groups"], math.prod(weight[1:])
@@ -380,28 +303,37 @@ def _conv_backward_shapes(arguments: Kwargs) -> ShapeCounts:
     num_patches = feature_map[0] * math.prod(feature_map[2:])
     for_input, for_weight = arguments["output_mask"][:2]
     if for_input and arguments["transposed"]:
-        yield MatmulShape(num_patches, group_channels, inner), groups
+        yield matmul(num_patches, group_channels, inner, groups)
     elif for_input:
-        yield MatmulShape(num_patches, inner, group_channels), groups
+        yield matmul(num_patches, inner, group_channels, groups)
     if for_weight:
-        yield MatmulShape(group_channels, inner, num_patches), groups
+        yield matmul(group_channels, inner, num_patches, groups)
 
 
-def _attention_shapes(arguments: Kwargs, is_backward: bool = False) -> ShapeCounts:
-    """Yield the attention shape of every head."""
+def _attention(arguments: Kwargs, is_backward: bool = False) -> OpCounts:
+    """Yield attention of one head and sequence; backward recomputes the scores."""
     *batch, rows, width = arguments["query"].shape
     keys, values = arguments["key"].shape[-2], arguments["value"].shape[-1]
-    causal_fraction = _causal_fraction(arguments, rows, keys)
-    yield AttentionShape(rows, keys, width, values, causal_fraction, is_backward), math.prod(batch)
+    num_scores = rows * keys
+    if arguments.get("is_causal"):
+        num_scores = sum(min(row + 1, keys) for row in range(rows))
+    scores, kind = MatmulShape(rows, keys, width), "attention"
+    matmuls = [scores, MatmulShape(rows, values, keys)]
+    if is_backward:
+        kind = "attention backward"
+        matmuls = [
+            scores, MatmulShape(rows, keys, values), MatmulShape(keys, values, rows),
+            MatmulShape(rows, width, keys), MatmulShape(keys, width, rows),
+        ]  # fmt: skip
+    op = Op(
+        "attend", tuple(matmuls), num_transcendentals=num_scores,
+        kind=kind * (rows == keys),  # Clusters are benchmarked with self-attention only.
+        causal_fraction=num_scores / (rows * keys) if num_scores else 1.0,
+    )  # fmt: skip
+    yield op, math.prod(batch)
 
 
-def _causal_fraction(arguments: Kwargs, rows: int, keys: int) -> float:
-    if not arguments.get("is_causal") or not rows or not keys:
-        return 1.0
-    return sum(min(row + 1, keys) for row in range(rows)) / (rows * keys)
-
-
-SHAPE_FUNCTIONS: dict[str, Callable[[Kwargs], ShapeCounts]] = {
+SHAPE_FUNCTIONS: dict[str, Callable[[Kwargs], OpCounts]] = {
     "mm": _matmul_shapes("self", "mat2"),
     "addmm": _matmul_shapes("mat1", "mat2"),
     "bmm": _matmul_shapes("self", "mat2"),
@@ -411,12 +343,7 @@ SHAPE_FUNCTIONS: dict[str, Callable[[Kwargs], ShapeCounts]] = {
     "addmv": _matmul_shapes("mat", "vec"),
     "dot": _matmul_shapes("self", "tensor"),
     "_grouped_mm": _grouped_mm_shapes,
-    f"{NAMESPACE}::matmul": _linear_shapes,
-    f"{NAMESPACE}::matmul_into": _linear_shapes,
-    f"{NAMESPACE}::grouped_mm": _expert_matmul_shapes,
-    f"{NAMESPACE}::grouped_mm_into": _expert_matmul_shapes,
-    f"{NAMESPACE}::grouped_wgrad": _expert_weight_grad_shapes,
     "convolution": _conv_shapes,
     "convolution_backward": _conv_backward_shapes,
 }
-"""Shape functions by operation name, with the namespace for this project's operations."""
+"""Shape functions by operation name."""

@@ -14,7 +14,7 @@ import fnmatch
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,23 +24,16 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.facts.workload import STEP, TracedModel
+from moesaic.facts.workload import STEP, Op, TracedModel
 from moesaic.facts.workload.traced import (
     VERSION,
-    TracedAttention,
     TracedBlock,
     TracedInput,
     TracedMatmul,
+    TracedOp,
     TracedWork,
 )
-from moesaic.models.kernel_counter import (
-    AttentionShape,
-    KernelCounter,
-    KernelCounts,
-    Kwargs,
-    MatmulShape,
-    storage_key,
-)
+from moesaic.models.kernel_counter import KernelCounter, KernelCounts, Kwargs, storage_key
 
 OUTSIDE = "(outside)"
 """Block name of work outside every block."""
@@ -66,7 +59,7 @@ def trace(
         name: name of the model; None: its class.
     """
     names = block_names(model, blocks)
-    _check_labels_unique(names)
+    _check_reserved(names)
     tracker = BlockTracker(model, names)
     substitution = TensorSubstitution.from_model(model)
     args, kwargs = _split_arguments(example_inputs)
@@ -118,19 +111,13 @@ def block_names(model: nn.Module, patterns: Sequence[str] | None = None) -> list
     return names
 
 
-def _block_label(name: str) -> str:
-    """Return the display name of the block `name`."""
-    return f"{name} (module)" if name == STEP else name
-
-
-def _check_labels_unique(names: Sequence[str]) -> None:
-    """Raise if two blocks have the same label."""
-    labels = [OUTSIDE, *map(_block_label, names)]
+def _check_reserved(names: Sequence[str]) -> None:
+    """Raise if a block has the name of work outside all blocks."""
     for name in names:
-        if labels.count(_block_label(name)) > 1:
+        if name in (STEP, OUTSIDE):
             raise UserError(
-                f"the block of module '{name}' would be called '{_block_label(name)}', as another "
-                "one is: give the module another name, or choose blocks (--block) without it"
+                f"the block of module '{name}' has the name of work outside all blocks: give the "
+                "module another name, or choose blocks (--block) without it"
             )
 
 
@@ -199,24 +186,22 @@ class TensorSubstitution:
     def substitute_parameters(self, model: nn.Module) -> dict[str, Tensor]:
         """Return substitutes of all parameters and buffers by name; tied ones share one."""
         substitutes: dict[int, Tensor] = {}
-        result: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in substitutes:
-                data = (
-                    self.substitute(parameter) if self.fake_mode is not None else parameter.detach()
-                )
-                substitutes[id(parameter)] = nn.Parameter(
-                    data, requires_grad=parameter.requires_grad
-                )
-            result[name] = substitutes[id(parameter)]
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if id(buffer) not in substitutes:
-                substitute = (
-                    self.substitute(buffer) if self.fake_mode is not None else buffer.clone()
-                )
-                substitutes[id(buffer)] = substitute
-            result[name] = substitutes[id(buffer)]
-        return result
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        for _, tensor in named:
+            if id(tensor) in substitutes:
+                continue
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if self.fake_mode is not None:
+                data = self.substitute(tensor)
+            else:
+                data = tensor.detach() if is_parameter else tensor.clone()
+            substitutes[id(tensor)] = (
+                nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data
+            )
+        return {name: substitutes[id(tensor)] for name, tensor in named}
 
 
 class TracingCounter(KernelCounter):
@@ -379,7 +364,7 @@ class BlockTracker:
         self, name: str, parameters: Sequence[nn.Parameter], saved_bytes: int
     ) -> TracedBlock:
         return TracedBlock(
-            name=_block_label(name),
+            name=name,
             parameters=sum(one.numel() for one in parameters),
             parameter_bytes=sum(one.nbytes for one in parameters),
             gradients=[one.nbytes for one in parameters if one.requires_grad],
@@ -400,17 +385,27 @@ def block_by_parameter(model: nn.Module, names: Sequence[str]) -> dict[str, str]
 
 
 def _traced_work(counts: KernelCounts) -> TracedWork:
-    found = [(shape, dtype, count) for (shape, dtype), count in counts.matmuls.items() if count]
+    grouped: dict[Op, list[TracedMatmul]] = {}
+    for op, count in counts.ops.items():
+        # Attention of another size is another kernel.
+        key = replace(op, matmuls=()) if op.name == "matmuls" else op
+        grouped.setdefault(key, []).extend(
+            TracedMatmul(rows=one.rows, columns=one.columns, inner=one.inner, count=count)
+            for one in op.matmuls
+            if count
+        )
     return TracedWork(
         matmuls=[
-            TracedMatmul(**shape._asdict(), count=count, dtype=dtype)
-            for shape, dtype, count in found
-            if isinstance(shape, MatmulShape)
-        ],
-        attention=[
-            TracedAttention(**shape._asdict(), count=count, dtype=dtype)
-            for shape, dtype, count in found
-            if isinstance(shape, AttentionShape)
+            TracedOp(
+                name=op.name,
+                matmuls=matmuls,
+                dtype=op.dtype,
+                num_transcendentals=op.num_transcendentals * counts.ops[op],
+                kind=op.kind or None,  # type: ignore[arg-type]
+                causal_fraction=op.causal_fraction,
+            )
+            for op, matmuls in grouped.items()
+            if matmuls
         ],
         moved_bytes=counts.moved_bytes,
         num_kernels=counts.num_kernels,

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from moesaic.kernels.cpu_gemm import uses_onednn
 from moesaic.kernels.grouped_mm import matmul
+from moesaic.nn.attention_backends import attend
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.norm import RMSNorm
 from moesaic.nn.reports import AttentionReport
@@ -102,7 +103,7 @@ class Attention(nn.Module):
         tp: TensorParallel = NO_TP,
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.groups, self.clip = layer, head_dim, heads // kv_heads, clip
+        self.layer, self.head_dim, self.clip = layer, head_dim, clip
         self.tp = tp
         self.q = Linear(hidden, heads * head_dim, tp)
         self.k = Linear(hidden, kv_heads * head_dim, tp)
@@ -128,33 +129,18 @@ class Attention(nn.Module):
         report = AttentionReport(q, k) if "queries_and_keys" in inputs.keep else AttentionReport()
         if inputs.cache is not None:
             k, v = inputs.cache.extend(self.layer, k, v)
-        attended = attend(q, self._repeat(k), self._repeat(v), inputs.mask)
+        attended = attend(q, k, v, inputs.attention)
         return self.tp.reduce_scatter(self.o(attended.transpose(1, 2).flatten(2))), report
 
     def _split(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(2, (-1, self.head_dim))
         return heads.transpose(1, 2)
 
-    def _repeat(self, x: Tensor) -> Tensor:
-        return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=1)
-
 
 def _norm_heads(x: Tensor, norm: RMSNorm) -> Tensor:
     """Normalise consecutive groups of channels, each as wide as the norm."""
     normed: Tensor = norm(x.unflatten(2, (-1, to_local(norm.weight).shape[0])))
     return normed.flatten(2)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None
-) -> Tensor:
-    """Return softmax(q k^T * scale) v, causal without a mask; `scale` defaults to 1 / sqrt(d)."""
-    if q.shape[0] == 0:
-        # No samples here, but parameters on this rank still need (zero) gradients.
-        return q + k[:, :, : q.shape[2]] * 0 + v[:, :, : q.shape[2]] * 0
-    causal = mask is None and q.shape[2] > 1
-    assert not causal or q.shape[2] == k.shape[2], "several queries over a cache need a mask"
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

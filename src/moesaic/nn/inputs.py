@@ -1,4 +1,4 @@
-"""Inputs of a model's blocks for one micro-batch: positions, masks, and counters for randomness."""
+"""Inputs of a model's blocks for one micro-batch: positions, attention metadata, and randomness."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moesaic.facts.job.model import RopeScaling
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.rope import attention_factor, frequencies
 
 ByProduct = Literal["hidden_states", "queries_and_keys", "router_logits", "router_choices"]
@@ -80,9 +81,8 @@ class Inputs:
     rotary: Rotary
     token_slice: slice = field(default_factory=lambda: slice(None))
     """Tokens of the micro-batch that this rank has, as a range over samples in order."""
-    mask: Tensor | None = None
-    """Keys that each query attends to, bool, broadcastable to [batch, heads, queries, keys]; None:
-    causal."""
+    attention: AttentionMetadata | None = None
+    """Keys that each query attends to; None: causal."""
     training: bool = False
     seed: int = 0
     step: int = 0

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.facts.job.model import LatentConfig, RopeScaling
-from moesaic.nn.attention import INPUT_DIM, Linear, attend
+from moesaic.nn.attention import INPUT_DIM, Linear
+from moesaic.nn.attention_backends import AttentionMetadata, attend
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.norm import RMSNorm
 from moesaic.nn.reports import AttentionReport
@@ -75,7 +76,8 @@ class LatentAttention(nn.Module):
             new = torch.cat((latent[:, :, None], *k_rotated), dim=-1)
             (cached,) = inputs.cache.extend(self.layer, new.transpose(1, 2))
             if cached.shape[2] > x.shape[1]:
-                return self._attend_cache(cached, q, q_rotated, inputs.mask), AttentionReport()
+                attended = self._attend_cache(cached, q, q_rotated, inputs.attention)
+                return attended, AttentionReport()
         kv = self.kv_up(latent).unflatten(2, (self.heads, -1))
         k, v = kv.split((self.nope_dim, self.value_dim), dim=-1)
         k_shared = (part.expand(-1, -1, self.heads, -1) for part in k_rotated)
@@ -83,7 +85,7 @@ class LatentAttention(nn.Module):
         report = AttentionReport()
         if "queries_and_keys" in inputs.keep:
             report = AttentionReport(q.transpose(1, 2), k.transpose(1, 2))
-        attended = self._attend(q, k, v, inputs.mask)
+        attended = self._attend(q, k, v, inputs.attention)
         return self.tp.reduce_scatter(self.o(attended.flatten(2))), report
 
     def _query_inputs(self, x: Tensor) -> Tensor:
@@ -100,31 +102,31 @@ class LatentAttention(nn.Module):
         heads: Tensor = projection(inputs).unflatten(2, (self.heads, -1))
         return heads
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata | None
+    ) -> Tensor:
         """Attend with q, k, and v zero-padded to one width, as fused kernels require."""
         width = max(q.shape[-1], v.shape[-1])
         q, k, v = (_pad_width(part, width).transpose(1, 2) for part in (q, k, v))
-        return attend(q, k, v, mask, self.scale).transpose(1, 2)[..., : self.value_dim]
+        return attend(q, k, v, metadata, self.scale).transpose(1, 2)[..., : self.value_dim]
 
     def _attend_cache(
-        self, cached: Tensor, q: Tensor, q_rotated: tuple[Tensor, ...], mask: Tensor | None
+        self,
+        cached: Tensor,
+        q: Tensor,
+        q_rotated: tuple[Tensor, ...],
+        metadata: AttentionMetadata | None,
     ) -> Tensor:
         """Attend to the cached latents, without keys and values per head.
 
         q (W c) = (q W) c: queries are projected to the latent's width. The latent serves as the one
         key and value of all heads. Results are projected up by each head's part of `kv_up`.
         """
-        assert mask is not None or q.shape[1] == 1, "several queries over a cache need a mask"
         weight = to_local(self.kv_up.weight).unflatten(0, (self.heads, -1))
         k_up, v_up = weight.split((self.nope_dim, self.value_dim), dim=1)
         q = torch.cat((torch.einsum("bshc,hcw->bshw", q, k_up), *q_rotated), dim=-1)
-        # Queries of all heads are rows over one key head, so that the cache is read once.
-        if mask is not None:
-            mask = mask.repeat_interleave(self.heads, dim=-2)
-        latents = F.scaled_dot_product_attention(
-            q.flatten(1, 2)[:, None], cached, cached, attn_mask=mask, scale=self.scale
-        )
-        latents = latents.view(q.shape)[..., : self.latent_dim]
+        latents = attend(q.transpose(1, 2), cached, cached, metadata, self.scale).transpose(1, 2)
+        latents = latents[..., : self.latent_dim]
         attended = torch.einsum("bshw,hcw->bshc", latents, v_up)
         result: Tensor = self.o(attended.flatten(2))
         return result

@@ -21,7 +21,7 @@ from moesaic.nn.router import Router, Routing, load_balance_loss, router_z_loss
 
 
 class ReplicaChooser(Protocol):
-    """What an expert layer asks about its replicas; all EP ranks decide the same."""
+    """Choice of an expert layer's replicas; all EP ranks choose the same."""
 
     prefetches: bool
     """True if replicas are chosen before counts are known."""

@@ -1,4 +1,4 @@
-"""Shell of a report: one self-contained HTML file.
+"""HTML of a report: one self-contained file, and the elements of its pages.
 
 Style, script and Plotly are inlined. A content security policy allows exactly these scripts and
 forbids every request, so markup in the names of a run cannot execute.
@@ -10,27 +10,14 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-MARK = (
-    '<svg class="mark" viewBox="0 0 40 40" width="40" height="40" role="img" '
-    'aria-label="moesaic: mosaic tiles">'
-    '<rect class="m0" x="1" y="1" width="11" height="11" rx="2"/>'
-    '<rect class="m1" x="14.5" y="1" width="11" height="11" rx="2"/>'
-    '<rect class="m2" x="28" y="1" width="11" height="11" rx="2"/>'
-    '<rect class="m3" x="1" y="14.5" width="11" height="11" rx="2"/>'
-    '<rect class="m4" x="14.5" y="14.5" width="11" height="11" rx="2"/>'
-    '<rect class="m0" x="28" y="14.5" width="11" height="11" rx="2"/>'
-    '<rect class="m2" x="1" y="28" width="11" height="11" rx="2"/>'
-    '<rect class="m5" x="14.5" y="28" width="11" height="11" rx="2"/>'
-    '<rect class="m1" x="30" y="29" width="9" height="9" rx="2" transform="rotate(14 34 33)"/>'
-    "</svg>"
-)
-"""Logo of the page as SVG."""
+from moesaic.report.charts.figure import Figure
 
-_ICON = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 40 40">'
+LOGO = (
+    '<svg xmlns="http://www.w3.org/2000/svg" class="logo" viewBox="0 0 40 40">'
     '<rect x="2" y="2" width="16" height="16" rx="3" fill="#2a6fbb"/>'
     '<rect x="22" y="2" width="16" height="16" rx="3" fill="#e07b1a"/>'
     '<rect x="2" y="22" width="16" height="16" rx="3" fill="#12876f"/>'
@@ -38,16 +25,22 @@ _ICON = (
     'transform="rotate(12 30 30)"/>'
     "</svg>"
 )
+"""Logo of the page as SVG."""
 
 
-def document(title: str, body: str, data: dict[str, Any]) -> str:
-    """Return the whole file: `body` is HTML, `title` is text, `data` is what `page.js` draws."""
+def document(
+    title: str, body: str, figures: Sequence[Figure], num_steps: int, loads: Any = None
+) -> str:
+    """Return the whole file: `body` is HTML, `title` is text; `page.js` draws the rest."""
+    data = {
+        "figures": [figure.to_json() for figure in figures], "span": num_steps, "loads": loads,
+    }  # fmt: skip
     plotly, script = _inline(plotly_source()), _inline(_asset("page.js"))
     policy = (
         f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; "
         "style-src 'unsafe-inline'; img-src data: blob:"
     )
-    icon = base64.b64encode(_ICON.encode()).decode()
+    icon = base64.b64encode(LOGO.encode()).decode()
     return "".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
@@ -61,6 +54,55 @@ def document(title: str, body: str, data: dict[str, Any]) -> str:
             f'\n<script type="application/json" id="page-data">{embed(data)}</script>\n',
             f"<script>{plotly}</script>\n<script>{script}</script>\n</body>\n</html>\n",
         ]
+    )
+
+
+def header(kind: str, title: str, state: str = "") -> str:
+    """Return the head of the page; `title` is text, `state` is HTML."""
+    return (
+        f'<header><div class="brand">{LOGO}<div><p>moesaic {kind}</p>'
+        f"<h1>{html.escape(title)}</h1></div></div>{state}</header>"
+    )
+
+
+def section(title: str, content: str, extra: str = "") -> str:
+    """Return a section of HTML `content`; `extra` stands beside the title."""
+    return f'<section><div class="bar"><h2>{title}</h2>{extra}</div>{content}</section>'
+
+
+def cards(figures: Sequence[Figure]) -> str:
+    """Return a grid of charts, each with its title and guide."""
+    return f'<div class="grid">{"".join(_card(figure) for figure in figures)}</div>'
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of text."""
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def table_card(guide: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a card with a table; the guide says what to look for."""
+    text = html.escape(guide)
+    return f'<div class="card flat"><p class="guide">{text}</p>{table(header, rows)}</div>'
+
+
+def _card(figure: Figure) -> str:
+    extra = ""
+    if figure.name == "loss":
+        extra = '<label class="switch"><input type="checkbox" id="log-loss"> log scale</label>'
+    return (
+        f'<figure class="card span-{figure.span}" id="card-{figure.name}">'
+        f"<figcaption><h3>{html.escape(figure.title)}</h3>{extra}"
+        f'<p class="guide">{html.escape(figure.guide)}</p></figcaption>'
+        f'<div class="chart" id="{figure.name}" role="img" style="--height:{figure.height}px" '
+        f'aria-label="{html.escape(figure.alt)}"></div></figure>'
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,24 @@ MAX_CELLS = 40_000
 """Cells of the heat maps of all layers together; many experts get fewer columns."""
 _MIN_COLUMNS = 16
 """Columns of the heat maps, however many experts there are."""
+DEAD = 0.05
+"""Share of an even load below which an expert is dead."""
+HOT = 2.0
+"""Multiple of an even load above which an expert is hot."""
+_ENOUGH = 20
+"""Mean tokens per expert below which chance alone makes experts dead or hot."""
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """Dead or hot expert in the last quarter of recorded steps."""
+
+    layer: int
+    """Layer of the expert."""
+    expert: int
+    """Index of the expert in its layer."""
+    utilisation: float
+    """Load over the even share."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +79,38 @@ class Loads:
         """Last quarter of the recorded steps, at least one."""
         return self.steps[len(self.steps) - -(-len(self.steps) // 4) :]
 
+    @property
+    def recent_imbalance(self) -> float:
+        """Mean imbalance of the layers over the last quarter; NaN if no token was routed."""
+        recent = self.imbalance[-len(self.recent_steps) :]
+        return float(np.mean(recent[np.isfinite(recent)])) if np.isfinite(recent).any() else np.nan
+
+    @cached_property
+    def recent_utilisation(self) -> Floats:
+        """Load over the even share in the last quarter, [layers, experts]."""
+        return over_mean(self.recent)
+
+    @cached_property
+    def dead(self) -> list[Extreme]:
+        """Experts under `DEAD`, by layer and expert."""
+        return self._extremes(self.recent_utilisation < DEAD)
+
+    @cached_property
+    def hot(self) -> list[Extreme]:
+        """Experts over `HOT`, hottest first."""
+        hot = self._extremes(self.recent_utilisation > HOT)
+        return sorted(hot, key=lambda extreme: -extreme.utilisation)
+
     def utilisation(self) -> Floats:
         """Return load over the even share, [columns, layers, experts]; NaN if not recorded."""
         return over_mean(self.counts)
 
-    def recent_utilisation(self) -> Floats:
-        """Return load over the even share in the last quarter, [layers, experts]."""
-        return over_mean(self.recent)
+    def _extremes(self, mask: Bools) -> list[Extreme]:
+        mask = mask & (self.recent.mean(axis=1, keepdims=True) >= _ENOUGH)
+        return [
+            Extreme(int(self.layers[row]), int(expert), float(self.recent_utilisation[row, expert]))
+            for row, expert in np.argwhere(mask)
+        ]
 
 
 def over_mean(counts: Floats) -> Floats:
@@ -82,7 +126,7 @@ def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) 
     loads: Loads | None = None
     for step, layer, valid, table in records.parts():
         if valid.any():
-            counts = _counts(table, directory)[valid]
+            counts = _counts(table, directory, loads.num_experts if loads else None)[valid]
             loads = loads or _empty(records.steps, records.layers, counts.shape[1], max_columns)
             _add(loads, step[valid], layer[valid], counts)
     return loads
@@ -127,25 +171,26 @@ def _latest(step: Ints, layer: Ints) -> Bools:
     return last
 
 
-def _counts(table: Any, directory: Path) -> Floats:
+def _counts(table: Any, directory: Path, num_experts: int | None) -> Floats:
     """Return the counts of a file, [records, experts]."""
     lists = table.column("counts").combine_chunks()
     flat = lists.flatten().to_numpy(zero_copy_only=False)
-    if len(set(lists.value_lengths().to_pylist())) != 1:
+    lengths = set(lists.value_lengths().to_pylist())
+    if (
+        len(lengths) != 1
+        or num_experts not in (None, *lengths)
+        or (flat.min() if len(flat) else -1) < 0
+    ):
         raise StoreError(
-            f"'{directory}' holds loads of unequal numbers of experts: remove the directory "
-            "to report without it"
+            f"'{directory}' holds damaged loads: each record needs a count of 0 or more for each "
+            "of the same experts; remove the directory to report without it"
         )
-    if not len(flat):
-        raise StoreError(f"'{directory}' holds loads of no experts: it is damaged, remove it")
-    if flat.min() < 0:
-        raise StoreError(f"'{directory}' holds loads below 0: it is damaged, remove it")
     counts: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
     return counts
 
 
 def _empty(steps: Ints, layers: Ints, num_experts: int, max_columns: int) -> Loads:
-    affordable = MAX_CELLS // max(len(layers) * num_experts, 1)
+    affordable = MAX_CELLS // (len(layers) * num_experts)
     num_columns = min(len(steps), max_columns, max(affordable, _MIN_COLUMNS))
     edges = np.arange(num_columns + 1) * len(steps) // num_columns
     return Loads(
@@ -160,11 +205,6 @@ def _empty(steps: Ints, layers: Ints, num_experts: int, max_columns: int) -> Loa
 
 
 def _add(loads: Loads, step: Ints, layer: Ints, counts: Floats) -> None:
-    if counts.shape[1] != loads.num_experts:
-        raise StoreError(
-            f"the loads change from {loads.num_experts} to {counts.shape[1]} experts at step "
-            f"{step[0]}: remove the files of another run from loads/"
-        )
     at, row = np.searchsorted(loads.layers, layer), np.searchsorted(loads.steps, step)
     column = np.searchsorted(loads.first_step, step, side="right") - 1
     np.add.at(loads.counts, (column, at), counts)

@@ -1,21 +1,17 @@
-"""Predicted steps of a plan beside the measured ones.
-
-A run logs both at its end. For a run that was cut off, its steps are measured here.
-"""
+"""Predicted step of a plan beside the measured one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.plan import Measurements, Predictions, measure
-from moesaic.report.log import Log
+from moesaic.report.log import Launch, RankStats, Steps
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class Prediction:
     predicted: Predictions
     """Prediction of the plan."""
     measured: Measurements
-    """Medians of the run."""
+    """Medians of the steps since the last launch."""
 
     @property
     def ratio(self) -> float:
@@ -38,35 +34,29 @@ class Prediction:
 
 
 def read_prediction(
-    plan: Mapping[str, Any], log: Log, peaks: npt.NDArray[np.float64]
+    plan: Mapping[str, Any], launches: Sequence[Launch], steps: Steps, ranks: Sequence[RankStats]
 ) -> Prediction | None:
-    """Return the prediction; None if nothing was predicted or no step was taken.
-
-    `peaks` are the peak bytes that ranks logged.
-    """
-    logged = log.prediction
+    """Return the prediction; None if nothing was predicted or no step was taken."""
+    if not isinstance(plan.get("predictions"), dict) or not launches:
+        return None
     try:
-        if logged is not None:
-            return Prediction(
-                parse(Predictions, logged["predicted"], "predicted"),
-                parse(Measurements, logged["measured"], "measured"),
-            )
-        if not isinstance(plan.get("predictions"), dict) or not log.parts:
-            return None
         predicted = parse(Predictions, plan["predictions"], "plan.json")
-    except (ConfigError, KeyError, TypeError, ValueError):
-        # Someone edited it: report the rest of the run.
+    except ConfigError:  # Someone edited it: report the rest of the run.
         return None
-    tokens = log.parts[-1].tokens_per_step
-    if not np.isfinite(tokens):
-        return None
-    last = log.steps.step > log.parts[-1].step
-    known = peaks[np.isfinite(peaks)]
+    launch = launches[-1]
+    last = steps.step > launch.step
+    peaks = [rank.peak_bytes for rank in ranks]
+    if np.isfinite(launch.peak_bytes):
+        peaks = [launch.peak_bytes]
     measured = measure(
-        tokens,
-        log.steps.step_s[last].tolist(),
-        {name: seconds[last].tolist() for name, seconds in log.steps.phases.items()},
-        float(known.max()) if len(known) else None,
-        "resident" if log.parts[-1].device.startswith("cpu") else "allocated",
+        launch.tokens_per_step,
+        steps.step_s[last].tolist(),
+        {
+            name: np.nan_to_num(seconds[last]).tolist()
+            for name, seconds in steps.phases.items()
+            if np.isfinite(seconds[last]).any()
+        },
+        max(peaks, default=None),
+        "resident" if launch.device.startswith("cpu") else "allocated",
     )
     return None if measured is None else Prediction(predicted, measured)

@@ -18,35 +18,22 @@ def keep_extremes(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats
     """Keep at most `limit` points: lowest and highest of each interval, so no spike is lost."""
     if len(x) <= limit:
         return x, y
-    edges = _edges(len(x), max(limit // 2, 1))
     kept: list[int] = []
     low, high = np.where(np.isnan(y), np.inf, y), np.where(np.isnan(y), -np.inf, y)
-    for start, end in pairwise(edges.tolist()):
+    for start, end in pairwise(_edges(len(x), max(limit // 2, 1)).tolist()):
         pair = {int(start + low[start:end].argmin()), int(start + high[start:end].argmax())}
         kept += sorted(pair)
     return x[kept], y[kept]
 
 
-def sample(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
-    """Keep at most `limit` points, evenly spaced, with the first and the last."""
-    if len(x) <= limit:
-        return x, y
-    kept = np.linspace(0, len(x) - 1, limit).round().astype(np.int64)
-    return x[kept], y[kept]
-
-
 def average(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
-    """Average `limit` intervals along the first axis of `y`; NaN is ignored."""
+    """Average both over `limit` intervals, along the first axis of `y`."""
     if len(x) <= limit:
         return x, y
     edges = _edges(len(x), limit)
-    shape = (-1,) + (1,) * (y.ndim - 1)
-    known = ~np.isnan(y)
-    total = np.add.reduceat(np.where(known, y, 0.0), edges[:-1], axis=0)
-    number = np.add.reduceat(known.astype(np.float64), edges[:-1], axis=0)
-    mean = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)
-    width = np.diff(edges).reshape(shape)
-    return np.add.reduceat(x, edges[:-1]) / width.reshape(-1), mean
+    width = np.diff(edges)
+    means = np.add.reduceat(y, edges[:-1], axis=0) / width.reshape(-1, *[1] * (y.ndim - 1))
+    return np.add.reduceat(x, edges[:-1]) / width, means
 
 
 def smooth(y: Floats, share: float = 0.02) -> Floats:
@@ -72,11 +59,17 @@ def _moving_mean(y: Floats, half: int) -> Floats:
     return mean
 
 
-def middle(values: Floats) -> float:
+def median(values: Floats) -> float:
     """Return the median of known values; the first one is warmup and does not count."""
     rest = values[1:] if len(values) > 1 else values
     rest = rest[np.isfinite(rest)]
     return float(np.median(rest)) if len(rest) else math.nan
+
+
+def known_mean(values: Floats) -> float:
+    """Return the mean of known values; NaN if none is known."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _edges(size: int, intervals: int) -> npt.NDArray[np.int64]:

@@ -17,18 +17,18 @@ def count(value: float) -> str:
         return f"{value:,.0f}"
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
-            return f"{three(value / scale)} {unit}"
+            return f"{digits(value / scale)} {unit}"
     return f"{value:,.0f}"
 
 
-def three(value: float) -> str:
+def digits(value: float) -> str:
     """Format a number with about three digits; only very small ones use powers of ten."""
     if not math.isfinite(value):
         return UNKNOWN
     if value and abs(value) < 0.001:
         return f"{value:.2e}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:,.{min(digits, 4)}f}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{min(decimals, 4)}f}"
 
 
 def loss(value: float) -> str:
@@ -40,26 +40,20 @@ def size(num_bytes: float) -> str:
     """Format bytes in binary units."""
     if not math.isfinite(num_bytes):
         return UNKNOWN
-    scale, unit = byte_unit(num_bytes)
-    return f"{three(num_bytes / scale)} {unit}"
-
-
-def byte_unit(num_bytes: float) -> tuple[float, str]:
-    """Return (bytes, name) of the unit that suits `num_bytes`."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
-            return 1024.0**power, unit
-    return 1.0, "B"
+            return f"{digits(num_bytes / 1024**power)} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def duration(seconds: float) -> str:
-    """Format a time in its two largest units."""
+    """Format a time with three digits, or from a minute on in its two largest units."""
     if not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{digits(seconds * 1000)} ms"
+    if seconds < 59.95:
+        return f"{digits(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"
@@ -67,18 +61,6 @@ def duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
-
-
-def timing(seconds: float) -> str:
-    """Format a time with three digits, for comparison."""
-    if not math.isfinite(seconds):
-        return UNKNOWN
-    return f"{three(seconds)} s" if seconds >= 1 else f"{three(seconds * 1000)} ms"
-
-
-def time_unit(seconds: float) -> tuple[float, str]:
-    """Return (seconds, name) of the unit that suits an axis up to `seconds`."""
-    return (1.0, "s") if seconds >= 2 else (1e-3, "ms")
 
 
 def moment(time_s: float) -> str:
@@ -112,6 +94,6 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def stretch(first: int, last: int) -> str:
+def step_range(first: int, last: int) -> str:
     """Format `step 4` or `steps 4 to 9`."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"

@@ -1,8 +1,8 @@
 """Batched text generation with a key-value cache, greedy or sampled.
 
-Prompts of different lengths are padded on the left and the padding is masked, so a row's tokens do
-not depend on the other rows. Random draws depend only on (seed, row, position), so the same call
-returns the same text.
+Prompts of different lengths are padded on the left. Nothing attends to the padding, so a row's
+tokens do not depend on the other rows. Random draws depend only on (seed, row, position), so the
+same call returns the same text.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.kernels.randomness import uniform
 from moesaic.models.lm import LanguageModel
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.inputs import Inputs
 from moesaic.serve.cache import KeyValueCache
 
@@ -58,7 +59,8 @@ def generate(
     sampling = sampling or Sampling()
     device = model.embed.weight.device
     longest = max(len(prompt) for prompt in prompts)
-    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    padding = [longest - len(prompt) for prompt in prompts]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     tokens = torch.tensor(
         [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device
     )
@@ -75,7 +77,7 @@ def generate(
                 "weights are damaged or its training diverged; use an earlier checkpoint, or "
                 "precision = fp32 if the weights are sound"
             )
-        chosen = sample_tokens(logits, sampling, longest + step - padding)
+        chosen = sample_tokens(logits, sampling, lengths + step)
         for row, token in enumerate(chosen.tolist()):
             if not active[row]:
                 continue
@@ -106,20 +108,15 @@ def _check(model: LanguageModel, prompts: Sequence[Sequence[int]], max_tokens: i
             )
 
 
-def _advance(model: LanguageModel, tokens: Tensor, cache: KeyValueCache, padding: Tensor) -> Tensor:
+def _advance(
+    model: LanguageModel, tokens: Tensor, cache: KeyValueCache, padding: Sequence[int]
+) -> Tensor:
     """Return logits [rows, vocab] after `tokens` [rows, new], and add them to the cache."""
     start, end = cache.num_filled, cache.num_filled + tokens.shape[1]
-    positions = torch.arange(start, end, device=tokens.device)
-    rotary, mask = model.rotary((positions[None, :] - padding[:, None]).clamp(min=0)), None
-    window = model.config.window or end
-    if bool(padding.any()) or window < end:
-        keys = torch.arange(end, device=tokens.device)
-        distance = positions[:, None] - keys[None, :]
-        in_window = (distance >= 0) & (distance < window)
-        is_token = keys[None, :] >= padding[:, None]
-        # A padding position attends to itself, so that no softmax is over an empty set.
-        mask = ((in_window[None] & is_token[:, None]) | (distance == 0)[None])[:, None]
-    x, inputs = tokens, Inputs(rotary, mask=mask, cache=cache)
+    positions = torch.arange(start, end) - torch.tensor(padding)[:, None]
+    rotary = model.rotary(positions.clamp(min=0).to(tokens.device))
+    attention = AttentionMetadata.cached(padding, range(start, end), model.config.window)
+    x, inputs = tokens, Inputs(rotary, attention=attention, cache=cache)
     for name, block in model.blocks():
         x, _ = block(x[:, -1:] if name == "head" else x, inputs)
     cache.num_filled = end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moesaic.sim.timeline import EventSpan, Timeline
+from moesaic.policy.cost.timeline import EventSpan, Timeline
 
 _MICROSECONDS = 1e6
 _TRACKS = ("computing and collectives", "waiting", "overlapped collectives")

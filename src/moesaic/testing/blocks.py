@@ -22,11 +22,12 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block
 from moesaic.models.init import InitialSource
-from moesaic.models.kernel_counter import KernelCounter, KernelCounts
+from moesaic.models.kernel_counter import KernelCounts
 from moesaic.nn.inputs import autocast_to
 from moesaic.nn.reports import MoEReport
-from moesaic.testing.flops import CUSTOM_FLOPS, flops
+from moesaic.testing.flops import CUSTOM_FLOPS
 from moesaic.testing.jobs import RandomSamples
+from moesaic.testing.kernel_counter import MoesaicKernelCounter
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
 
@@ -46,14 +47,14 @@ class BlockTrace:
 def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
     """Run every block by itself, forward and backward, on the job's first micro-batch.
 
+    Each sample is one document, as the workload assumes.
     The plan must not shard dense parameters or use a pipeline.
     """
     run = assemble(job, plan, world, InitialSource(0, 0.1))
     run.part.buckets.close()  # Gradient reduction belongs to the step.
     rows = plan.sample_range(world.rank, job.train.batch // job.train.micro_batches)
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(rows)
-    if job.data.packing == "stream":
-        batch.documents.zero_()
+    batch.documents.zero_()
     inputs = lm.make_inputs(run.part.model, batch, job, 0)
     inputs = replace(inputs, training=True, targets=batch.targets)
     lasting = (
@@ -152,10 +153,10 @@ def trace_call(work: Callable[[], Any]) -> tuple[KernelCounts, Any]:
     with (
         collectives.patched(),
         counter,
-        KernelCounter(lambda: ignored if collectives.in_flight else counts),
+        MoesaicKernelCounter(lambda: ignored if collectives.in_flight else counts),
     ):
         result = work()
-    assert flops(counts) == counter.get_total_flops()
+    assert counts.flops == counter.get_total_flops()
     return counts, result
 
 
@@ -167,7 +168,7 @@ def check_work(trace: BlockTrace, blocks: Sequence[Block], *, saved: bool = True
     for direction, found in (("forward", trace.forward), ("backward", trace.backward)):
         for name, counts in found.items():
             works = [getattr(one, direction) for one in blocks if one.spec.model_block == name]
-            assert sum(work.flops for work in works) == flops(counts), (direction, name)
+            assert sum(work.flops for work in works) == counts.flops, (direction, name)
             moved = sum(work.moved_bytes for work in works)
             assert abs(moved - counts.moved_bytes) <= 0.05 * counts.moved_bytes, (
                 direction, name, moved, counts.moved_bytes,

@@ -1,4 +1,4 @@
-"""Flop counts: torch's counter, completed, and the flops of traced kernels."""
+"""Formulas that complete torch's flop counter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
-
-from moesaic.facts.workload.traced import TracedAttention, TracedMatmul
-from moesaic.models.kernel_counter import AttentionShape, KernelCounts
 
 
 def _on_shapes(formula: Any, operands: slice) -> Any:
@@ -44,14 +41,3 @@ CUSTOM_FLOPS = {
     ),
 }
 """Formulas for `custom_mapping` of operations that torch counts only out of place or on a GPU."""
-
-
-def flops(seen: KernelCounts) -> int:
-    """Return the flops of all traced matmuls and attentions."""
-    total = 0
-    for (shape, kind), count in seen.matmuls.items():
-        known = TracedAttention if isinstance(shape, AttentionShape) else TracedMatmul
-        one = known(**shape._asdict(), count=count, dtype=kind)
-        products = one.matmuls if isinstance(one, TracedAttention) else (one.matmul,)
-        total += sum(product.flops for product in products)
-    return total

@@ -62,7 +62,7 @@ def assemble(
     dtype = DTYPES[job.train.precision]
     model = build_model(job.model, dtype, plan, world.rank, ranks, job.routing, job.finetune)
     for layer in model.decoder_layers():
-        layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
+        layer.recompute = plan.recomputes(job)
     pipeline = _make_pipeline(job, plan, world, model)
     stages = [] if pipeline is None else list(pipeline.stages.values())
     allocate_model(model, world.device, plan, ranks, stages)

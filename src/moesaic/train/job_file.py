@@ -1,7 +1,7 @@
 """Job loading: from a TOML file, `--set` items and a plan to a checked `Job`. Imports no torch.
 
-`load_job` resolves `[model] preset` and `[model] from` and parses; `apply_plan` puts a job under a
-plan; `check_inputs` checks the paths it names. All of this happens before anything is written.
+`load_job` resolves `[model] preset` and `[model] from`, parses, and puts the job under a plan.
+`check_inputs` checks the paths that it names. All of this happens before anything is written.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class LoadedJob(Generic[J]):
         return [*self.notes, *self.job.ineffective_settings(self.layout_keys)]
 
 
-def load_job(path: Path, sets: Sequence[str] = (), run: Path | None = None) -> LoadedJob[Job]:
-    """Return the job of the file at `path` and the items of `sets` (`a.b=value`). If the model's
-    directory is gone, the resumed `run` supplies the model."""
+def load_job(
+    path: Path, sets: Sequence[str] = (), run: Path | None = None, plan: Path | None = None
+) -> LoadedJob[Job]:
+    """Return the job of the file at `path` and the items of `sets` (`a.b=value`), under the plan in
+    the file at `plan`. If the model's directory is gone, the resumed `run` supplies the model."""
     text, origin = read_text(path), str(path)
     raw = apply_sets(parse_toml(text, origin), sets)
     if "source" in raw:
@@ -75,10 +77,11 @@ def load_job(path: Path, sets: Sequence[str] = (), run: Path | None = None) -> L
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
-    return LoadedJob(job, text, notes)
+    loaded = LoadedJob(job, text, notes)
+    return loaded if plan is None else _apply_plan(loaded, plan, sets)
 
 
-def apply_plan(loaded: LoadedJob[Job], path: Path, sets: Sequence[str] = ()) -> LoadedJob[Job]:
+def _apply_plan(loaded: LoadedJob[Job], path: Path, sets: Sequence[str]) -> LoadedJob[Job]:
     """Put `loaded` under the plan in the file at `path`, which overrides layout and recompute.
 
     Raise if an item of `sets` contradicts the plan.

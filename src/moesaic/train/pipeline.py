@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,10 +82,6 @@ class MicroBatchFlow:
             self._inputs[number] = self._make_inputs(self.batches[number])
         return self._inputs[number]
 
-    def drop_mask(self, number: int) -> None:
-        """Drop the mask of a micro-batch, which no later stage here needs."""
-        self._inputs[number] = replace(self._inputs[number], mask=None)
-
     def add_losses(self, number: int, losses: lm.Losses) -> None:
         """Add a stage's share of a micro-batch's losses."""
         previous = self.losses.get(number)
@@ -107,15 +102,13 @@ class Stage(nn.Module):
     flow: MicroBatchFlow
     """Micro-batches of the current step."""
 
-    def __init__(
-        self, model: LanguageModel, names: Sequence[str], job: Job, *, is_last_here: bool
-    ) -> None:
-        """Take the blocks called `names`; `is_last_here` if no later stage is on this rank."""
+    def __init__(self, model: LanguageModel, names: Sequence[str], job: Job) -> None:
+        """Take the blocks called `names`."""
         super().__init__()
         blocks = dict(model.blocks())
         self.blocks = nn.ModuleList(blocks[name] for name in names)
         self.is_first, self.is_last = "embed" in names, "head" in names
-        self.job, self.is_last_here = job, is_last_here
+        self.job = job
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """Compute micro-batch `number`; the last stage returns its share of the loss.
@@ -132,8 +125,6 @@ class Stage(nn.Module):
             for block in self.blocks:
                 x, report = block(x, inputs)
                 block_reports.append(report)
-        if self.is_last_here:
-            self.flow.drop_mask(index)
         zero, reports = x.new_zeros(()), moe_reports(block_reports)
         balance, z = lm.auxiliary_losses(reports.values(), zero, self.job)
         aux_loss = routing.balance_loss * balance + routing.z_loss * z
@@ -155,10 +146,7 @@ class Pipeline:
         self._group = chain
         names = stage_blocks(plan, job.model)
         local_stages = range(plan.pp_rank(world.rank), len(names), plan.pp)
-        self.stages = {
-            index: Stage(model, names[index], job, is_last_here=index == local_stages[-1])
-            for index in local_stages
-        }
+        self.stages = {index: Stage(model, names[index], job) for index in local_stages}
         self._num_stages, self._dtype = len(names), next(model.parameters()).dtype
         self._hidden, self._tp = job.model.hidden, model.tp
         micro_batches = job.train.micro_batches

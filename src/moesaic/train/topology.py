@@ -14,7 +14,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, RankPlace, check_places
 from moesaic.kernels import device as devices
 from moesaic.policy import balance
-from moesaic.policy.dispatch import default_dispatch
+from moesaic.policy.plan.dispatch import default_dispatch
 
 
 def gather_places(world: World) -> list[RankPlace]:

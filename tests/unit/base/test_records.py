@@ -51,20 +51,10 @@ def test_damaged_part_is_reported(
     assert "remove it" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("counts", "sentence"),
-    [
-        ([[1, 2], [3]], "unequal numbers"),
-        ([[1, 2, 3], [4]], "unequal numbers"),
-        ([[1, 2], [3, -1]], "below 0"),
-        ([[], []], "of no experts"),
-    ],
-)
-def test_impossible_loads_are_rejected(
-    counts: list[list[int]], sentence: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("counts", [[[1, 2], [3]], [[1, 2, 3], [4]], [[1, 2], [3, -1]], [[], []]])
+def test_impossible_loads_are_rejected(counts: list[list[int]], tmp_path: Path) -> None:
     kinds = pa.array(counts, pa.list_(pa.int64()))
     table = pa.table({"step": [1, 2], "layer": [0, 0], "counts": kinds})
     pq.write_table(table, tmp_path / "part-000000.parquet")
-    with pytest.raises(StoreError, match=sentence):
+    with pytest.raises(StoreError, match="damaged loads"):
         read_loads(tmp_path, 2)

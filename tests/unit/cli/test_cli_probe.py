@@ -95,7 +95,7 @@ def test_no_rank_outlives_its_probe(number: signal.Signals, place: Path) -> None
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < end
             time.sleep(0.05)
-        time.sleep(4)  # They are measuring now.
+        time.sleep(2)  # They are measuring now.
     finally:
         os.kill(process.pid, number)
         # Less than torch's agent waits for ranks that ignore the signal.

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from moesaic.cli.progress import (
     NoProgress,
     ProgressBar,
     ProgressLines,
-    format_duration,
     make_progress,
 )
 
@@ -56,10 +54,3 @@ def test_other_ranks_are_silent() -> None:
     assert isinstance(
         make_progress(Console(file=file, force_terminal=True), is_shown=True), ProgressBar
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1:01"), (3723, "1:02:03")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text

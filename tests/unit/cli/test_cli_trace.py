@@ -112,7 +112,7 @@ def test_replicas_must_fit_the_smallest_device(
     capfd.readouterr()
     assert call("plan --workload workload.json --cluster unlike.toml --json", place) == 0
     facts = json.loads(capfd.readouterr().out)
-    assert (facts["fits"], facts["memory_bytes"]) == (False, 1e3)
+    assert (facts["fits"], facts["device_memory_bytes"]) == (False, 1e3)
 
 
 def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -269,7 +269,7 @@ RAW: dict[str, Any] = {"ranks": 4, "ep": 2, "dp_shard": 1, "experts": 4}
 PLACE = {"host": "a", "device": "A CPU", "kind": "cpu"}
 PREDICTIONS: dict[str, Any] = {
     "cluster": "c", "step_s": 2.0, "phases_s": {"forward": 2.0}, "blocks_s": {"step": 2.0},
-    "tokens_per_s": 50.0, "memory_bytes": {"peak": 1 << 30},
+    "tokens_per_s": 50.0, "used_bytes_by_kind": {"peak": 1 << 30},
 }  # fmt: skip
 SPAN = {"phase": "forward", "block": "layers.0.attention to layers.99.attention"}
 
@@ -331,8 +331,8 @@ def negative(key: str, name: str) -> dict[str, Any]:
             'expert_placement[0][0] = "0" is a string: give an integer',
         ),
         (
-            {"predictions": {**PREDICTIONS, "memory_bytes": {"peak": 1.5}}},
-            "predictions.memory_bytes.peak = 1.5 is a number with a fraction: give an integer",
+            {"predictions": {**PREDICTIONS, "used_bytes_by_kind": {"peak": 1.5}}},
+            "predictions.used_bytes_by_kind.peak = 1.5 is a number with a fraction: give",
         ),
         (
             {"predictions": {**PREDICTIONS, "phases_s": {"": 1.0}}},
@@ -392,7 +392,10 @@ def negative(key: str, name: str) -> dict[str, Any]:
         ({"ranks": 10**9, "ep": 10**9, "experts": 0}, "ranks = 1000000000 is out of range"),
         (negative("phases_s", "forward"), "predictions.phases_s.forward = -1.0 is below 0: plan"),
         (negative("blocks_s", "step"), "predictions.blocks_s.step = -1.0 is below 0: plan"),
-        (negative("memory_bytes", "peak"), "predictions.memory_bytes.peak = -1 is below 0: plan"),
+        (
+            negative("used_bytes_by_kind", "peak"),
+            "predictions.used_bytes_by_kind.peak = -1 is below 0: plan",
+        ),
         (
             timeline_change(rank=4),
             "predictions.timeline[0].rank = 4, but ranks = 4: predictions belong",

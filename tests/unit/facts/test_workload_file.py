@@ -22,14 +22,15 @@ from moesaic.facts.workload.traced import parse_traced
 
 WORK = {
     "matmuls": [
-        {"rows": 4, "columns": 5, "inner": 6, "count": 2, "dtype": "fp32"},
-        {"rows": 4, "columns": 4, "inner": 6, "count": 1, "dtype": "bf16"},
-    ],
-    "attention": [
-        {
-            "queries": 4, "keys": 4, "width": 2, "values": 3, "count": 8, "dtype": "fp32",
-            "causal_fraction": 0.625,
-        },
+        {"name": "matmuls", "dtype": "fp32",
+         "matmuls": [{"rows": 4, "columns": 5, "inner": 6, "count": 2}]},
+        {"name": "matmuls", "dtype": "bf16",
+         "matmuls": [{"rows": 4, "columns": 4, "inner": 6, "count": 1}]},
+        {"name": "attend", "kind": "attention", "dtype": "fp32", "causal_fraction": 0.625,
+         "num_transcendentals": 80, "matmuls": [
+             {"rows": 4, "columns": 4, "inner": 2, "count": 8},
+             {"rows": 4, "columns": 3, "inner": 4, "count": 8},
+         ]},
     ],
     "moved_bytes": 100, "num_kernels": 3, "num_transcendentals": 17,
 }  # fmt: skip
@@ -42,7 +43,7 @@ FROZEN = {
     **BLOCK, "name": "b", "gradients": [], "forward": WORK, "backward": IDLE, "saved_bytes": 11,
 }  # fmt: skip
 RAW: dict[str, Any] = {
-    "version": 2, "name": "net", "torch": "2.13.0", "batch": 4, "buffer_bytes": 9,
+    "version": 3, "name": "net", "torch": "2.13.0", "batch": 4, "buffer_bytes": 9,
     "inputs": [{"name": "[0]", "shape": [4, 3], "dtype": "float32"}], "blocks": [BLOCK, FROZEN],
 }  # fmt: skip
 
@@ -117,7 +118,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (change("version", 1), "version = 1 is not known: moesaic reads version 2"),
+        (change("version", 1), "version = 1 is not known: moesaic reads version 3"),
         (change("version", True), "version = true is not known"),
         (change("batsch", 2), "unknown key 'batsch': did you mean 'batch'?"),
         (change("blocks.0.saved", 2), "unknown key 'blocks[0].saved'"),
@@ -130,7 +131,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
         (change("blocks.0.forward.num_kernels", 0), "moved_bytes = 100 with num_kernels = 0"),
         (change("blocks.0.forward.matmuls.0.dtype", "int8"), 'dtype = "int8" is not known'),
         (
-            change("blocks.0.forward.attention.0.causal_fraction", 0.0),
+            change("blocks.0.forward.matmuls.2.causal_fraction", 0.0),
             "causal_fraction = 0.0 is out of range",
         ),
         (change("blocks.0.gradients", [-4]), "gradients of a has a negative size"),

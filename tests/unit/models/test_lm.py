@@ -17,6 +17,7 @@ from moesaic.facts.workload import block_specs, count_parameters, parameters
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.inputs import Inputs
 from moesaic.nn.reports import moe_reports
@@ -116,8 +117,8 @@ def test_attention_stays_inside_documents() -> None:
     tokens = torch.randint(19, (1, 10))
     documents = torch.tensor([[0] * 4 + [1] * 6])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
-    mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    together, _ = model(tokens, Inputs(model.rotary(positions), mask=mask))
+    attention = AttentionMetadata.packed(documents)
+    together, _ = model(tokens, Inputs(model.rotary(positions), attention=attention))
     alone = [
         model(part, Inputs(model.rotary(torch.arange(part.shape[1])[None])))[0]
         for part in (tokens[:, :4], tokens[:, 4:])

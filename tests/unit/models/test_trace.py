@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -20,17 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.dist.world import World
-from moesaic.facts.plan import Plan, plan_from_layout
-from moesaic.facts.workload import TracedModel, traced_memory, workload
+from moesaic.facts.workload import TracedModel, traced_memory
 from moesaic.facts.workload.traced import TracedBlock
-from moesaic.models.init import InitialSource
 from moesaic.models.kernel_counter import KernelCounter, KernelCounts
 from moesaic.models.trace import OUTSIDE, block_names, trace
 from moesaic.testing.flops import CUSTOM_FLOPS
-from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.train.assemble import assemble
-from moesaic.train.objectives import lm
 
 Made = tuple[nn.Module, Any]
 
@@ -203,26 +196,6 @@ def test_blocks_have_separate_counts() -> None:
     )
 
 
-def test_own_models_match_the_workload_formulas() -> None:
-    for changes in ({}, {"experts": 0, "family": "llama"}, {"tied": True}):
-        model = {**changes, **({"top_k": 0} if "experts" in changes else {})}
-        job = tiny_job(model=model, routing={} if "experts" in changes else {"balance_loss": 0.0})
-        plan = Plan(ranks=1, ep=1, dp_shard=1, experts=job.model.experts)
-        assert plan == plan_from_layout(job.layout, job.model, 1)
-        run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
-        batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
-        inputs = lm.make_inputs(run.part.model, batch, job, 0)
-        inputs = replace(inputs, training=True, targets=batch.targets)
-        traced = named(trace(run.part.model, (batch.inputs, inputs), loss=lambda out: out[0]))
-        for direction in ("forward", "backward"):
-            predicted: dict[str, int] = {}
-            for block in workload(job, plan):
-                name = ".".join(block.name.split(".")[:2])
-                predicted[name] = predicted.get(name, 0) + getattr(block, direction).flops
-            del predicted["step"]
-            assert {name: getattr(traced[name], direction).flops for name in predicted} == predicted
-
-
 def test_trace_leaves_the_model_unchanged() -> None:
     model, x = cnn()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -293,12 +266,11 @@ def test_causal_attention_fraction() -> None:
 
     (block,) = trace(Attends(), torch.randn(2, 3, 8, 4, requires_grad=True)).blocks
     assert block.name == OUTSIDE
-    (forward,), (backward,) = block.forward.attention, block.backward.attention
-    assert (forward.count, forward.causal_fraction, forward.is_backward) == (6, 9 / 16, False)
-    assert (backward.count, backward.causal_fraction, backward.is_backward) == (6, 9 / 16, True)
-    assert (forward.op().kind, backward.op().kind) == ("attention", "attention backward")
-    assert 2 * backward.op().flops == 5 * forward.op().flops == 5 * 2 * 2 * 6 * 8 * 8 * 4
-    assert forward.op().num_transcendentals == 6 * 8 * 8 * 9 // 16
+    (forward, _), (backward, _) = block.forward.ops(), block.backward.ops()
+    assert [forward.kind, backward.kind] == ["attention", "attention backward"]
+    assert forward.causal_fraction == backward.causal_fraction == 9 / 16
+    assert 2 * backward.flops == 5 * forward.flops == 5 * 2 * 2 * 6 * 8 * 8 * 4
+    assert forward.num_transcendentals == 6 * 8 * 8 * 9 // 16
 
 
 TABLE, ROWS, SOURCE = torch.zeros(1000, 8), torch.arange(4), torch.ones(4, 8)
@@ -341,13 +313,6 @@ def test_gather_gradients_fill_a_zeroed_table(
     assert seen.moved_bytes == TABLE.nbytes + PLACED
 
 
-def test_every_softmax_counts_transcendentals() -> None:
-    seen = KernelCounts()
-    with KernelCounter(lambda: seen):
-        torch.ops.aten._safe_softmax(SOURCE, -1)
-    assert seen.num_transcendentals == SOURCE.numel()
-
-
 def test_custom_op_shape_comes_from_its_flops() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
@@ -364,23 +329,9 @@ def test_custom_op_shape_comes_from_its_flops() -> None:
             return x * torch.ops.test_trace.twice(x.detach(), x.detach())
 
     (block,) = trace(Uses(), torch.randn(6, 6, requires_grad=True)).blocks
-    (product,) = block.forward.matmuls
+    (product,) = block.forward.matmuls[0].matmuls
     assert (product.rows, product.columns, product.inner) == (6, 6, 6)
     library._destroy()
-
-
-def test_module_named_step_differs_from_outside() -> None:
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.step = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.step(x)
-            return result
-
-    traced = trace(Steps(), torch.ones(2, 3))
-    assert [block.name for block in traced.blocks] == ["step (module)"]
 
 
 def test_blocks_are_children_or_patterns() -> None:
@@ -441,12 +392,8 @@ class Picks(nn.Module):
         (nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), {"blocks": ["1"]}, "one such as 0"),
         (nn.LSTM(2, 2), torch.ones(1, 1, 2), {}, "mkldnn_rnn_layer multiplies matrices in a way"),
         (
-            nn.ModuleDict({"a": nn.Linear(2, 2), OUTSIDE: nn.Linear(2, 2)}), torch.ones(1, 2), {},
-            "module '(outside)' would be called '(outside)', as another one is: give the module",
-        ),
-        (
-            nn.ModuleDict({"step": nn.Linear(2, 2), "step (module)": nn.Linear(2, 2)}),
-            torch.ones(1, 2), {}, "module 'step' would be called 'step (module)'",
+            nn.ModuleDict({"step": nn.Linear(2, 2)}), torch.ones(1, 2), {},
+            "the block of module 'step' has the name of work outside all blocks: give the module",
         ),
         (nn.Flatten(), torch.ones(1, 2), {}, "no output of the model has a gradient"),
         (Asks(), torch.ones(2, device="meta"), {}, "asks for values of a tensor"),

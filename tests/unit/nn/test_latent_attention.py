@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from moesaic.facts.job.model import LatentConfig, RopeScaling
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.latent_attention import NORM_EPSILON, LatentAttention
 
@@ -37,10 +38,10 @@ def make(latent: LatentConfig, scaling: RopeScaling | None = None) -> LatentAtte
     return layer
 
 
-def make_inputs(batch: int, sequence: int, mask: Tensor | None = None) -> Inputs:
+def make_inputs(batch: int, sequence: int, attention: AttentionMetadata | None = None) -> Inputs:
     positions = torch.arange(sequence).expand(batch, -1)
     rotary = Rotary.at_positions(positions, LATENTS[0].qk_rope_head_dim, 100.0, torch.float64)
-    return Inputs(rotary, mask=mask)
+    return Inputs(rotary, attention=attention)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -95,15 +96,17 @@ def oracle(layer: LatentAttention, x: Tensor, mask: Tensor) -> Tensor:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("latent", LATENTS, ids=str)
-def test_equals_loop_over_heads_queries_and_keys(latent: LatentConfig, masked: bool) -> None:
+def test_equals_loop_over_heads_queries_and_keys(latent: LatentConfig, packed: bool) -> None:
     layer = make(latent).double()
     x = torch.randn(2, 6, HIDDEN, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(2, 6, 6, dtype=torch.bool).tril()
-    if masked:
-        mask[1, 4:, :3] = False
-    inputs = make_inputs(2, 6, mask[:, None] if masked else None)
+    metadata = None
+    if packed:
+        mask[1, 3:, :3] = False
+        metadata = AttentionMetadata.packed(torch.tensor([[0] * 6, [0, 0, 0, 1, 1, 1]]))
+    inputs = make_inputs(2, 6, metadata)
     cotangent = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
     actual = []
     for out in (layer(x, inputs)[0], oracle(layer, x, mask)):
@@ -196,15 +199,15 @@ class ConcatCache:
 def test_latent_cache_equals_full_attention(latent: LatentConfig, chunk_sizes: list[int]) -> None:
     layer = make(latent, YARN).double()
     x = torch.randn(2, 7, HIDDEN, dtype=torch.float64)
-    mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
-    mask[1, :, 2:, :2] = False  # left padding of a shorter prompt
-    whole, _ = layer(x, make_inputs(2, 7, mask))
+    padding = [0, 2]  # left padding of a shorter prompt
+    whole, _ = layer(x, make_inputs(2, 7, AttentionMetadata.cached(padding, range(7))))
     cache, actual, start = ConcatCache(), [], 0
     for size in chunk_sizes:
         end = start + size
         rotary = make_inputs(2, 7).rotary
         rotary = Rotary(rotary.cosine[:, :, start:end], rotary.sine[:, :, start:end])
-        inputs = Inputs(rotary, mask=mask[:, :, start:end, :end], cache=cache)
+        attention = AttentionMetadata.cached(padding, range(start, end))
+        inputs = Inputs(rotary, attention=attention, cache=cache)
         actual.append(layer(x[:, start:end], inputs)[0])
         start = end
     torch.testing.assert_close(torch.cat(actual, 1), whole, rtol=1e-9, atol=1e-9)

@@ -158,7 +158,6 @@ def cases(draw: st.DrawFn) -> tuple[IntArray, BalanceProblem]:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(case=cases())
-@settings(max_examples=150, deadline=None)
 def test_every_token_is_computed_once(name: str, case: tuple[IntArray, BalanceProblem]) -> None:
     counts, problem = case
     found = POLICIES[name](counts, problem)
@@ -190,7 +189,7 @@ def test_every_token_is_computed_once(name: str, case: tuple[IntArray, BalancePr
 
 
 @given(case=cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_token_counts_match_a_walk_over_all_tokens(case: tuple[IntArray, BalanceProblem]) -> None:
     counts, problem = case
     found = llep(counts, problem, threshold=1.0, min_replica_tokens=1)
@@ -210,7 +209,6 @@ def test_token_counts_match_a_walk_over_all_tokens(case: tuple[IntArray, Balance
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(case=cases())
-@settings(max_examples=150, deadline=None)
 def test_no_checked_policy_is_predicted_slower_than_none(
     name: str, case: tuple[IntArray, BalanceProblem]
 ) -> None:
@@ -239,7 +237,6 @@ SPREAD = BalanceProblem(
 @pytest.mark.parametrize("name", get_args(balance.Policy))
 @given(case=cases())
 @example(case=(ROWS, SPREAD))
-@settings(max_examples=150, deadline=None)
 def test_early_replicas_are_predicted_no_slower_under_the_loads_of_their_plan(
     name: str, case: tuple[IntArray, BalanceProblem]
 ) -> None:
@@ -255,7 +252,7 @@ def test_early_replicas_are_predicted_no_slower_under_the_loads_of_their_plan(
 
 
 @given(case=cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_compiled_search_matches_the_plain_one(case: tuple[IntArray, BalanceProblem]) -> None:
     counts, problem = case
     assert_same(quota(counts, problem), slow_quota(counts, problem))
@@ -282,7 +279,7 @@ def test_compiled_search_matches_the_plain_one_on_many_ranks() -> None:
 
 
 @given(case=cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_best_is_predicted_no_slower_than_any_policy(case: tuple[IntArray, BalanceProblem]) -> None:
     counts, problem = case
     problem = problem._replace(max_replicas=None, max_replicas_sent=None)
@@ -307,7 +304,7 @@ def test_eplb_replicates_the_largest_experts_on_the_least_loaded_ranks() -> None
 
 
 @given(case=cases(), seed=st.integers(0, 99))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_tokens_are_assigned_to_existing_replicas(
     case: tuple[IntArray, BalanceProblem], seed: int
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from moesaic.facts.workload import EXPERTS, RESULTS, TOKENS
 from moesaic.policy.cost.chunk_overlap import interleave_chunks
 from moesaic.policy.cost.event import Event
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 
 RANKS = 2
 GROUPS = [[0, 1]]

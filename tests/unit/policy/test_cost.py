@@ -26,10 +26,10 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import GROUPED_MM, BlockWork, CollectiveCall, MatmulShape, Op, workload
 from moesaic.facts.workload.sizes import LOSS_CHUNK_TOKENS
-from moesaic.facts.workload.traced import TracedMatmul, TracedWork
+from moesaic.facts.workload.traced import TracedMatmul, TracedOp, TracedWork
 from moesaic.policy.cost.compute import PEAK_FRACTION, elementwise_s, matmul_s, op_s
 from moesaic.policy.cost.step import JobCosts, replicated_events
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job
 
 SIZES = st.integers(1, 5000)
@@ -174,7 +174,10 @@ def test_a_kernel_is_launched_once() -> None:
     free = device(memory_bandwidth=1e30, matmul=[Matmul(dtype="fp32", flops=1e30)], launch_s=1.0)
     assert op_s(free, Op("heads", (product,), num_kernels=1)) == pytest.approx(1.0)
     traced = TracedWork(
-        matmuls=[TracedMatmul(rows=8, columns=8, inner=8, count=4, dtype="fp32")],
+        matmuls=[TracedOp(
+            name="matmuls", dtype="fp32",
+            matmuls=[TracedMatmul(rows=8, columns=8, inner=8, count=4)],
+        )],
         moved_bytes=0, num_kernels=4,
     )  # fmt: skip
     assert sum(op_s(free, op) for op in traced.ops()) == pytest.approx(4.0)

@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.facts.job import LayoutConfig
 from moesaic.facts.plan import Plan, describe_plan, plan_from_layout
-from moesaic.policy.dispatch import default_dispatch, dispatch_methods
+from moesaic.policy.plan.dispatch import default_dispatch, dispatch_methods
 from moesaic.testing.jobs import tiny_job
 
 

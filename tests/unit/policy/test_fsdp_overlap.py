@@ -16,7 +16,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost import fsdp_overlap
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.step import JobCosts
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job
 
 

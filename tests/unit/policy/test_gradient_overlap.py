@@ -18,7 +18,7 @@ from moesaic.facts.workload.gradient_reduction import OVERLAPPED_REDUCTIONS
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.gradient_reduction import overlap_reductions
 from moesaic.policy.cost.step import JobCosts
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job
 
 

@@ -13,7 +13,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.cost.memory import RankMemory, tightest_rank
-from moesaic.policy.memory_advice import suggest_memory_changes
+from moesaic.policy.plan.memory_advice import suggest_memory_changes
 
 RANKS = 16
 

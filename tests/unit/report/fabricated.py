@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
-from moesaic.report import RunFacts
+from moesaic.report import RunStats
 from moesaic.report.balance_stats import COLUMNS
 
 START_S = 1_760_000_000.0
@@ -32,7 +32,7 @@ BALANCE = pa.schema(COLUMNS)
 TOKENS = 2048
 PREDICTED = {
     "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
-    "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "memory_bytes": {"peak": 1 << 20},
+    "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "used_bytes_by_kind": {"peak": 1 << 20},
 }  # fmt: skip
 TIMELINE = [
     {"rank": 1, "spans": [
@@ -72,7 +72,6 @@ class Story:
     flips: int = 0
     finished: bool = True
     step_s: float = 0.21
-    z_loss: float = 1.1
     balanced: bool = False
     """A balance policy runs, and its times are measured."""
     balance: dict[str, float] = field(default_factory=dict)
@@ -148,14 +147,10 @@ class Fabric:
         norm = 0.7 + 2.4 * float(np.exp(-step / (0.06 * story.steps + 1))) + 0.12 * random.random()
         if step == story.spike_at:
             loss, norm = loss + 2.6, 14.2
-        balance = 1.04 + 0.3 * float(np.exp(-step / 40)) + 0.01 * random.normal()
         memory = int(412e6 + 6e6 * random.random())
         logs[0].emit(
-            "step", time=self.now_s, step=step, loss=loss,
-            total_loss=loss + 0.01 * balance + 0.001 * story.z_loss,
-            balance_loss=balance if story.experts else 0.0,
-            z_loss=story.z_loss * (1 + 0.04 * random.normal()) if story.experts else 0.0,
-            grad_norm=norm, lr=self._rate(step), tokens=TOKENS - 32, step_s=step_s,
+            "step", time=self.now_s, step=step, loss=loss, grad_norm=norm,
+            lr=self._rate(step), tokens=TOKENS - 32, step_s=step_s,
             tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped,
             num_replay_mismatches=story.flips, memory_bytes=memory, phases=all_phases[0],
             **({"replicas": story.balance.get("replicas", 2) * story.layers,
@@ -223,7 +218,7 @@ class Fabric:
         """Return values that are functions of step and layer, so tests can predict them."""
         return [
             {
-                "step": step, "layer": layer, "tokens_before": self._tokens(step, layer),
+                "step": step, "layer": layer,
                 "imbalance_before": 1.5 + 0.1 * layer + 0.02 * step,
                 "imbalance_after": 1.1, "replicas": 2, "replica_bytes": 3 << 20,
                 "planning_s": 1e-3 / 3, "replica_wait_s": 1e-4 * step,
@@ -234,12 +229,6 @@ class Fabric:
             }
             for layer in range(self.story.layers)
         ]  # fmt: skip
-
-    def _tokens(self, step: int, layer: int) -> list[int]:
-        """Return tokens by rank: one rank has more than a thousand."""
-        tokens = [1000] * self.story.ranks
-        tokens[layer % self.story.ranks] += 10 * step * (layer + 1)
-        return tokens
 
     def _write_facts(self) -> None:
         story = self.story
@@ -277,8 +266,8 @@ def fabricate(directory: Path, **story: Any) -> Path:
     return directory
 
 
-def predict(directory: Path, predicted: Any = PREDICTED) -> RunFacts:
+def predict(directory: Path, predicted: Any = PREDICTED) -> RunStats:
     """Return the run at `directory` with this prediction in its plan."""
     path = directory / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "predictions": predicted}))
-    return RunFacts.read(directory)
+    return RunStats.read(directory)

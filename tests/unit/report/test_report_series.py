@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.report import wording
-from moesaic.report.series import average, keep_extremes, middle, sample, smooth
+from moesaic.report.series import average, keep_extremes, median, smooth
 
 
 @given(st.integers(1, 500), st.integers(2, 60), st.randoms())
@@ -31,16 +31,11 @@ def test_extremes_pass_over_what_is_not_known() -> None:
     assert thin.tolist() == [1.0, 5.0]
 
 
-def test_sample_keeps_both_ends() -> None:
-    x, y = sample(np.arange(1000.0), np.arange(1000.0) * 2, 7)
-    assert (len(x), x[0], x[-1], y[-1]) == (7, 0, 999, 1998)
-
-
-def test_average_is_the_mean_of_each_stretch() -> None:
-    y = np.array([[1.0, 10.0], [3.0, np.nan], [5.0, 2.0], [7.0, 4.0]])
+def test_average_is_the_mean_of_each_interval() -> None:
+    y = np.array([[1.0, 10.0], [3.0, 6.0], [5.0, 2.0], [7.0, 4.0]])
     x, mean = average(np.array([1.0, 2.0, 3.0, 4.0]), y, 2)
     assert x.tolist() == [1.5, 3.5]
-    assert mean.tolist() == [[2.0, 10.0], [6.0, 3.0]]
+    assert mean.tolist() == [[2.0, 8.0], [6.0, 3.0]]
 
 
 def test_smooth_leaves_straight_lines_and_constants_alone() -> None:
@@ -62,10 +57,10 @@ def test_smooth_of_few_values(size: int) -> None:
     assert smooth(np.ones(size)).tolist() == [1.0] * size
 
 
-def test_middle_leaves_the_first_step_out() -> None:
-    assert middle(np.array([100.0, 1.0, 2.0, np.nan, 3.0])) == 2.0
-    assert middle(np.array([5.0])) == 5.0
-    assert math.isnan(middle(np.array([])))
+def test_median_leaves_the_first_step_out() -> None:
+    assert median(np.array([100.0, 1.0, 2.0, np.nan, 3.0])) == 2.0
+    assert median(np.array([5.0])) == 5.0
+    assert math.isnan(median(np.array([])))
 
 
 @pytest.mark.parametrize(
@@ -75,13 +70,13 @@ def test_middle_leaves_the_first_step_out() -> None:
         (wording.count(13_640_832), "13.6 M"),
         (wording.count(6_900_000_000), "6.90 B"),
         (wording.count(math.nan), "\u2013"),
-        (wording.three(0.0), "0"),
-        (wording.three(0.01234), "0.0123"),
-        (wording.three(0.0000123), "1.23e-05"),
+        (wording.digits(0.0), "0"),
+        (wording.digits(0.01234), "0.0123"),
+        (wording.digits(0.0000123), "1.23e-05"),
         (wording.size(512), "512 B"),
         (wording.size(1536 * 1024**2), "1.50 GiB"),
-        (wording.duration(0.0213), "21 ms"),
-        (wording.duration(59.96), "60.0 s"),
+        (wording.duration(0.0213), "21.3 ms"),
+        (wording.duration(59.96), "1 min 0 s"),
         (wording.duration(3599.7), "1 h 0 min"),
         (wording.duration(200_000), "2 d 7 h"),
         (wording.percent(0.0), "0%"),
@@ -92,7 +87,7 @@ def test_middle_leaves_the_first_step_out() -> None:
         (wording.listing(["a", "b", "c"]), "a, b and c"),
         (wording.listing(["a", "b", "c"], 2), "a, b and 1 more"),
         (wording.plural(1, "step"), "1 step"),
-        (wording.stretch(3, 3), "step 3"),
+        (wording.step_range(3, 3), "step 3"),
         (wording.loss(1.23456), "1.2346"),
     ],
 )

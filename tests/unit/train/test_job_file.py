@@ -14,7 +14,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.hf.config import config_text
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.chat_templates import write_tokenizer
-from moesaic.train.job_file import apply_plan, check_inputs, load_job
+from moesaic.train.job_file import check_inputs, load_job
 
 JOB = """# what a person wrote
 [model]
@@ -109,7 +109,7 @@ def test_settings_without_effect_under_a_plan_warn(ep: int, keys: list[str]) -> 
     layout = LayoutConfig(ep=ep, dispatch=dispatch)
     plan = plan_from_layout(layout, alone.job.model, 2)
     Path("plan.json").write_text(plan.to_json())
-    loaded = apply_plan(alone, Path("plan.json"))
+    loaded = load_job(Path("job.toml"), plan=Path("plan.json"))
     assert sorted(loaded.warnings) == [sentence.format(key) for key in keys]
 
 
@@ -119,14 +119,14 @@ def test_settings_that_a_plan_overrides_warn() -> None:
     alone = load_job(path)
     plan = plan_from_layout(LayoutConfig(ep=2, chunks=4), alone.job.model, 2)
     Path("plan.json").write_text(plan.to_json())
-    (warning,) = apply_plan(alone, Path("plan.json")).warnings
+    (warning,) = load_job(path, plan=Path("plan.json")).warnings
     assert warning == (
         "--plan 'plan.json' overrides the job: layout.overlap_local = false, not true"
     )
     with pytest.raises(
         ConfigError, match=r"--set layout.overlap_local=true beside --plan 'plan.json'"
     ):
-        apply_plan(alone, Path("plan.json"), ["layout.overlap_local=true"])
+        load_job(path, ["layout.overlap_local=true"], plan=Path("plan.json"))
 
 
 @pytest.mark.parametrize("pinned", ["auto", "torch", "triton", "fp8"])
@@ -138,13 +138,13 @@ def test_a_plan_with_auto_kernels_leaves_them_to_the_job(pinned: str, planned: s
     plan = plan.model_copy(update={"grouped_mm": planned})
     Path("plan.json").write_text(plan.to_json())
     if pinned == "auto" or planned in ("auto", pinned):
-        loaded = apply_plan(load_job(path, sets), Path("plan.json"), sets)
+        loaded = load_job(path, sets, plan=Path("plan.json"))
         assert loaded.plan is not None
         expected = pinned if planned == "auto" else planned
         assert loaded.plan.grouped_mm == loaded.job.kernels.grouped_mm == expected
     else:
         with pytest.raises(ConfigError, match="grouped_mm = "):
-            apply_plan(load_job(path, sets), Path("plan.json"), sets)
+            load_job(path, sets, plan=Path("plan.json"))
 
 
 def test_a_model_that_cannot_be_exported_warns() -> None:

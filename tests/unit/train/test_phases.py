@@ -51,7 +51,7 @@ def test_a_failed_step_changes_nothing(phase: str) -> None:
 
 
 def test_a_model_is_its_blocks_one_after_another() -> None:
-    model = tiny_run().model
+    model = tiny_run().part.model
     tokens = SAMPLES.batch([1, 2]).inputs
     inputs = Inputs(model.rotary(torch.arange(12)[None].expand(2, -1)))
     names, x = [], tokens

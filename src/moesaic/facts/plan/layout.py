@@ -20,7 +20,7 @@ def plan_from_layout(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Pl
     """Return the plan of `layout` on `ranks` ranks; other fields are left to the job.
 
     A dispatch of "auto" becomes a flat all_to_all: a better choice depends on the hosts
-    (`policy.dispatch`).
+    (`policy.plan.dispatch`).
     """
     if ranks > MAX_RANKS:
         raise ConfigError(f"a plan has at most {MAX_RANKS} ranks, not {ranks}: use fewer (--nproc)")
@@ -144,8 +144,7 @@ def pipeline_error(plan: Plan, job: Job, table: str = "") -> str | None:
             f"processes them in {micro} // {pp} = {micro // pp} equal rounds ({table}pp = {pp}), "
             f"but {micro // pp} does not divide {micro}: choose {keys.join_words(near)}"
         )
-    recompute = job.train.recompute if plan.recompute is None else plan.recompute
-    if schedule == "zero-bubble" and recompute:
+    if schedule == "zero-bubble" and plan.recomputes(job):
         key = "train.recompute" if plan.recompute is None or table else "recompute"
         return (
             f'{key} = true with {table}schedule = "zero-bubble", whose split '

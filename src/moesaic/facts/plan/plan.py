@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
+from moesaic.facts.job import Job
 from moesaic.facts.job.balance import Prices
 from moesaic.facts.job.model import MAX_EXPERTS
 from moesaic.facts.job.train import (
@@ -119,6 +120,10 @@ class Plan(Section):
     """Host and device of each rank; empty: any."""
     predictions: Predictions | None = None
     """Predicted time and memory of a step; unset: unknown."""
+
+    def recomputes(self, job: Job) -> bool:
+        """Return whether backward computes each layer again."""
+        return job.train.recompute if self.recompute is None else self.recompute
 
     @model_validator(mode="before")
     @classmethod

@@ -84,14 +84,14 @@ class Predictions(Section):
     each block; `step` is outside all blocks."""
     tokens_per_s: float = Field(gt=0)
     """Tokens a second over all ranks."""
-    memory_bytes: dict[str, int]
+    used_bytes_by_kind: dict[str, int]
     """Bytes of memory on the rank by purpose; `peak` is the most at one time."""
     timeline: list[RankTimeline] = Field(default_factory=list)
     """Timelines of the bottleneck rank and, if it is another one, of rank 0."""
 
     @model_validator(mode="after")
     def _check_non_negative(self) -> Predictions:
-        for key in ("phases_s", "blocks_s", "memory_bytes"):
+        for key in ("phases_s", "blocks_s", "used_bytes_by_kind"):
             for name, value in getattr(self, key).items():
                 if value < 0:
                     raise ValueError(

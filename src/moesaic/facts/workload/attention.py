@@ -15,7 +15,7 @@ from moesaic.facts.workload.ops import (
     scatter_sequence,
     tp_calls,
 )
-from moesaic.facts.workload.sizes import Sizes
+from moesaic.facts.workload.sizes import ATTENTION_QUERY_BLOCK, Sizes
 
 
 def attention(s: Sizes) -> list[Operation]:
@@ -86,36 +86,50 @@ def _rotary(s: Sizes, elements: int, forward: int, backward: int) -> Operation:
 
 
 def _grouped_attention(s: Sizes) -> Operation:
-    """Return attention, with keys and values repeated for their query heads."""
-    q, k = s.tokens * s.q_width, s.tokens * s.kv_width
-    repeats = int(s.heads != s.kv_heads)
-    # Gradients of repeated keys and values; with one head they already are in token order.
-    moved_k = int(s.kv_heads > 1) * repeats
-    repeated = 2 * repeats * (q + k) * s.compute_bytes
-    rotated_bytes = s.stored_bytes if s.model.qk_norm is not None else s.compute_bytes
-    backward = repeated + 2 * moved_k * k * (rotated_bytes + s.compute_bytes)
-    # Rotated queries, keys and values, repeated per query head; the result.
-    return _attention_kernel(s, s.model.head_dim, repeated, backward, 4 * q)
+    """Return attention of query heads that share keys and values."""
+    # Rotated queries and keys, values and result.
+    return _attention_kernel(s, s.model.head_dim, 2 * s.tokens * (s.q_width + s.kv_width))
 
 
 def _attention_kernel(
-    s: Sizes, width: int, forward_bytes: int, backward_bytes: int, saved_elements: int
+    s: Sizes, width: int, saved_elements: int, forward_bytes: int = 0, backward_bytes: int = 0
 ) -> Operation:
-    """Return two batched matmuls forward and five backward, which recomputes the scores."""
-    length, batch = s.sequence, s.batch * s.heads
-    scores = MatmulShape(length, length, width, batch)
-    values = MatmulShape(length, width, length, batch)
-    causal_fraction = 1.0 if s.mask_elements else (length + 1) / (2 * length)
-    transcendentals = round(batch * length**2 * causal_fraction)
-    masking = s.mask_elements * (1 + s.compute_bytes)
-    saved = (saved_elements + s.mask_elements) * s.compute_bytes
+    """Return two batched matmuls forward and five backward, which recomputes the scores.
+
+    Each sample is one document. Backward also needs a number per query and head.
+    """
+    window, blocks, batch = s.model.window, _query_blocks(s), s.batch * s.heads
+    is_windowed = window is not None and window < s.sequence
+    scores = tuple(MatmulShape(queries, keys, width, batch) for queries, keys in blocks)
+    values = tuple(MatmulShape(queries, width, keys, batch) for queries, keys in blocks)
+    causal_fraction = 1.0 if is_windowed else (s.sequence + 1) / (2 * s.sequence)
+    num_pairs = sum(queries * keys for queries, keys in blocks)
+    transcendentals = round(batch * num_pairs * causal_fraction)
+    mask_bytes = is_windowed * num_pairs * (9 + 3 * s.compute_bytes)
+    num_kernels = 2 + len(blocks) * (1 + 6 * is_windowed)
     return Operation(
-        Op("attend", (scores, values), forward_bytes + masking, 3, s.precision, transcendentals,
-           "attention", causal_fraction),
-        Op("attend", (scores, scores, values, values, values), backward_bytes, 3, s.precision,
-           transcendentals, "attention backward", causal_fraction),
-        saved + s.tokens * s.heads * s.stored_bytes,
+        Op("attend", scores + values, forward_bytes + mask_bytes, num_kernels, s.precision,
+           transcendentals, "attention", causal_fraction),
+        Op("attend", 2 * scores + 3 * values, backward_bytes + mask_bytes, num_kernels,
+           s.precision, transcendentals, "attention backward", causal_fraction),
+        saved_elements * s.compute_bytes + s.tokens * s.heads * s.stored_bytes,
     )  # fmt: skip
+
+
+def _query_blocks(s: Sizes) -> list[tuple[int, int]]:
+    """Return queries and keys of each kernel call for a sample.
+
+    A sliding window is cut into blocks of queries, each with its keys and a mask.
+    """
+    length, window = s.sequence, s.model.window
+    if window is None or window >= length:
+        return [(length, length)]
+    starts = range(0, length, ATTENTION_QUERY_BLOCK)
+    ends = [min(start + ATTENTION_QUERY_BLOCK, length) for start in starts]
+    return [
+        (end - start, end - max(0, start + 1 - window))
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def latent_widths(s: Sizes, latent: LatentConfig) -> tuple[int, int, int]:
@@ -204,4 +218,4 @@ def _latent_attention(s: Sizes, latent: LatentConfig) -> Operation:
     # Queries, keys and result; then padded values and the cut result, or the whole up projection.
     saved = 3 * heads * width
     saved += heads * (width + values) if is_cut else s.tokens * (unrotated + s.heads * values)
-    return _attention_kernel(s, width, forward, backward, saved)
+    return _attention_kernel(s, width, saved, forward, backward)

@@ -22,10 +22,10 @@ from moesaic.facts.workload.gradient_reduction import (
 )
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
 from moesaic.facts.workload.operation import Op, Operation
-from moesaic.facts.workload.parameters import Parameter, local_size
+from moesaic.facts.workload.parameters import Parameter, local_size, trainable_parameters
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import Sizes, group_of
-from moesaic.facts.workload.spec import BlockSpec
+from moesaic.facts.workload.spec import BlockSpec, block_of
 
 STEP = "step"
 """Name of the block for work outside all blocks."""
@@ -66,7 +66,7 @@ class Block:
     forward: BlockWork = BlockWork()
     """Work once per micro-batch."""
     backward: BlockWork = BlockWork()
-    """Work once per micro-batch; with `train.recompute` it starts with the recomputed forward."""
+    """Work once per micro-batch; with recomputation it starts with the recomputed forward."""
     update: BlockWork = BlockWork()
     """Work once per step."""
     saved_bytes: int = 0
@@ -92,8 +92,7 @@ def workload(
     order of micro-batches are not included.
 
     Args:
-        job: the job with the plan's settings (`facts.plan.job_under_plan`); recomputation is read
-            from it, not from `plan`.
+        job: the job with the plan's settings (`facts.plan.job_under_plan`).
         plan: placement of the model on ranks.
         rank: the rank.
         loads: one load per expert layer of the whole model, as `loads.expert_counts` takes it; None
@@ -134,7 +133,11 @@ class BlockBuilder:
     @cached_property
     def _first_trainable(self) -> str:
         """Name of the first block with trainable parameters, where backward ends."""
-        return self.sizes.trainable.first_trainable_block(self.params.job.model)
+        job = self.params.job
+        return min(
+            (block_of(p, job.model) for p in trainable_parameters(job, lambda _: [0])),
+            key=_block_position,
+        )
 
     def blocks(self) -> list[Block]:
         """Return the rank's blocks in model order; equal layers are built once."""
@@ -150,7 +153,12 @@ class BlockBuilder:
                 replace(block, spec=spec)
                 for block, spec in zip(self._built[key], specs, strict=True)
             ]
-        return self._with_root_fsdp(blocks) if self.params.plan.dp_shard > 1 else blocks
+        roots = [at for at, block in enumerate(blocks) if block.spec.layer is None]
+        if roots and self.params.plan.dp_shard > 1:
+            sharded = self._with_fsdp([blocks[at] for at in roots])
+            for at, block in zip(roots, sharded, strict=True):
+                blocks[at] = block
+        return blocks
 
     def _work_key(self, specs: Sequence[BlockSpec]) -> object:
         """Return a key that is equal for all modules with the same work."""
@@ -171,23 +179,36 @@ class BlockBuilder:
         blocks = []
         for spec in specs:
             block = self._build_block(spec, self._operations(spec))
-            blocks.append(replace(block, update=BlockWork(_update_ops(self.params, spec))))
-        if specs[0].layer is None or self.params.plan.dp_shard == 1:
-            return blocks
-        unshard, reshard, replica_reduction = self._fsdp_work(specs)
-        first, last = blocks[0], blocks[-1]
+            blocks.append(
+                replace(block, update=BlockWork(_update_ops(self.params, self.sizes, spec)))
+            )
+        is_sharded = specs[0].layer is not None and self.params.plan.dp_shard > 1
+        return self._with_fsdp(blocks) if is_sharded else blocks
+
+    def _with_fsdp(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return blocks of one FSDP group with its work: a layer, or embedding and head.
+
+        A layer is gathered again for backward, embedding and head stay gathered. In a pipeline,
+        stages stay gathered from the first micro-batch to the last. Then they reduce-scatter the
+        accumulated gradients, as part of the update.
+        """
+        first, *rest = blocks
+        unshard, reshard, replica_reduction = self._fsdp_work([block.spec for block in blocks])
         if self.params.plan.pp > 1:
-            first = replace(first, update=first.update + unshard + reshard + replica_reduction)
-            return [first, *blocks[1:]]
-        if last.backward.ops:
-            last = replace(last, backward=unshard + last.backward)
-        elif self._distance(specs[0].layer) == -1:  # FSDP prefetches it.
-            last = replace(last, backward=BlockWork((), unshard.collectives) + last.backward)
+            work = unshard + reshard + replica_reduction
+            return [replace(first, update=first.update + work), *rest]
+        if rest and first.spec.layer is not None:
+            last = rest.pop()
+            if last.backward.ops:
+                last = replace(last, backward=unshard + last.backward)
+            elif self._distance(first.spec.layer) == -1:  # FSDP prefetches it.
+                last = replace(last, backward=BlockWork((), unshard.collectives) + last.backward)
+            rest.append(last)
         first = replace(
             first, forward=unshard + first.forward, backward=first.backward + reshard,
             update=first.update + replica_reduction,
         )  # fmt: skip
-        return [first, *blocks[1:-1], last]
+        return [first, *rest]
 
     def _operations(self, spec: BlockSpec) -> list[Operation]:
         """Return the operations of a block in order."""
@@ -219,7 +240,7 @@ class BlockBuilder:
         )
         saved = sum(one.saved_bytes for one in operations)
         position, first = _block_position(spec.name), _block_position(self._first_trainable)
-        recomputes = self.params.job.train.recompute and spec.layer is not None
+        recomputes = self.params.plan.recomputes(self.params.job) and spec.layer is not None
         if position < first:
             repeated = forward if recomputes and position[0] == first[0] else BlockWork()
             return Block(spec, forward, repeated, saved_bytes=saved)
@@ -269,30 +290,6 @@ class BlockBuilder:
             BlockWork((), (reduce,) if len(replicas) > 1 else ()),
         )
 
-    def _with_root_fsdp(self, blocks: Sequence[Block]) -> list[Block]:
-        """Return `blocks` with FSDP's work for embedding and head, which are one group.
-
-        They stay gathered between forward and backward. In a pipeline, stages stay gathered from
-        the first micro-batch to the last. Then they reduce-scatter the accumulated gradients, as
-        part of the update.
-        """
-        roots = [block.spec for block in blocks if block.spec.layer is None]
-        if not roots:
-            return list(blocks)
-        unshard, reshard, replica_reduction = self._fsdp_work(roots)
-        found = list(blocks)
-        at = next(at for at, block in enumerate(blocks) if block.spec.layer is None)
-        root = found[at]
-        if self.params.plan.pp > 1:
-            work = unshard + reshard + replica_reduction
-            found[at] = replace(root, update=root.update + work)
-        else:
-            found[at] = replace(
-                root, forward=unshard + root.forward, backward=root.backward + reshard,
-                update=root.update + replica_reduction,
-            )  # fmt: skip
-        return found
-
 
 def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
     """Return a layer's dense FFN of width `ffn`, with its norm and residual."""
@@ -314,14 +311,11 @@ def _block_position(block: str) -> tuple[float, bool]:
     return int(layer), kind != "attention"
 
 
-def _update_ops(params: RankParams, spec: BlockSpec) -> tuple[Op, ...]:
+def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, ...]:
     """Return gradient norm, clipping and AdamW for the trainable parameters of a block."""
     job, plan = params.job, params.plan
-    sizes = Sizes.of_rank(job, plan, params.rank)
-    element_bytes, trained = (
-        sizes.stored_bytes,
-        [p for p in spec.parameters if params.is_trained(p)],
-    )
+    element_bytes = sizes.stored_bytes
+    trained = [p for p in spec.parameters if params.is_trained(p)]
     is_matrix = {p.name: len(p.shape) > 1 for p in trained}
 
     def elements(chosen: Iterable[Parameter]) -> int:

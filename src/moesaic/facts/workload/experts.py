@@ -39,6 +39,9 @@ def mixture_of_experts(
     them.
     """
     hidden, has_shared = s.model.hidden, s.shared_width > 0
+    choices = s.dispatched_tokens * s.model.top_k
+    dispatched_bytes = s.dispatched_tokens * hidden * s.compute_bytes
+    has_weight_grad = not s.input_has_no_grad or s.trainable.routers
     trains_experts = s.trainable.experts or s.trainable.rank_of_target("experts") > 0
     # Deduplicated tokens bring back the gradients of routing weights, which only routers need.
     has_token_grad = not s.input_has_no_grad or (routed.is_dedup and s.trainable.routers)
@@ -61,9 +64,11 @@ def mixture_of_experts(
     return [
         norm(s, hidden, num_uses=2 + has_shared * (2 if s.tp == 1 else 1), in_residual=True),
         _router(s),
-        _gather_routing(s),
+        # Choices and weights of all tokens in the expert TP group.
+        _etp_collective(s, "all_gather", choices * SCALAR_BYTES, has_grad=False),
+        _etp_collective(s, "all_gather", choices * s.stored_bytes, has_grad=has_weight_grad),
         Operation(forward_calls=counts),
-        _gather_dispatched(s),
+        _etp_collective(s, "all_gather", dispatched_bytes, has_grad=not s.input_has_no_grad),
         _dispatch(s, routed),
         *tokens[:1],
         *shared,
@@ -71,7 +76,7 @@ def mixture_of_experts(
         *computed,
         *results,
         *_not_recomputed([
-            _scatter_results(s),
+            _etp_collective(s, "reduce_scatter", dispatched_bytes),
             _concat_chunks(s, routed),
             *([Operation(added)] if has_shared else []),
             residual(s),
@@ -111,42 +116,19 @@ def _router(s: Sizes) -> Operation:
     )  # fmt: skip
 
 
-def _etp_calls(s: Sizes, kind: CollectiveKind, num_bytes: int) -> tuple[CollectiveCall, ...]:
-    """Return a collective of the expert TP group; none for a group of one."""
-    is_gather = kind == "all_gather"
-    name = "gather dispatched tokens" if is_gather else "reduce-scatter expert results"
-    return (CollectiveCall(name, kind, s.etp_ranks, num_bytes),) if s.etp > 1 else ()
+def _etp_collective(
+    s: Sizes, kind: CollectiveKind, num_bytes: int, *, has_grad: bool = True
+) -> Operation:
+    """Return a collective of the expert TP group, and its inverse in backward.
 
-
-def _gather_routing(s: Sizes) -> Operation:
-    """Return the gather of choices and weights of all tokens in the expert TP group."""
-    choices = s.dispatched_tokens * s.model.top_k
-    has_grad = not s.input_has_no_grad or s.trainable.routers
-    return Operation(
-        forward_calls=(
-            *_etp_calls(s, "all_gather", choices * SCALAR_BYTES),
-            *_etp_calls(s, "all_gather", choices * s.stored_bytes),
-        ),
-        backward_calls=has_grad * _etp_calls(s, "reduce_scatter", choices * s.stored_bytes),
-    )
-
-
-def _gather_dispatched(s: Sizes) -> Operation:
-    """Return the gather of the tokens of the expert TP group."""
-    num_bytes = s.dispatched_tokens * s.model.hidden * s.compute_bytes
-    return Operation(
-        forward_calls=_etp_calls(s, "all_gather", num_bytes),
-        backward_calls=(not s.input_has_no_grad) * _etp_calls(s, "reduce_scatter", num_bytes),
-    )
-
-
-def _scatter_results(s: Sizes) -> Operation:
-    """Return the reduce-scatter that gives each expert TP rank the results of its own tokens."""
-    num_bytes = s.dispatched_tokens * s.model.hidden * s.compute_bytes
-    return Operation(
-        forward_calls=_etp_calls(s, "reduce_scatter", num_bytes),
-        backward_calls=_etp_calls(s, "all_gather", num_bytes),
-    )
+    A group of one has none.
+    """
+    if s.etp == 1:
+        return Operation()
+    gather = CollectiveCall("gather dispatched tokens", "all_gather", s.etp_ranks, num_bytes)
+    scatter = replace(gather, name="reduce-scatter expert results", operation="reduce_scatter")
+    forward, backward = (gather, scatter) if kind == "all_gather" else (scatter, gather)
+    return Operation(forward_calls=(forward,), backward_calls=has_grad * (backward,))
 
 
 def _exchange(

@@ -188,30 +188,14 @@ def _apportion(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Count
     return numbers
 
 
-def slot_tokens(
-    counts: CountArray, plan: Plan, layer: int, rank: int, group: Sequence[int]
-) -> list[int]:
-    """Return tokens of each slot of `rank`, from all ranks of `group`."""
-    return _slot_tokens_of(plan, layer, rank, _received_tokens(counts, plan, group))
-
-
-def slot_tokens_by_rank(counts: CountArray, plan: Plan, layer: int) -> dict[int, list[int]]:
-    """Return tokens of each slot, by rank."""
-    groups = [(group, _received_tokens(counts, plan, group)) for group in plan.ep_groups()]
-    return {
-        rank: _slot_tokens_of(plan, layer, rank, received)
-        for group, received in groups
-        for rank in group
-    }
-
-
-def _received_tokens(counts: CountArray, plan: Plan, group: Sequence[int]) -> CountArray:
+def received_tokens(counts: CountArray, plan: Plan, group: Sequence[int]) -> CountArray:
     """Return tokens for each expert from all ranks of `group`, [experts]."""
     received: CountArray = counts[_stage_positions(plan, group)].sum(axis=0)
     return received
 
 
-def _slot_tokens_of(plan: Plan, layer: int, rank: int, received: CountArray) -> list[int]:
+def slot_tokens(received: CountArray, plan: Plan, layer: int, rank: int) -> list[int]:
+    """Return tokens of each slot of `rank`, of those that its group received for each expert."""
     tokens: list[int] = received[list(plan.experts_of(rank, layer))].tolist()
     return tokens
 
@@ -354,9 +338,10 @@ def routed_by_layer(
         counts, local = expert_counts(job, plan, load), tuple[int, ...]()
         exchanges = _exchanges(job, plan, layer, rank, load, counts)
         if plan.overlap_local:
-            local = tuple(slot_tokens(counts, plan, layer, rank, [rank]))
+            own = received_tokens(counts, plan, [rank])
+            local = tuple(slot_tokens(own, plan, layer, rank))
             counts = _remote_tokens(counts, plan, layer, group)
-        slots = slot_tokens(counts, plan, layer, rank, group)
+        slots = slot_tokens(received_tokens(counts, plan, group), plan, layer, rank)
         is_dedup = plan.dispatch == "dedup" and plan.ep > 1
         num_sent = sent_tokens(counts, plan, rank)
         return RoutedTokens(num_sent, slots, exchanges, is_dedup, plan.chunks, local)

@@ -150,7 +150,7 @@ class _StepMemory:
         self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
         self.angle_bytes = self.sizes.tokens * job.model.rotary_dim * self.sizes.stored_bytes
         self.is_sharded = plan.dp_shard > 1
-        self.recompute = job.train.recompute if plan.recompute is None else plan.recompute
+        self.recompute = plan.recomputes(job)
         self.gradient_stays = not self.accumulates or self.is_sharded or plan.pp > 1
         """True if a weight's gradient outlives its matmul, instead of being added at once."""
         self.saved = dict[str, int]()
@@ -279,17 +279,16 @@ class _StepMemory:
             # From the second micro-batch on, all are alike, except for their angles.
             self.current = max(micro_batches - 2, 0) * self.angle_bytes
             for _ in range(min(micro_batches, 2)):
-                self._forward(stage, starts=True, ends=False)
+                self._forward(stage, starts=True)
                 self._backward(stage)
-                self.current -= sum(stage.saved.values()) + self.sizes.mask_elements
+                self.current -= sum(stage.saved.values())
         else:
             self._run_pipeline()
         late = [b for one in self.reductions if not one.overlaps_backward for b in one.buckets]
         bucket = max((b.num_bytes for b in late if len(b.members) > 1), default=0)
-        contexts = micro_batches * self.angle_bytes + self.recompute * self.sizes.mask_elements
         shards = sum(local_size(p, plan.dp_shard) for p in self.params.trainable_dense)
         gradients = shards * self.sizes.stored_bytes + self.arena_bytes * len(self.moe_layers)
-        self._record_backward(contexts + gradients + bucket)
+        self._record_backward(micro_batches * self.angle_bytes + gradients + bucket)
 
     def _run_pipeline(self) -> None:
         plan, micro_batches = self.plan, self.job.train.micro_batches
@@ -302,7 +301,7 @@ class _StepMemory:
         ):
             stage = stages[number]
             if kind == "forward":
-                self._forward(stage, starts=number == min(stages), ends=number == max(stages))
+                self._forward(stage, starts=number == min(stages))
             elif kind == "input":
                 self._input_backward(stage)
             # The first stage does not split its backward.
@@ -334,13 +333,12 @@ class _StepMemory:
     def _record_backward(self, num_bytes: int) -> None:
         self.backward_peak = max(self.backward_peak, num_bytes)
 
-    def _forward(self, stage: _Stage, *, starts: bool, ends: bool) -> None:
+    def _forward(self, stage: _Stage, *, starts: bool) -> None:
         """Add the forward of one micro-batch.
 
-        The rank's first stage (`starts`) adds the context that all blocks share. Its last stage
-        (`ends`) in a pipeline frees the mask.
+        The rank's first stage (`starts`) adds the angles that all blocks share.
         """
-        self.current += starts * (self.angle_bytes + self.sizes.mask_elements)
+        self.current += starts * self.angle_bytes
         self.current += sum(stage.saved.values()) + stage.sent_bytes
         activations = self.current - stage.saved.get("head", 0)
         self.activations_peak = max(self.activations_peak, activations)
@@ -349,7 +347,6 @@ class _StepMemory:
         if self.plan.pp == 1 and self.is_sharded and stage.layers:
             gathered = self.dense_bytes[""] + self.dense_bytes[f"layers.{stage.layers[-1]}"]
         self.forward_peak = max(self.forward_peak, present + gathered)
-        self.current -= (ends and not self.recompute) * self.sizes.mask_elements
 
     def _gradients_at(self, stage: _Stage, time: float) -> int:
         """Return bytes of gradients while backward is at `time`, those made before included."""

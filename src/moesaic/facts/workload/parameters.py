@@ -261,10 +261,12 @@ def is_trainable(finetune: FinetuneConfig | None, parameter: Parameter) -> bool:
     return finetune.router == "train" if parameter.kind == "router" else finetune.method == "full"
 
 
-def trainable_parameters(job: Job) -> list[Parameter]:
-    """Return every parameter that `job` trains."""
-    trained = [p for p in parameters(job.model) if is_trainable(job.finetune, p)]
-    return trained + list(adapters(job.model, job.finetune))
+def trainable_parameters(
+    job: Job, experts: Callable[[int], Collection[int]] | None = None
+) -> list[Parameter]:
+    """Return every parameter that `job` trains; `experts` is as in `parameters`."""
+    trained = [p for p in parameters(job.model, experts) if is_trainable(job.finetune, p)]
+    return trained + list(adapters(job.model, job.finetune, experts))
 
 
 def describe_trainable(job: Job) -> list[str]:

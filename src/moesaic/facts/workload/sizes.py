@@ -31,6 +31,9 @@ NORM_CHUNK_BYTES = 1 << 19
 BUCKET_BYTES = 32 << 20
 """Maximum bytes of a flat gradient bucket; a larger gradient gets a bucket to itself."""
 
+ATTENTION_QUERY_BLOCK = 256
+"""Queries per kernel call of attention where it needs a mask; bounds the mask's rows."""
+
 INDEX_BYTES = 8
 
 MOMENT_CHUNK = 1 << 16
@@ -89,23 +92,6 @@ class Trainable:
         """Return the rank of the adapters of `target`; 0 if it has none."""
         return self.adapter_rank * (target in self.targets)
 
-    def first_trainable_block(self, model: ModelConfig) -> str:
-        """Return the first block with trainable parameters, where backward ends."""
-        if self.weights:
-            return "embed"
-        for layer in range(model.layers):
-            if "attention" in self.targets:
-                return f"layers.{layer}.attention"
-            if layer not in model.expert_layers:
-                if "ffn" in self.targets:
-                    return f"layers.{layer}.ffn"
-            elif self.routers or "experts" in self.targets or self._has_shared_adapters(model):
-                return f"layers.{layer}.moe"
-        raise AssertionError("the job trains no parameter")
-
-    def _has_shared_adapters(self, model: ModelConfig) -> bool:
-        return model.shared_experts > 0 and "shared" in self.targets
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -118,9 +104,6 @@ class Sizes:
     """Tokens per sample."""
     precision: FloatType
     """Precision of training, `train.precision`."""
-    mask_elements: int
-    """Elements of the attention mask for document boundaries or a sliding window; 0 without a mask.
-    """
     tp: int = 1
     """Tensor-parallel (TP) ranks, which hold the same samples and split every dense matrix."""
     etp: int = 1
@@ -147,19 +130,14 @@ class Sizes:
         """Return the sizes of `rank`."""
         micro_batch = job.train.batch // job.train.micro_batches
         samples = len(plan.sample_range(rank, micro_batch))
-        length, window = job.data.sequence, job.model.window
-        mask = 0
-        if job.data.packing == "documents":
-            mask = samples * length**2
-        elif window is not None and window < length:  # All samples share one mask.
-            mask = length**2
+        length = job.data.sequence
         peers = group_of(plan.stage_groups(), rank)
         lookups = [
             len(plan.sample_range(peer, micro_batch)) * length
             for peer in (peers if plan.embedding_shards > 1 else ())
         ]
         return cls(
-            job.model, samples, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu,
+            job.model, samples, length, job.train.precision, plan.tp, plan.etp, on_cpu,
             Trainable.from_finetune(job.finetune), embedding_shards=plan.embedding_shards,
             stage_ranks=peers, lookup_tokens_by_rank=tuple(lookups),
             tp_ranks=group_of(plan.tp_groups(), rank), etp_ranks=group_of(plan.etp_groups(), rank),

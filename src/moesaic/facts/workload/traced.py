@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,7 +24,7 @@ from moesaic.facts.workload.ops import optimizer_update
 from moesaic.facts.workload.sizes import FloatType
 from moesaic.facts.workload.spec import BlockSpec
 
-VERSION = 2
+VERSION = 3
 """Version of the file format; other versions are refused."""
 
 
@@ -33,7 +33,7 @@ MAX_SIZE = 1 << 63
 
 
 class TracedMatmul(Section):
-    """Equal matmuls of [rows, inner] and [inner, columns]."""
+    """`count` matmuls of [rows, inner] and [inner, columns]."""
 
     rows: int = Field(ge=0, lt=MAX_SIZE)
     """Rows of the result."""
@@ -43,68 +43,41 @@ class TracedMatmul(Section):
     """Length of the inner dimension."""
     count: int = Field(ge=1, lt=MAX_SIZE)
     """Number of such matmuls."""
+
+
+class TracedOp(Section):
+    """Matmuls that the cost model prices together: those of a data type, or equal attention."""
+
+    name: str
+    """Name of the operation: matmuls or attend."""
+    matmuls: list[TracedMatmul]
+    """Matmuls in full, equal ones grouped."""
     dtype: FloatType
     """Data type of the operands."""
-
-    @property
-    def matmul(self) -> MatmulShape:
-        """Shape of the matmuls for the cost model."""
-        return MatmulShape(self.rows, self.columns, self.inner, self.count)
-
-
-class TracedAttention(Section):
-    """Equal heads of attention, each over one sequence."""
-
-    queries: int = Field(ge=0, lt=MAX_SIZE)
-    """Rows of the scores."""
-    keys: int = Field(ge=0, lt=MAX_SIZE)
-    """Columns of the scores."""
-    width: int = Field(ge=0, lt=MAX_SIZE)
-    """Width of a query and of a key."""
-    values: int = Field(ge=0, lt=MAX_SIZE)
-    """Width of a value."""
-    count: int = Field(ge=1, lt=MAX_SIZE)
-    """Heads times sequences."""
-    dtype: FloatType
-    """Data type of the operands."""
+    num_transcendentals: int = Field(default=0, ge=0, lt=MAX_SIZE)
+    """Elements of exponentials and the like."""
+    kind: Literal["attention", "attention backward"] | None = None
+    """Kind of attention; null for matmuls, and for attention that is not self-attention."""
     causal_fraction: float = Field(default=1.0, gt=0, le=1)
     """Fraction of the scores that remains if a kernel skips causally masked ones."""
-    is_backward: bool = False
-    """True if this is the backward pass, which recomputes the scores."""
-
-    @property
-    def matmuls(self) -> tuple[MatmulShape, ...]:
-        """Matmuls of scores and values; backward those of scores and of all gradients."""
-        rows, keys, width, values = self.queries, self.keys, self.width, self.values
-        scores, mixed = (rows, keys, width), (rows, values, keys)
-        sizes = [scores, mixed]
-        if self.is_backward:
-            sizes = [
-                scores, (rows, keys, values), (keys, values, rows), (rows, width, keys),
-                (keys, width, rows),
-            ]  # fmt: skip
-        return tuple(MatmulShape(*size, self.count) for size in sizes)
 
     def op(self) -> Op:
         """Return the op for the cost model."""
-        # Clusters are benchmarked with self-attention only.
-        kind = ("attention backward" if self.is_backward else "attention") * (
-            self.queries == self.keys
-        )
-        specials = round(self.count * self.queries * self.keys * self.causal_fraction)
         return Op(
-            "attend", self.matmuls, dtype=self.dtype, num_transcendentals=specials, kind=kind,
+            self.name,
+            tuple(MatmulShape(**one.model_dump()) for one in self.matmuls),
+            dtype=self.dtype,
+            num_transcendentals=self.num_transcendentals,
+            kind=self.kind or "",
             causal_fraction=self.causal_fraction,
-        )  # fmt: skip
+        )
 
 
 class TracedWork(Section):
     """Work of one block, forward or backward."""
 
-    matmuls: list[TracedMatmul] = Field(default_factory=list)
-    """Matmuls, equal ones grouped."""
-    attention: list[TracedAttention] = Field(default_factory=list)
-    """Heads of attention, equal ones grouped."""
+    matmuls: list[TracedOp] = Field(default_factory=list)
+    """Matmuls by data type, and attention."""
     moved_bytes: int = Field(ge=0, lt=MAX_SIZE)
     """Bytes read and written by all kernels but matmuls."""
     num_kernels: int = Field(ge=0, lt=MAX_SIZE)
@@ -124,15 +97,10 @@ class TracedWork(Section):
     @property
     def flops(self) -> int:
         """FLOPs of all matmuls, in full."""
-        heads = [product for one in self.attention for product in one.matmuls]
-        return sum(one.flops for one in (*heads, *(one.matmul for one in self.matmuls)))
+        return sum(op.flops for op in self.ops())
 
     def ops(self) -> tuple[Op, ...]:
-        """Return matmuls by data type, attention, and one op for all elementwise kernels."""
-        types: dict[FloatType, list[MatmulShape]] = {}
-        for one in self.matmuls:
-            types.setdefault(one.dtype, []).append(one.matmul)
-        products = [Op("matmuls", tuple(same), dtype=kind) for kind, same in types.items()]
+        """Return the matmuls, and one op for all elementwise kernels."""
         elementwise = Op(
             "elementwise",
             (),
@@ -140,15 +108,14 @@ class TracedWork(Section):
             self.num_kernels,
             num_transcendentals=self.num_transcendentals,
         )
-        return (*products, *(one.op() for one in self.attention), elementwise)
+        return (*(one.op() for one in self.matmuls), elementwise)
 
 
 class TracedBlock(Section):
     """One block of the model."""
 
     name: str
-    """Dotted name in the model, `step (module)` if that is `step`; `(outside)` for work outside all
-    blocks, such as the loss."""
+    """Dotted name in the model; `(outside)` for work outside all blocks, such as the loss."""
     parameters: int = Field(ge=0, lt=MAX_SIZE)
     """Elements of its parameters; a tensor of two blocks counts for the first."""
     parameter_bytes: int = Field(ge=0, lt=MAX_SIZE)

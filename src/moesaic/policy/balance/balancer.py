@@ -220,7 +220,7 @@ def layer_problem(
     """Return the costs of a layer's tokens and replicas."""
     num_elements = 3 * job.model.hidden * job.model.ffn // plan.etp
     precision, finetune = job.train.precision, job.finetune
-    recompute = job.train.recompute if plan.recompute is None else plan.recompute
+    recompute = plan.recomputes(job)
     trains_experts, max_replicas = (
         finetune is None or finetune.method == "full",
         config.max_replicas,

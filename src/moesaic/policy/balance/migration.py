@@ -34,7 +34,7 @@ class MigrationCosts(NamedTuple):
 
 
 class MigrationFacts(NamedTuple):
-    """What decides on a migration."""
+    """Facts of a migration decision."""
 
     expert_tokens: IntArray
     """Routed tokens of each expert, [experts]."""

@@ -17,7 +17,7 @@ from moesaic.policy.balance.cost_model import (
     layer_times_of_busiest,
 )
 
-_layer_times_of_busiest = cached_njit(layer_times_of_busiest)
+_LAYER_TIMES_OF_BUSIEST = cached_njit(layer_times_of_busiest)
 
 STRATEGIES = range(4)
 """Tokens that a replica takes from the busiest rank; the last one moves all of a rank's own tokens
@@ -376,7 +376,7 @@ def _layer_s(state: SearchState, costs: SearchCosts, num_replicas: int) -> tuple
     most = _max_link_load(state.replicas_sent, state.replicas_received, costs)
     if costs.overlaps:
         most = max(most, float(-(-num_replicas // len(state.replicas_sent))))
-    times = _layer_times_of_busiest(
+    times = _LAYER_TIMES_OF_BUSIEST(
         _max_link_load(state.sent, state.received, costs),
         experts_s,
         most,

@@ -6,6 +6,8 @@ bounds: its flops at a fraction of the peak, and its operands at memory bandwidt
 
 from __future__ import annotations
 
+import math
+
 from moesaic.facts.cluster import Calibration, Device
 from moesaic.facts.workload import GROUPED_MM, MatmulShape, Op
 
@@ -52,12 +54,15 @@ def attention_s(device: Device, op: Op) -> float | None:
     times = device.matmul_speed(op.dtype).attention
     if times is None:
         return None
-    scores = op.matmuls[0]
-    if not scores.flops:
-        return 0.0
-    return scores.count * times.at(
-        scores.rows, scores.inner, backward=op.kind == "attention backward",
-        masked=op.causal_fraction == 1.0,
+    backward = op.kind == "attention backward"
+    num_blocks = len(op.matmuls) // (5 if backward else 2)  # The first matmuls make scores.
+    return sum(
+        scores.count * times.at(
+            math.sqrt(scores.rows * scores.columns), scores.inner, backward=backward,
+            masked=op.causal_fraction == 1.0,
+        )
+        for scores in op.matmuls[:num_blocks]
+        if scores.flops
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
 from moesaic.facts.workload.loads import CountArray as Assigned
-from moesaic.facts.workload.loads import expert_counts, slot_tokens_by_rank
+from moesaic.facts.workload.loads import expert_counts, received_tokens, slot_tokens
 from moesaic.facts.workload.parameters import unpadded_local_size
 from moesaic.facts.workload.rank_params import RankParams
 
@@ -72,13 +72,17 @@ def fullest_rank(
             layers = layers[:1]  # All layers are equal.
         by_layer: Sequence[ArrayLike | None] = [None] * len(layers) if loads is None else loads
         counts = [expert_counts(job, plan, load) for load in by_layer]
-    slots = [
-        slot_tokens_by_rank(rows, plan, layer) for rows, layer in zip(counts, layers, strict=True)
-    ]
+    received: list[dict[int, Assigned]] = [{} for _ in counts]
+    for group in plan.ep_groups():
+        for by_rank, of_layer in zip(received, counts, strict=True):
+            by_rank.update(dict.fromkeys(group, received_tokens(of_layer, plan, group)))
     owned = _dense_elements_by_shard(job, plan)
     kinds: dict[tuple[object, ...], int] = {}
     for rank in ranks if ranks is not None else range(plan.ranks):
-        arriving = [layer[rank] for layer in slots]
+        arriving = [
+            slot_tokens(by_rank[rank], plan, layer, rank)
+            for by_rank, layer in zip(received, layers, strict=True)
+        ]
         rows = [sum(rows) for rows in arriving] if loads is None else map(tuple, arriving)
         # Checkpoint shards are assigned one by one, so no two ranks stage equally many bytes.
         staging = rank if on_cpu and job.checkpoint.asynchronous else -1

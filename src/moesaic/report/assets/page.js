@@ -71,17 +71,9 @@
       type: "rect", xref: "paper", x0: 0, x1: 1, y0: layer - 0.5, y1: layer + 0.5,
       line: { color: "var(--ink)", width: 2 },
     }];
-    const curves = figures.get("imbalance");
-    curves.data.forEach((trace, index) => {
-      trace.line.color = index === at ? "var(--series-1)" : "var(--ink-soft)";
-      trace.line.width = index === at ? 2 : 1;
-      trace.opacity = index === at ? 1 : 0.3;
-      trace.zorder = index === at ? 1 : 0;
-      if (trace.marker) trace.marker.color = trace.line.color;
-    });
     document.getElementById("layer").value = String(at);
     document.querySelector("#card-expert-load h3").textContent = `Load by step, layer ${layer}`;
-    ["expert-load", "expert-overview", "imbalance"].forEach(draw);
+    ["expert-load", "expert-overview"].forEach(draw);
   }
 
   function drawAll() {

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from moesaic.report.log import Floats, Validation
+from moesaic.report.run_stats import RunStats
+from moesaic.report.series import keep_extremes, smooth
 
 SERIES = [f"var(--series-{number})" for number in range(8)]
 """Colours that colour-blind readers can distinguish."""
-PHASES = {
+_PHASES = {
     "data": SERIES[4], "forward": SERIES[5], "backward": SERIES[0], "pipeline": SERIES[5],
     "reduce": SERIES[1], "clip": SERIES[6], "optimizer": SERIES[2], "log": SERIES[3],
-    "other": SERIES[7],
 }  # fmt: skip
-"""Colours of the phases of a step; `other` is time outside of phases."""
-FAINT = 0.45
+_FAINT = 0.45
 """Opacity of raw values under their smoothed curve."""
-FEW = 12
+_FEW = 12
 """Curves with fewer points show a marker for each."""
 
 
@@ -63,7 +62,7 @@ def curve(x: Floats, y: Floats, name: str, colour: str, **extra: Any) -> dict[st
     few = {"mode": "lines+markers", "marker": {"size": 6, "color": colour}}
     return {
         "type": "scatter",
-        **(few if len(x) < FEW else {"mode": "lines"}),
+        **(few if len(x) < _FEW else {"mode": "lines"}),
         "x": column(x),
         "y": column(y),
         "name": label(name),
@@ -91,25 +90,49 @@ def layout(**parts: Any) -> dict[str, Any]:
     return {**axes, **parts}
 
 
-def marks(steps: Iterable[int]) -> list[dict[str, Any]]:
+def resumes(run: RunStats) -> list[dict[str, Any]]:
     """Return dotted lines at the steps from which the run was resumed."""
+    line = {"color": "var(--ink-soft)", "width": 1, "dash": "dot"}
     return [
         {
-            "type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper",
-            "line": {"color": "var(--ink-soft)", "width": 1, "dash": "dot"}, "layer": "below",
+            "type": "line", "x0": launch.step, "x1": launch.step, "y0": 0, "y1": 1,
+            "yref": "paper", "line": line, "layer": "below",
         }
-        for step in steps
+        for launch in run.launches[1:]
     ]  # fmt: skip
 
 
-def phase_colour(phase: str, at: int) -> str:
-    """Return the colour of a phase; `at` is its index, for a phase without a fixed colour."""
-    return PHASES.get(phase, SERIES[(at + 7) % len(SERIES)])
+def raw_and_smooth(step: Floats, values: Floats, name: str, colour: str) -> list[dict[str, Any]]:
+    """Return a faint line through every value, and a strong one through the moving mean."""
+    form = "%{y:.4~g}"
+    raw_x, raw_y = keep_extremes(step, values)
+    raw = curve(raw_x, raw_y, name, colour, width=1, opacity=_FAINT, hovertemplate=form)
+    if len(step) < _FEW:
+        return [raw | {"opacity": 1}]
+    x, y = keep_extremes(step, smooth(values))
+    strong = curve(x, y, f"{name}, smoothed", colour, width=2.25, hovertemplate=form)
+    return [raw, strong]
 
 
-def columns(named: Mapping[str, Floats]) -> Floats:
-    """Stack named columns, [steps, names]."""
-    return np.stack(list(named.values()), axis=1) if named else np.zeros((0, 0))
+def phase_colour(phase: str) -> str:
+    """Return the colour of a phase."""
+    return _PHASES.get(phase, SERIES[7])
+
+
+def diamonds(validations: Sequence[Validation], name: str, colour: str) -> dict[str, Any]:
+    """Return markers at the losses of validations."""
+    return {
+        "type": "scatter", "mode": "markers", "name": label(name),
+        "x": [one.step for one in validations],
+        "y": column(np.array([one.loss for one in validations])),
+        "marker": {"size": 8, "symbol": "diamond", "color": colour},
+        "hovertemplate": "%{y:.4f} at step %{x}",
+    }  # fmt: skip
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return (seconds, name) of the unit that suits an axis up to `seconds`."""
+    return (1.0, "s") if seconds >= 2 else (1e-3, "ms")
 
 
 def _short(value: float) -> float | int | None:

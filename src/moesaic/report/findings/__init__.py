@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from moesaic.report.facts import RunFacts
-from moesaic.report.findings import balance, experts, learning, prediction, speed
+from moesaic.report.findings import balance, experts, learning, speed
 from moesaic.report.findings.finding import Finding, Severity
+from moesaic.report.run_stats import RunStats
 
 __all__ = ["Finding", "Severity", "find"]
 
 _ORDER: dict[Severity, int] = {"problem": 0, "warning": 1, "note": 2}
 
 
-def find(run: RunFacts) -> list[Finding]:
+def find(run: RunStats) -> list[Finding]:
     """Return every finding of `run`, most severe first."""
+    if not len(run.steps):
+        return [learning.no_steps(run)]
     candidates = [
         learning.not_a_number(run.steps),
         learning.stopped(run),
         learning.failed_saves(run.checkpoints),
-        experts.dead(run.loads, run.setting),
-        experts.hot(run.loads, run.setting, run.plan),
-        experts.drops(run.steps, run.setting),
-        experts.flips(run.steps),
-        learning.spikes(run.steps, run.setting),
+        experts.dead(run),
+        experts.hot(run),
+        experts.drops(run),
+        experts.replay_mismatches(run.steps),
+        learning.spikes(run),
         learning.skipped(run.steps),
         learning.overfitting(run.validations),
-        speed.slow_steps(run.steps, run.parts, run.checkpoints, run.validations),
-        balance.did_not_pay(run),
-        balance.prices_off(run),
-        prediction.off(run.prediction),
-        speed.slowest_phase(run.steps, run.parts[-1].device if run.parts else "", run.setting),
+        speed.slow_steps(run),
+        balance.replicas(run),
+        balance.migrated(run.migrations),
+        speed.prediction(run.prediction),
+        speed.slowest_phase(run),
     ]
-    found = [finding for finding in candidates if finding is not None]
-    return sorted(found, key=lambda finding: _ORDER[finding.severity])
+    findings = [finding for finding in candidates if finding is not None]
+    return sorted(findings, key=lambda finding: _ORDER[finding.severity])

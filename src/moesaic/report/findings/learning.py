@@ -7,12 +7,11 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.report.facts import RunFacts
-from moesaic.report.findings.experts import Settings
 from moesaic.report.findings.finding import Finding
 from moesaic.report.log import Checkpoint, Steps, Validation
-from moesaic.report.series import middle
-from moesaic.report.wording import listing, loss, percent, plural, three
+from moesaic.report.run_stats import RunStats
+from moesaic.report.series import median
+from moesaic.report.wording import digits, listing, loss, percent, plural
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,6 +29,14 @@ _OVERFIT_SIGMAS = 5.0
 """... and by this many standard deviations of its noise."""
 _OFTEN = 0.05
 """Share of skipped steps above which a note becomes a warning."""
+
+
+def no_steps(run: RunStats) -> Finding:
+    """Report a run without a finished step."""
+    text = "The run ended before its first step. Read its terminal output for the cause."
+    if run.status == "running":
+        text = "The run is starting. Write the report again after its first step."
+    return Finding("no_steps", "note", "No step has finished yet", text)
 
 
 def not_a_number(steps: Steps) -> Finding | None:
@@ -83,39 +90,34 @@ def spike_rows(values: Floats) -> list[tuple[int, float]]:
     spread = np.maximum(local, np.median(general) if len(general) else 0.0)
     spread *= 1.4826 / math.sqrt(2)
     rows = np.flatnonzero((over > _SPIKE_SIGMAS * spread) & (over > _SPIKE_RISE * np.abs(usual)))
-    found: list[tuple[int, float]] = []
+    spikes: list[tuple[int, float]] = []
     last = -_WINDOW
-    for row in rows.tolist():
-        at = row + _WINDOW
-        if at - last > _WINDOW // 2:
-            found.append((at, float(usual[row])))
-        elif values[at] > values[found[-1][0]]:
-            found[-1] = (at, found[-1][1])
-        last = at
-    return found
+    for row in (rows + _WINDOW).tolist():
+        if row - last > _WINDOW // 2:
+            spikes.append((row, float(usual[row - _WINDOW])))
+        elif values[row] > values[spikes[-1][0]]:
+            spikes[-1] = (row, spikes[-1][1])
+        last = row
+    return spikes
 
 
-def spikes(steps: Steps, setting: Settings) -> Finding | None:
+def spikes(run: RunStats) -> Finding | None:
     """Report sudden rises of the training loss."""
-    found = spike_rows(steps.loss)
-    if not found:
+    steps, rows = run.steps, spike_rows(run.steps.loss)
+    if not rows:
         return None
-    worst, usual = max(found, key=lambda pair: float(steps.loss[pair[0]]) - pair[1])
-    where = listing([f"{int(steps.step[row]):,}" for row, _ in found], 8)
+    worst, usual = max(rows, key=lambda pair: float(steps.loss[pair[0]]) - pair[1])
+    where = listing([f"{int(steps.step[row]):,}" for row, _ in rows], 8)
+    clip, rate = run.setting("train.clip"), run.setting("optimizer.lr")
     text = (
         f"It rose from {loss(usual)} to {loss(float(steps.loss[worst]))} at step "
-        f"{int(steps.step[worst]):,}"
+        f"{int(steps.step[worst]):,}, with gradient norm {digits(float(steps.grad_norm[worst]))} "
+        f"(median {digits(median(steps.grad_norm))}). One spike that recovers is harmless. If "
+        f"spikes recur, lower optimizer.lr (now {rate}), lengthen schedule.warmup, or "
+        + (f"lower train.clip (now {clip:g})." if clip else "set train.clip = 1.0.")
     )
-    norm, usual_norm = float(steps.grad_norm[worst]), middle(steps.grad_norm)
-    if math.isfinite(norm):
-        text += f", with gradient norm {three(norm)} (median {three(usual_norm)})"
-    clip, rate = setting("train.clip"), setting("optimizer.lr")
-    text += ". One spike that recovers is harmless. If spikes recur, lower optimizer.lr"
-    text += f" (now {rate:g})" if isinstance(rate, (int, float)) else ""
-    text += ", lengthen schedule.warmup, or "
-    text += f"lower train.clip (now {clip:g})" if clip else "set train.clip = 1.0"
-    title = f"The loss spiked at {'step' if len(found) == 1 else 'steps'} {where}"
-    return Finding("loss_spikes", "warning", title, text + ".")
+    title = f"The loss spiked at {'step' if len(rows) == 1 else 'steps'} {where}"
+    return Finding("loss_spikes", "warning", title, text)
 
 
 def overfitting(validations: list[Validation]) -> Finding | None:
@@ -145,7 +147,7 @@ def _noise(values: Floats) -> float:
     return float(1.4826 * np.median(np.abs(np.diff(values, 2))) / math.sqrt(6))
 
 
-def stopped(run: RunFacts) -> Finding | None:
+def stopped(run: RunStats) -> Finding | None:
     """Report a run that stopped before its end."""
     if run.status != "stopped":
         return None

@@ -14,6 +14,7 @@ from moesaic.dist.state import TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.inputs import ByProduct, Inputs
 from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.nn.reports import MoEReport, moe_reports
@@ -238,28 +239,13 @@ def make_inputs(model: LanguageModel, batch: Batch, job: Job, step: int) -> Inpu
     device = next(model.parameters()).device
     return Inputs(
         model.rotary(batch.positions.to(device)),
-        mask=attention_mask(batch.documents.to(device), model.config.window),
+        attention=AttentionMetadata.packed(batch.documents, model.config.window, device),
         seed=job.seed,
         step=step,
         samples=batch.samples.to(device),
         positions=torch.arange(batch.inputs.shape[1], device=device),
         token_slice=model.tp.shard_slice(batch.inputs.numel()),
     )
-
-
-def attention_mask(documents: Tensor, window: int | None) -> Tensor | None:
-    """Return a causal mask that ends at document boundaries and spans `window` tokens.
-
-    None if there are no boundaries and no sequence is longer than the window.
-    """
-    length = documents.shape[1]
-    mask = None
-    if not bool((documents == documents[:, :1]).all()):
-        mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    if window is not None and window < length:
-        every = documents.new_ones(1, 1, length, length, dtype=torch.bool)
-        mask = (every.tril() if mask is None else mask).triu(1 - window)
-    return mask
 
 
 def num_targets(batch: Batch) -> int:

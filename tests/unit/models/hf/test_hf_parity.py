@@ -22,10 +22,10 @@ from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import local_params, tensor_shards
+from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.inputs import Inputs
 from moesaic.serve.generate import generate
 from moesaic.testing.states import live_values
-from moesaic.train.objectives.lm import attention_mask
 
 CASES = [
     "llama", "llama-tied-wide", "llama-linear", "llama-llama3", "mixtral", "mixtral-window",
@@ -52,8 +52,8 @@ def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
 
 def run(model: LanguageModel, tokens: Tensor) -> Tensor:
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    mask = attention_mask(torch.zeros_like(tokens), model.config.window)
-    logits: Tensor = model(tokens, Inputs(model.rotary(positions), mask=mask))[0]
+    attention = AttentionMetadata.causal(*tokens.shape, window=model.config.window)
+    logits: Tensor = model(tokens, Inputs(model.rotary(positions), attention=attention))[0]
     return logits
 
 

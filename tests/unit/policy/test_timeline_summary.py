@@ -11,8 +11,8 @@ from pipelines import SCHEDULES, simulate
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.facts.plan import RankSpan, RankTimeline
 from moesaic.policy.cost.event import PIPELINE, Event
-from moesaic.sim.timeline import Timeline, simulate_events
-from moesaic.sim.timeline_summary import MAX_SPANS, summarize_timeline
+from moesaic.policy.cost.timeline import Timeline, simulate_events
+from moesaic.policy.plan.timeline_summary import MAX_SPANS, summarize_timeline
 
 SECONDS = st.floats(0, 10).filter(lambda value: value == 0 or value > 1e-9)
 

@@ -77,3 +77,18 @@ def hosts_per_expert_group(plan: Plan, hosts: Sequence[str]) -> int:
         )
         found.add(len(runs) if equal else 1)
     return found.pop() if len(found) == 1 else 1
+
+
+def dispatch_hosts_warning(plan: Plan) -> str | None:
+    """Return a warning if `dispatch_hosts` differs from the hosts of the expert-parallel groups."""
+    actual = hosts_per_expert_group(plan, [place.host for place in plan.places])
+    if plan.dispatch_hosts in (1, actual):
+        return None
+    where = f"{actual} hosts" if actual > 1 else "one host, or unevenly on several"
+    effect = "the prediction includes its cost, but there is no saving"
+    if plan.num_exchanges == 1:
+        effect = "tokens are sent directly, as without it"
+    return (
+        f"layout.dispatch_hosts = {plan.dispatch_hosts}, but expert-parallel ranks are on {where}: "
+        f"{effect}; remove layout.dispatch_hosts"
+    )

@@ -37,7 +37,7 @@ from moesaic.policy.cost.pipeline import (
     split_backward,
 )
 from moesaic.policy.cost.step import JobCosts
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job
 
 

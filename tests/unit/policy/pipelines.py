@@ -13,7 +13,7 @@ from moesaic.policy.cost.cluster_costs import ClusterCosts
 from moesaic.policy.cost.compute import PEAK_FRACTION
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_events
-from moesaic.sim.timeline import Timeline, simulate_events
+from moesaic.policy.cost.timeline import Timeline, simulate_events
 
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 UNIT = MatmulShape(2, 3, 4)

@@ -6,7 +6,7 @@ import numpy as np
 
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.policy.cost.event import PIPELINE
-from moesaic.sim.timeline import Timeline
+from moesaic.policy.cost.timeline import Timeline
 
 
 def bubble_fraction(timeline: Timeline) -> float:

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from moesaic.facts.plan import ALL_BLOCKS, RankSpan, RankTimeline, round_digits
 from moesaic.policy.cost.event import PIPELINE
-from moesaic.sim.timeline import Timeline
+from moesaic.policy.cost.timeline import Timeline
 
 PASS_PHASES = ("forward", "backward")
 """Phases that pass through the blocks in each micro-batch; a pipeline has one phase instead."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
@@ -28,7 +28,7 @@ class MemoryAdvice(NamedTuple):
 
 
 def suggest_memory_changes(
-    job: Job, num_ranks: int, cluster: Cluster, places: list[Place], rank_memory: RankMemory
+    job: Job, num_ranks: int, cluster: Cluster, places: Sequence[Place], rank_memory: RankMemory
 ) -> MemoryAdvice:
     """Return the changes that reduce memory use most; the job may still not fit afterwards.
 

@@ -15,7 +15,7 @@ from moesaic.facts.plan import Plan
 from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED, Factors, Observation
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.step import JobCosts
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 
 
 def observe_step(

@@ -6,12 +6,14 @@ one. In a pipeline, ranks outside an event pass it in no time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from moesaic.base.errors import ConfigError
 from moesaic.policy.cost.event import AsyncMessage, Event, RankGroups, Seconds, StageTransfer
 
 
@@ -109,6 +111,15 @@ def simulate_events(events: Iterable[Event], ranks: int) -> Timeline:
     clock = _Clock(np.zeros(ranks), np.zeros(ranks))
     spans = [clock.advance(event) for event in events]
     return Timeline(spans, clock.now)
+
+
+def check_step_time(cluster: str, step_s: float, *others: float) -> None:
+    """Raise ConfigError if a step takes no time or if any figure is not finite."""
+    if not (0 < step_s < math.inf and all(map(math.isfinite, others))):
+        raise ConfigError(
+            f"a step on cluster '{cluster}' would take {step_s} s: correct figures in the cluster "
+            "file or sizes of the model that are too small or too large"
+        )
 
 
 @dataclass

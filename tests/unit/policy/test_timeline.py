@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.policy.cost.event import AsyncMessage, Event, StageTransfer
+from moesaic.policy.cost.timeline import Timeline, simulate_events
 from moesaic.sim.perfetto import perfetto_trace
-from moesaic.sim.timeline import Timeline, simulate_events
 
 
 def event(name: str, seconds: list[float], *groups: list[int], phase: str = "forward") -> Event:

@@ -11,9 +11,9 @@ from moesaic.facts.cluster import Calibration
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED
+from moesaic.policy.cost.observation import observe_step
 from moesaic.policy.cost.step import JobCosts
-from moesaic.sim.observation import observe_step
-from moesaic.sim.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job
 
 CLUSTER: dict[str, Any] = {

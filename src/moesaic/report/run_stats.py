@@ -1,8 +1,6 @@
-"""Facts of one run, read once from its directory and typed.
+"""Statistics of one run, read once from its directory and typed.
 
-Sources are `job.json`, `plan.json`, `versions.json`, `events/`, `loads/` and `balance/`. A resume
-appends to the log: steps that it repeats replace the earlier ones. Every column is a float array;
-a value that an event lacks is NaN.
+Sources are `job.json`, `plan.json`, `versions.json`, `events/`, `loads/` and `balance/`.
 """
 
 from __future__ import annotations
@@ -14,16 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.base.errors import StoreError
 from moesaic.report.balance_stats import BalanceStats, read_balance_stats
 from moesaic.report.loads import Loads, read_loads
 from moesaic.report.log import (
     Checkpoint,
-    Log,
+    Launch,
     Migration,
-    Part,
+    RankStats,
     Steps,
     Validation,
     read_log,
@@ -31,7 +28,6 @@ from moesaic.report.log import (
 )
 from moesaic.report.prediction import Prediction, read_prediction
 
-Floats = npt.NDArray[np.float64]
 Status = Literal["finished", "running", "stopped"]
 
 SILENCE_S = 120.0
@@ -41,23 +37,7 @@ SILENT_STEPS = 20
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    """Steps as one rank logged them."""
-
-    rank: int
-    """Global rank."""
-    step: Floats
-    """Step numbers, ascending."""
-    memory_bytes: Floats
-    """Memory held after each step."""
-    peak_bytes: Floats
-    """Peak memory of each step."""
-    phases: dict[str, Floats]
-    """Seconds of each phase, by step."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
+class RunStats:
     """One run."""
 
     name: str
@@ -70,7 +50,7 @@ class RunFacts:
     """Content of `plan.json`."""
     versions: dict[str, Any]
     """Content of `versions.json`."""
-    parts: list[Part]
+    launches: list[Launch]
     """Launches of the run, first to last; a resumed run has more than one."""
     steps: Steps
     """Steps as rank 0 logged them."""
@@ -78,74 +58,74 @@ class RunFacts:
     """Validation passes, by step."""
     checkpoints: list[Checkpoint]
     """Saves, by step."""
-    ranks: list[RankSteps]
-    """Steps of each rank that has a log."""
+    migrations: list[Migration]
+    """Experts that migrated to another rank, by step and layer."""
+    ranks: list[RankStats]
+    """Averages of each rank that has a log."""
     loads: Loads | None
     """Expert loads; None for a dense model or before the first record."""
     balance: BalanceStats | None
     """Balance of each layer; None if no balance policy ran."""
     prediction: Prediction | None
     """Predicted and measured steps; None if the plan predicted nothing."""
-    migrations: tuple[Migration, ...]
-    """Experts that migrated to another rank."""
     ended: str
     """Why the run ended; empty while its log has no end."""
     read_at_s: float
     """Time of the reading, in seconds since the epoch."""
 
-    @property
-    def unit(self) -> str:
-        """Plural noun of the unit in which the job counts progress."""
-        return self.parts[-1].unit if self.parts else "tokens"
-
-    @property
-    def layout_since(self) -> int:
-        """Steps that were finished when the current ranks and layout came into use."""
-        found = 0
-        for part in reversed(self.parts):
-            now = self.parts[-1]
-            if (part.ranks, part.layout, part.device) != (now.ranks, now.layout, now.device):
-                break
-            found = part.step
-        return found
-
     @classmethod
-    def read(cls, run_dir: Path, now_s: float | None = None) -> RunFacts:
+    def read(cls, run_dir: Path, now_s: float | None = None) -> RunStats:
         """Read `run_dir`; `now_s` (default: the clock) tells a silent run from a running one."""
-        if not run_dir.is_dir():
-            raise StoreError(
-                f"there is no run directory '{run_dir}': name one that `moesaic train` wrote"
-            )
         log_path = run_dir / "events" / "rank-0.jsonl"
         if not log_path.is_file():
             raise StoreError(
-                f"'{run_dir}' has no events/rank-0.jsonl, so no run started in it: name a "
-                "directory that `moesaic train` wrote"
+                f"there is no run directory '{run_dir}' with events/rank-0.jsonl: name one that "
+                "`moesaic train` wrote"
             )
         job, plan, versions = (
-            _read_json(run_dir, name) for name in ("job.json", "plan.json", "versions.json")
+            _read_json(run_dir / name) for name in ("job.json", "plan.json", "versions.json")
         )
         log = read_log(log_path)
-        ranks = _read_ranks(run_dir / "events", log)
-        last_step = int(log.steps.step[-1]) if len(log.steps) else 0
+        steps, ranks = log.steps(), _read_ranks(run_dir / "events")
+        last_step = int(steps.step[-1]) if len(steps) else 0
         return cls(
             name=run_dir.resolve().name,
             directory=run_dir,
             job=job,
             plan=plan,
             versions=versions,
-            parts=log.parts,
-            steps=log.steps,
-            validations=log.validations,
-            checkpoints=log.checkpoints,
+            launches=log.launches,
+            steps=steps,
+            validations=[one for _, one in sorted(log.validations.items())],
+            checkpoints=[one for _, one in sorted(log.checkpoints.items())],
+            migrations=[one for _, one in sorted(log.migrations.items())],
             ranks=ranks,
-            prediction=read_prediction(plan, log, _peaks(ranks)),
             loads=read_loads(run_dir / "loads", last_step),
             balance=read_balance_stats(run_dir / "balance", last_step),
-            migrations=log.migrations,
+            prediction=read_prediction(plan, log.launches, steps, ranks),
             ended=log.ended,
             read_at_s=time.time() if now_s is None else now_s,
         )
+
+    @property
+    def unit(self) -> str:
+        """Plural noun of the unit of progress."""
+        return self.launches[-1].unit if self.launches else "tokens"
+
+    @property
+    def layout_since(self) -> int:
+        """Steps that were finished when the current ranks and layout came into use."""
+        since = 0
+        for launch in reversed(self.launches):
+            last = self.launches[-1]
+            if (launch.ranks, launch.layout, launch.device) != (
+                last.ranks,
+                last.layout,
+                last.device,
+            ):
+                break
+            since = launch.step
+        return since
 
     @property
     def status(self) -> Status:
@@ -159,7 +139,7 @@ class RunFacts:
     @property
     def last_event_s(self) -> float:
         """Time of the last event, in seconds since the epoch; 0 if there is none."""
-        return self.parts[-1].end_s if self.parts else 0.0
+        return self.launches[-1].end_s if self.launches else 0.0
 
     @property
     def last_step(self) -> int:
@@ -175,7 +155,7 @@ class RunFacts:
     @property
     def seconds(self) -> float:
         """Seconds over all launches, including steps that a resume repeated."""
-        return sum(part.end_s - part.start_s for part in self.parts)
+        return sum(launch.end_s - launch.start_s for launch in self.launches)
 
     @property
     def newest_checkpoint(self) -> Checkpoint | None:
@@ -191,37 +171,21 @@ class RunFacts:
         return value
 
 
-def _read_json(run_dir: Path, name: str) -> dict[str, Any]:
-    path = run_dir / name
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StoreError(
-            f"'{run_dir}' has no {name}, which a run writes before its first step: restore the "
-            "file, or report another run"
-        ) from None
+        if not isinstance(value, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"'{path}' is not readable JSON ({error}): restore the file") from None
-    if not isinstance(value, dict):
-        raise StoreError(f"'{path}' holds no JSON object: restore the file")
+        raise StoreError(
+            f"'{path}' is not readable JSON ({error}): restore the file, or report another run"
+        ) from None
     return value
 
 
-def _peaks(ranks: list[RankSteps]) -> Floats:
-    return np.concatenate([np.zeros(0), *(rank.peak_bytes for rank in ranks)])
-
-
-def _read_ranks(directory: Path, log: Log) -> list[RankSteps]:
-    paths = {
-        int(path.stem[5:]): path
-        for path in directory.glob("rank-*.jsonl")
-        if path.stem[5:].isdecimal() and path.is_file()
-    }
-    tables = ((rank, read_rank(paths[rank], log.parts)) for rank in sorted(paths))
-    return [
-        RankSteps(
-            rank, table.column("step"), table.column("memory_bytes"), table.column("peak_bytes"),
-            table.phases(),
-        )
-        for rank, table in tables if len(table)
-    ]  # fmt: skip
+def _read_ranks(directory: Path) -> list[RankStats]:
+    logs = (path for path in directory.glob("rank-*.jsonl") if path.is_file())
+    numbers = (path.stem.removeprefix("rank-") for path in logs)
+    ranks = sorted(int(number) for number in numbers if number.isdecimal())
+    stats = (read_rank(directory / f"rank-{rank}.jsonl", rank) for rank in ranks)
+    return [one for one in stats if one is not None]

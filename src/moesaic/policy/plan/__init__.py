@@ -1,0 +1,1 @@
+"""Policies that make a plan: choices of its free fields, places of its ranks, and predictions."""

@@ -1,0 +1,323 @@
+"""A job on a cluster as a plan, with its predicted time, memory and price, and the reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from moesaic.base import keys
+from moesaic.base.errors import ConfigError
+from moesaic.base.units import format_bytes
+from moesaic.facts.cluster import (
+    Cluster,
+    Device,
+    device_at,
+    place_ranks,
+    price_per_hour,
+    unit_warnings,
+)
+from moesaic.facts.job import Job
+from moesaic.facts.plan import (
+    Plan,
+    Predictions,
+    complete_plan,
+    idle_ranks,
+    idle_ranks_warning,
+    job_under_plan,
+    placement_mismatch,
+    plan_from_job,
+    prediction_digest,
+    round_digits,
+    stage_blocks,
+)
+from moesaic.facts.workload import (
+    COMPUTED_BYTES,
+    Block,
+    Memory,
+    TracedModel,
+    count_parameters,
+    traced_blocks,
+    traced_memory,
+)
+from moesaic.facts.workload.gradient_reduction import ALL_REDUCTIONS
+from moesaic.policy.balance import break_even_tokens, layer_problem, should_balance
+from moesaic.policy.cost.bubble import bubble_fraction, ideal_bubble_fraction
+from moesaic.policy.cost.checkpoint import checkpoint_cost
+from moesaic.policy.cost.memory import RankMemory
+from moesaic.policy.cost.network import NetworkModel
+from moesaic.policy.cost.step import JobCosts, replicated_events
+from moesaic.policy.cost.timeline import Timeline, check_step_time, simulate_events
+from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, choose_open_settings
+from moesaic.policy.plan.dispatch import dispatch_hosts_warning
+from moesaic.policy.plan.mapping import assign_places, max_ranks
+from moesaic.policy.plan.memory_advice import suggest_memory_changes
+from moesaic.policy.plan.timeline_summary import summarize_timeline
+
+_HOUR_S = 3600.0
+
+
+class PlannedJob(NamedTuple):
+    """A plan of a job for a cluster, with its predictions."""
+
+    plan: Plan
+    """Plan with places, chosen settings and predictions."""
+    figures: dict[str, Any]
+    """Predictions, alternatives and the bottleneck as plain data."""
+    timeline: Timeline
+    """Simulated step."""
+    warnings: list[str]
+    """Warnings for the user."""
+
+
+def plan_job(
+    job: Job,
+    cluster: Cluster,
+    num_ranks: int | None = None,
+    given: Plan | None = None,
+    origin: str = "",
+    loads: RecordedLoads | None = None,
+) -> PlannedJob:
+    """Return the plan of `job` on `cluster` and its predictions.
+
+    Args:
+        job: the job.
+        cluster: the cluster.
+        num_ranks: number of ranks; None: that of `given`, else all that the cluster has room for.
+        given: plan to predict as it is; None: choose the settings that the job leaves open.
+        origin: prefix of error messages about `given`.
+        loads: expert loads; None for even loads.
+    """
+    if given is None:
+        plan = assign_places(plan_from_job(job, num_ranks or max_ranks(cluster)), cluster)
+    else:
+        plan = _place_given_plan(given, job, cluster, num_ranks, origin)
+    places = place_ranks(cluster, plan.ranks)
+    facts = PlanFacts(job, cluster, places, NetworkModel(cluster, places), loads)
+    choices = Choices(plan) if given is not None else choose_open_settings(plan, facts)
+    return _predict(choices, facts)
+
+
+def _place_given_plan(
+    plan: Plan, job: Job, cluster: Cluster, num_ranks: int | None, origin: str
+) -> Plan:
+    """Return `plan` with places for its ranks on `cluster`, which must be those that it has."""
+    if num_ranks not in (None, plan.ranks):
+        raise ConfigError(
+            f"{origin} is for {plan.ranks} ranks, but --nproc is {num_ranks}: remove --nproc, or "
+            "remove --plan"
+        )
+    placed = assign_places(complete_plan(plan, job), cluster)
+    mismatch = placement_mismatch(plan, placed.places)
+    if mismatch is not None:
+        raise ConfigError(
+            f"{origin}: {mismatch} in cluster '{cluster.name}': give the cluster that the plan was "
+            "made for, plan anew for this one, or remove places from the plan"
+        )
+    return placed
+
+
+def _predict(choices: Choices, facts: PlanFacts) -> PlannedJob:
+    plan, job, cluster = choices.plan, facts.job, facts.cluster
+    costs = facts.costs(plan)
+    timeline = simulate_events(costs.events(), plan.ranks)
+    tokens = job.train.batch * job.data.sequence
+    price = _price(facts, timeline.step_s, tokens)
+    check_step_time(cluster.name, timeline.step_s, *price.values())
+    slowest = timeline.critical_rank
+    device, memory = costs.device(slowest), facts.tightest_rank(plan)
+    counts, seconds_by_kind = count_parameters(job.model), _seconds_by_kind(costs, timeline)
+    collectives_s, exposed_s = timeline.overlapped_s(slowest)
+    if plan.pp == 1:
+        phases, blocks = timeline.seconds_by_phase(slowest), timeline.seconds_by_block(slowest)
+    else:  # Pipeline rank 0 starts first and ends last. Blocks are on different pipeline ranks.
+        phases, blocks = timeline.seconds_by_phase(0), timeline.max_seconds_by_block()
+    bottleneck = _bottleneck(seconds_by_kind)
+    if memory.used_fraction > 1:
+        bottleneck = _missing_memory(plan, facts, memory)
+    matmul_flops_per_s = device.matmul_speed(job.train.precision).flops
+    figures = {
+        **_step_figures(cluster, device, timeline, memory.memory, memory.device.memory_bytes),
+        "plan": plan.decisions(), "loads": None if facts.loads is None else facts.loads.run,
+        "devices": dict(Counter(place.device for place in plan.places)),
+        "other_dispatch": list(choices.other_dispatch), "other_embedding": choices.other_embedding,
+        "pipeline": _pipeline_bubble(timeline, plan, job),
+        "balance": _replica_costs(job, plan),
+        "parameters": {"total": counts.total, "active": counts.active},
+        "memory_rank": memory.rank, "idle_ranks": idle_ranks(plan, job),
+        "steps": job.train.steps, "phases_s": phases, "blocks_s": blocks,
+        "seconds_by_kind": seconds_by_kind,
+        "collectives": _count_collectives(costs.blocks(slowest), job.train.micro_batches),
+        "overlapped_s": {"collectives": collectives_s, "exposed": exposed_s},
+        "tokens_per_s": tokens / timeline.step_s,
+        "utilisation": sum(op.flops for op in costs.ops(slowest))
+        / (timeline.step_s * matmul_flops_per_s),
+        "checkpoint": checkpoint_cost(job, plan, cluster, facts.places)._asdict(),
+        **price,
+        "bottleneck": bottleneck,
+    }  # fmt: skip
+    warnings = [
+        None if figures["fits"] else f"the plan does not fit: {bottleneck}",
+        idle_ranks_warning(plan, job), *unit_warnings(cluster), dispatch_hosts_warning(plan),
+    ]  # fmt: skip
+    predicted = plan.model_copy(
+        update={"predictions": _predictions(plan, facts, figures, timeline)}
+    )
+    return PlannedJob(predicted, figures, timeline, [one for one in warnings if one is not None])
+
+
+def predict_traced(
+    traced: TracedModel, cluster: Cluster, num_ranks: int | None = None
+) -> dict[str, Any]:
+    """Return the predictions for a traced model as plain data, with a replica on each rank.
+
+    `num_ranks` is None for all ranks that the cluster has room for.
+    """
+    ranks = num_ranks or max_ranks(cluster)
+    events = replicated_events(traced_blocks(traced, ranks), ranks, cluster)
+    timeline = simulate_events(events, ranks)
+    check_step_time(cluster.name, timeline.step_s)
+    slowest = timeline.critical_rank
+    devices = [device_at(cluster, one) for one in place_ranks(cluster, ranks)]
+    smallest = min(device.memory_bytes for device in devices)
+    return {
+        **_step_figures(cluster, devices[slowest], timeline, traced_memory(traced), smallest),
+        "model": traced.name, "ranks": ranks, "parameters": traced.parameters,
+        "flops": traced.flops, "phases_s": timeline.seconds_by_phase(slowest),
+        "blocks_s": timeline.seconds_by_block(slowest),
+        "samples_per_s": ranks * traced.batch / timeline.step_s,
+    }  # fmt: skip
+
+
+def _step_figures(
+    cluster: Cluster, device: Device, timeline: Timeline, memory: Memory, capacity: float
+) -> dict[str, Any]:
+    """Return the figures that jobs and traced models share; a rank may use `capacity` bytes."""
+    calibration = cluster.calibration
+    return {
+        "cluster": cluster.name, "calibration": calibration and calibration.model_dump(),
+        "device": device.model,
+        "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
+        "device_memory_bytes": capacity, "fits": memory.peak_bytes <= capacity,
+        "step_s": timeline.step_s,
+    }  # fmt: skip
+
+
+def _predictions(
+    plan: Plan, facts: PlanFacts, figures: dict[str, Any], timeline: Timeline
+) -> Predictions:
+    """Return the predictions as a plan file has them."""
+    return Predictions(
+        cluster=facts.cluster.name,
+        digest=prediction_digest(facts.job, plan),
+        loads=figures["loads"],
+        calibration=facts.cluster.calibration,
+        step_s=round_digits(figures["step_s"]),
+        phases_s={name: round_digits(seconds) for name, seconds in figures["phases_s"].items()},
+        blocks_s={name: round_digits(seconds) for name, seconds in figures["blocks_s"].items()},
+        tokens_per_s=round_digits(figures["tokens_per_s"]),
+        used_bytes_by_kind={
+            name.removesuffix("_bytes"): int(num_bytes)
+            for name, num_bytes in figures["memory_per_rank"].items()
+        },
+        timeline=summarize_timeline(timeline),
+    )
+
+
+def _price(facts: PlanFacts, step_s: float, tokens: int) -> dict[str, float]:
+    """Return the price of an hour, of the whole run and of a billion tokens."""
+    per_hour = price_per_hour(facts.cluster, facts.places)
+    per_step = per_hour / _HOUR_S * step_s
+    return {
+        "price_per_hour": per_hour,
+        "price": per_step * facts.job.train.steps,
+        "price_per_billion_tokens": per_step / tokens * 1e9,
+    }
+
+
+def _seconds_by_kind(costs: JobCosts, timeline: Timeline) -> dict[str, float]:
+    """Return the seconds of a step by kind, on the critical rank."""
+    rank = timeline.critical_rank
+    matmul_s, elementwise_s = costs.matmul_and_elementwise_s(rank, costs.ops(rank))
+    queueing_s = timeline.queueing_s(rank)
+    return {
+        "matmul": matmul_s,
+        "elementwise": elementwise_s,
+        "collectives": timeline.communication_s(rank) + queueing_s,
+        "waiting": timeline.waiting_s(rank) - queueing_s,
+    }
+
+
+def _count_collectives(blocks: Sequence[Block], micro_batches: int) -> dict[str, int]:
+    """Return the collectives of a rank per step, and how many of them are gradient reductions."""
+    passes = [one for block in blocks for one in (block.forward, block.backward)]
+    collectives = [one for work in passes for one in work.collectives] * micro_batches
+    collectives += [one for block in blocks for one in block.update.collectives]
+    num_reductions = sum(one.name in ALL_REDUCTIONS for one in collectives)
+    return {"per_step": len(collectives), "gradient_reductions": num_reductions}
+
+
+def _pipeline_bubble(timeline: Timeline, plan: Plan, job: Job) -> dict[str, float] | None:
+    """Return the predicted bubble fraction and the schedule's ideal one; None without pipeline."""
+    if plan.pp == 1:
+        return None
+    stages_per_rank = plan.num_stages // plan.pp
+    ideal = ideal_bubble_fraction(plan.schedule, plan.pp, stages_per_rank, job.train.micro_batches)
+    return {"bubble": bubble_fraction(timeline), "ideal": ideal}
+
+
+def _replica_costs(job: Job, plan: Plan) -> dict[str, Any] | None:
+    """Return the policy of expert replicas and what a replica costs; None without replicas."""
+    prices = job.balance.prices or plan.prices
+    if prices is None or not should_balance(job, plan):
+        return None
+    problem = layer_problem(job, plan, job.balance, prices, job.model.expert_layers[0])
+    max_replicas = problem.max_replicas
+    return {
+        "policy": job.balance.policy,
+        "replica_tokens": break_even_tokens(problem),
+        "max_bytes": None if max_replicas is None else max_replicas * _replica_bytes(job, plan),
+    }
+
+
+def _replica_bytes(job: Job, plan: Plan) -> int:
+    """Return the most bytes of one replica per layer on a rank, for one micro-batch.
+
+    Parameters, in the dtype of matmuls, stay until the layer's backward ends. The gradient exists
+    during that backward.
+    """
+    size = 3 * job.model.hidden * job.model.ffn // plan.etp
+    names = {f"layers.{index}" for index in job.model.expert_layers}
+    layers = [len(names.intersection(stage)) for stage in stage_blocks(plan, job.model)]
+    layers_in_use = max(sum(layers[pp_rank :: plan.pp]) for pp_rank in range(plan.pp))
+    layers_in_use = 1 if plan.recomputes(job) else layers_in_use
+    grad_bytes = 8 if job.train.precision == "fp64" else 4
+    return size * (layers_in_use * COMPUTED_BYTES[job.train.precision] + grad_bytes)
+
+
+def _bottleneck(seconds_by_kind: dict[str, float]) -> str:
+    step_s = sum(seconds_by_kind.values())
+    largest, *rest = sorted(seconds_by_kind, key=lambda kind: -seconds_by_kind[kind])
+    others = [
+        f"{kind} {seconds_by_kind[kind] / step_s:.0%}" for kind in rest if seconds_by_kind[kind]
+    ]
+    return f"{largest}: {seconds_by_kind[largest] / step_s:.0%} of a step ({', '.join(others)})"
+
+
+def _missing_memory(plan: Plan, facts: PlanFacts, memory: RankMemory) -> str:
+    """Return which rank lacks memory, and changes with which the job fits or comes nearer."""
+    advice = suggest_memory_changes(
+        job_under_plan(facts.job, plan), plan.ranks, facts.cluster, facts.places, memory
+    )
+    changes = " and ".join(f"{key} = {keys.toml(value)}" for key, value in advice.changes.items())
+    size = format_bytes(advice.memory.memory.peak_bytes)
+    if advice.memory.used_fraction <= 1:
+        remedy = f"it fits with {changes} ({size})"
+    else:
+        remedy = "use devices with more memory, or more ranks with a larger layout.pp"
+        if changes:
+            remedy = f"with {changes} it needs {size}; {remedy}"
+    return (
+        f"memory: rank {memory.rank} needs {format_bytes(memory.memory.peak_bytes)}, but "
+        f"{memory.device.model} has {format_bytes(memory.device.memory_bytes)}; {remedy}"
+    )
