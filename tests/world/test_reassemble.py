@@ -100,7 +100,7 @@ def test_expert_token_counts_may_start_at_zero(ranks: RankPool) -> None:
     then = {"balance": {"policy": "none", "migrate_every": 2, "prices": free}, **ALONE}
     for found in ranks.run(2, convert_state, ALONE, then):
         assert found
-        assert all(key.startswith("rows/") for key in found)
+        assert all(key.startswith(f"{EXPERT_TOKENS}/") for key in found)
 
 
 def rejoin(world: World) -> list[float]:

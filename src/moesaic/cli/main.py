@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from moesaic import __version__
 from moesaic.base.errors import UserError, as_user_error
@@ -26,6 +27,8 @@ VERBS = (
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2
+_REMEDIES = {"int_parsing": "give an integer", "greater_than_equal": "give a number from {ge}"}
+"""Remedies for values that the parser refuses, by pydantic's type of error."""
 MEMORY_HINTS = {"train": MEMORY_HINT, "generate": "give fewer prompts, or lower max_tokens"}
 
 
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.print_error(f"{message_prefix()}{error}")
         return EXIT_USER_ERROR
     except typer.TyperException as error:
-        screen.print_error(_usage_error(error.format_message(), given[0]))
+        screen.print_error(_usage_error(error, given[0]))
         return EXIT_USER_ERROR
     except RunInterrupted as error:
         screen.print_error(str(error))
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_app(verb: str = "") -> typer.Typer:
     """Return the app with all verbs, or only with `verb` to save the imports of the others."""
     app = typer.Typer(
-        help="Train and serve mixture-of-experts models on any number of CPUs and GPUs.",
+        help="Train mixture-of-experts models on any number of CPUs and GPUs.",
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
@@ -97,7 +100,7 @@ def _root_callback(
         ),
     ] = False,
 ) -> None:
-    """Train and serve mixture-of-experts models on any number of CPUs and GPUs."""
+    """Train mixture-of-experts models on any number of CPUs and GPUs."""
 
 
 def expand_resume(arguments: Sequence[str]) -> list[str]:
@@ -113,9 +116,15 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def _usage_error(message: str, verb: str) -> str:
+def _usage_error(error: typer.TyperException, verb: str) -> str:
     """Return an error of the parser as one sentence."""
-    sentence = " ".join(message.split()).rstrip(".")
+    cause = error.__cause__
+    if isinstance(error, typer.BadParameter) and error.param and isinstance(cause, ValidationError):
+        detail = cause.errors(include_url=False)[0]
+        if detail["type"] in _REMEDIES:
+            remedy = _REMEDIES[detail["type"]].format(**detail.get("ctx", {}))
+            return f"{error.param.opts[0]} {detail['input']}: {remedy}"
+    sentence = " ".join(error.format_message().split()).rstrip(".")
     where = "moesaic --help" if verb.startswith("-") else f"moesaic {verb} --help"
     where = "moesaic --help" if sentence.startswith("No such command") else where
     return f"{sentence[:1].lower()}{sentence[1:]} (see {where})"

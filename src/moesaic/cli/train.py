@@ -38,7 +38,13 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, describe_plan, idle_ranks_warning, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import describe_trainable
-from moesaic.train.job_file import LoadedJob, check_inputs, check_no_run, load_job
+from moesaic.train.job_file import (
+    LoadedJob,
+    check_inputs,
+    check_no_run,
+    check_out_is_not_text,
+    load_job,
+)
 
 if TYPE_CHECKING:
     from moesaic.report import RunStats
@@ -75,6 +81,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     ranks = _count_ranks(loaded, nproc, dry_run=dry_run)
     used_plan = loaded.plan or plan_from_job(loaded.job, ranks)
     check_inputs(loaded.job, str(path))
+    if directory is not None:
+        check_out_is_not_text(directory, loaded.job)
     warnings = _warnings(loaded, used_plan, is_new=resume is None)
     if is_leader():
         for warning in warnings:

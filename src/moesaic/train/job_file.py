@@ -13,6 +13,8 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +30,8 @@ from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tok
 ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std"})
 """Keys of [model] that may stand beside `from`, because the weights mean the same with any value.
 """
-
+_RUN_FILES = ("rank-0.jsonl", "part-000000.parquet")
+"""Names of files of a run that are in a format of texts."""
 
 J = TypeVar("J")
 
@@ -261,6 +264,25 @@ def check_no_run(out: Path) -> None:
             f"--out '{out}' already holds a run: add --resume to continue it, or give another "
             "directory"
         )
+
+
+def check_out_is_not_text(out: Path, job: Job) -> None:
+    """Raise if `job` would read files of its own run in `out` as text from the next start on."""
+    for key in ("path", "validation_path"):
+        value = getattr(job.data, key)
+        path = Path(value).expanduser() if value else None
+        if path is None:
+            continue
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+        if path.is_dir():
+            reads_run = job.data.format != "text"
+        else:
+            reads_run = "**" in path.parts and any(fnmatch(name, path.name) for name in _RUN_FILES)
+        if reads_run and out.resolve().is_relative_to(root.resolve()):
+            raise UserError(
+                f"--out '{out}' is inside data.{key} = {keys.show(value)}, so files of the run "
+                "would become text: give a directory elsewhere"
+            )
 
 
 def check_inputs(job: Job, origin: str) -> None:

@@ -543,8 +543,8 @@ def test_memory_is_compared_with_each_ranks_device(
             "--trace 'no/b' is in a directory that does not exist: create it first",
         ),
         ("plan job.toml --cluster cluster.toml --out a --trace ./a", "are both 'a': name two file"),
-        ("plan job.toml --cluster cluster.toml --nproc 0", "invalid value for '--nproc': Input"),
-        ("plan job.toml --cluster cluster.toml --nproc -8", "invalid value for '--nproc': Input"),
+        ("plan job.toml --cluster cluster.toml --nproc 0", "--nproc 0: give a number from 1"),
+        ("plan job.toml --cluster cluster.toml --nproc -8", "--nproc -8: give a number from 1"),
         ("plan job.toml --cluster cluster.toml --trace no/where.json", "--trace 'no/where.json'"),
         (
             "plan job.toml --cluster cluster.toml --set train.precision=fp64 --set model.experts=0",

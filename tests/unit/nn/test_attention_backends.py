@@ -265,4 +265,6 @@ def test_varlen_equals_blocks(dtype: torch.dtype, kv_heads: int, window: int | N
         for backend in (attend_varlen, attend_blocks)
     )
     for a, b in zip(fast, slow, strict=True):
-        assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
+        # With one key per query the gradients of queries and keys are zero but for rounding.
+        scale = max(float(b.float().norm()), 0.01)
+        assert (a.float() - b.float()).norm() <= 0.02 * scale

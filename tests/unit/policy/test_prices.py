@@ -156,6 +156,19 @@ def test_calibration_scales_predicted_prices() -> None:
     assert slow.expert_tokens_per_s == uncalibrated.expert_tokens_per_s
 
 
+def test_noise_in_measured_times_gives_no_absurd_bandwidth() -> None:
+    """In a noisy probe a small all-to-all may take longer than a large one."""
+    job, plan = job_and_plan(ep=4)
+    costs = JobCosts.from_job(job, plan, cluster(FAST, FAST, FAST, FAST))
+    link = costs.cluster.links[0]
+    times = {"bytes": [4096.0, 4194304.0], "seconds": [3e-3, 1e-3]}
+    noisy = {"name": "all_to_all", "ranks": 4, "times": times}
+    made = costs.cluster.model_dump() | {"links": [link.model_dump() | {"collectives": [noisy]}]}
+    prices = predict_prices(JobCosts.from_job(job, plan, resolve_cluster(made, "c")))
+    assert prices.latency_s == pytest.approx(0.9e-3)
+    assert prices.bytes_per_s == pytest.approx(0.75 * 4194304 / 0.1e-3)
+
+
 def test_cpu_ranks_on_one_host_do_not_overlap() -> None:
     job, plan = job_and_plan(ep=4)
     host = {

@@ -28,6 +28,8 @@ _LATENCY_S = {"cpu": (1e-4, 5e-4), "other": (3e-5, 5e-5)}
 _CPU_S_PER_BYTE = {"cpu": 5e-10, "other": 0.0}
 """CPU seconds per byte that passes a socket while ranks compute."""
 _LARGE_MESSAGE_BYTES = 4 << 20
+_MAX_LATENCY_SHARE = 0.9
+"""Limit of the latency over the time of a large message: noise can make small messages slower."""
 _MATMULS_PER_TOKEN = 2
 """Matmuls per routed token in forward."""
 
@@ -85,13 +87,14 @@ def predict_prices(costs: JobCosts) -> Prices:
     factor = 1.0 if calibration is None else calibration.collectives
     latency_s = factor * max(cost.seconds(1.0) for cost in costs_by_group)
     total_s = factor * max(cost.seconds(_LARGE_MESSAGE_BYTES) for cost in costs_by_group)
+    latency_s = min(latency_s, _MAX_LATENCY_SHARE * total_s)
     sent = _LARGE_MESSAGE_BYTES * (plan.ep - 1) / plan.ep
     hosts = (len({costs.places[rank].host for rank in group}) for group in groups)
     overlaps = costs.has_async_devices or all(number > 1 for number in hosts)
     return Prices(
         expert_tokens_per_s=1 / max(token_s for token_s, _ in found.values()),
         weight_read_s=max(weights_s for _, weights_s in found.values()),
-        bytes_per_s=sent / max(total_s - latency_s, 1e-3 * total_s),
+        bytes_per_s=sent / (total_s - latency_s),
         latency_s=latency_s, overlaps=overlaps,
         cpu_s_per_byte=_CPU_S_PER_BYTE["other" if costs.has_async_devices else "cpu"] * overlaps,
     )  # fmt: skip

@@ -140,7 +140,7 @@ def _build(
             facts["chat_formats"] = chat_formats
         if not facts["documents"]:
             raise DataError(
-                f"there is no text, every document of {len(source.files)} files is empty: give "
+                f"there is no text, every document is empty (files: {len(source.files)}): give "
                 "others"
             )
         with (partial / "corpus.json").open("w", encoding="utf-8") as file:
