@@ -51,22 +51,22 @@ def _row(name: str, rounds: int) -> measure.Row:
 def timed(world: World, rounds: int, root: int) -> measure.Times | None:
     """On each rank: check that both sum the same gradients, then time steps in turn."""
     ours = Ours(job(), world)
-    arenas = {id(item.parameter) for item in ours.run.trainable if item.bank is not None}
+    arenas = {id(item.parameter) for item in ours.run.part.trainable if item.bank is not None}
     sums = [
         ReducedParameter(one, bucket.group, "experts" if id(one) in arenas else "", one.dim() > 1)
-        for bucket in ours.run.buckets.buckets
+        for bucket in ours.run.part.buckets.buckets
         for one in bucket.parameters
     ]
-    ours.run.buckets.close()
+    ours.run.part.buckets.close()
     kinds: dict[str, Callable[[], Any]] = {
         SINGLE: lambda: OneByOne(sums),
         BUCKETS: lambda: GradientBuckets(sums, overlaps_backward=True),
     }  # fmt: skip
 
     def step(kind: str) -> None:
-        ours.run.buckets = kinds[kind]()
+        ours.run.part.buckets = kinds[kind]()
         ours.step()
-        ours.run.buckets.close()
+        ours.run.part.buckets.close()
 
     found = [gradients(ours, kind) for kind in kinds.values()]
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
@@ -75,12 +75,12 @@ def timed(world: World, rounds: int, root: int) -> measure.Times | None:
 
 def gradients(ours: Ours, kind: Callable[[], Any]) -> list[torch.Tensor]:
     """Return those of the next step; two ranks sum them to the same bits."""
-    ours.run.buckets = kind()
+    ours.run.part.buckets = kind()
     ours.run.compute_gradients(ours.samples)
-    found = [item.grad.clone() for item in ours.run.trainable]
-    for item in ours.run.trainable:
+    found = [item.grad.clone() for item in ours.run.part.trainable]
+    for item in ours.run.part.trainable:
         item.parameter.grad = None
-    ours.run.buckets.close()
+    ours.run.part.buckets.close()
     return found
 
 

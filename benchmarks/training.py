@@ -26,9 +26,8 @@ from moesaic.models.hf.names import choose_slices
 from moesaic.models.init import InitialSource
 from moesaic.models.state import tensor_shards
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.data import Batch
-from moesaic.train.run import Run
 
 WIDTH, LAYERS, EXPERTS, TOP_K, FFN, VOCAB = 512, 4, 64, 8, 256, 4096
 TRANSFORMERS = f"transformers {transformers.__version__}"
@@ -83,7 +82,7 @@ class Ours:
     def __init__(self, job: Job, world: World) -> None:
         self.samples = UniformSamples(job)
         source: Source = InitialSource(job.seed, job.model.init_std)
-        self.run: Run = assemble(
+        self.run: LMRun = assemble(
             job, plan_from_layout(job.layout, job.model, world.size), world, source
         )
 
@@ -122,7 +121,7 @@ class Theirs:
         values = self.model.state_dict()
         places = choose_slices(self.job.model, values)
         with torch.no_grad():
-            for piece in tensor_shards(ours.run.model):
+            for piece in tensor_shards(ours.run.part.model):
                 place = places[piece.name]
                 assert place is not None, f"transformers has no {piece.name}"
                 box = values[place.tensor]

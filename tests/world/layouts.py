@@ -100,18 +100,19 @@ def run_layout(
         plan = plan.model_copy(update={"stages": stages})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     if replica_seed is not None:
-        for layer, moe in run.model.expert_layers():
+        for layer, moe in run.part.model.expert_layers():
             owned = moe.dispatcher.placement
             owners = owned.slot_of_expert // owned.slots_per_rank
             moe.balancer = RandomReplicas(owners, [replica_seed, layer])
-    ahead = [CountPrefetched(moe) for _, moe in run.model.expert_layers()]
+    moes = [moe for _, moe in run.part.model.expert_layers()]
+    ahead = [CountPrefetched(moe) for moe in moes]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    run.routing_replay = RoutingReplay(Path(replay), job, "samples") if replay else None
+    run.objective.routing_replay = RoutingReplay(Path(replay), job, "samples") if replay else None
     gradients = first_gradients(run, world.rank)
     facts = []
     with ExitStack() as stack:
         if record:
-            run.routing_recorder = stack.enter_context(
+            run.objective.routing_recorder = stack.enter_context(
                 open_recorder(Path(record), world, "samples", 0)
             )
         for _ in range(steps):
@@ -128,13 +129,13 @@ def run_layout(
                         for one in step.migrations
                     ],
                     "replicas": sum(one.stats.replicas for one in step.balance.values())
-                    + sum(getattr(m.balancer, "made", 0) for _, m in run.model.expert_layers()),
+                    + sum(getattr(moe.balancer, "made", 0) for moe in moes),
                     "prefetched": sum(one.number for one in ahead),
                     "not_prefetched": sum(one.late for one in ahead),
                 }
             )  # fmt: skip
-        if run.routing_recorder:
-            run.routing_recorder.flush()
+        if run.objective.routing_recorder:
+            run.objective.routing_recorder.flush()
     state = [plain(shard) for shard in run.state().shards]
     run.close()
     return facts, gradients, state
@@ -215,7 +216,7 @@ def first_gradients(run: Any, rank: int) -> list[Any]:
 
     def enter(phase: str) -> None:
         if phase == "clip" and not found:  # They are reduced, and nothing is updated.
-            for item in run.trainable:
+            for item in run.part.trainable:
                 found.extend(map(plain, item.tensor_shards("gradient", item.grad, rank)))
 
     run.phase_hook = enter

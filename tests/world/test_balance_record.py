@@ -51,7 +51,7 @@ def record(world: World, job: Job, out: Path) -> list[list[Any]]:
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     weighed = {}
-    for layer, moe in run.model.expert_layers():
+    for layer, moe in run.part.model.expert_layers():
         ranks, width = moe.dispatcher.groups, moe.bank.arena.shape[1]
         if ranks.replica_transport is not None:  # It is where there is a policy.
             weighed[layer] = Weighed(ranks.replica_transport, width)
@@ -145,13 +145,13 @@ def test_a_run_is_the_same_with_a_clock_and_without(ranks: RankPool) -> None:
 def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    for _, moe in run.model.expert_layers():
+    for _, moe in run.part.model.expert_layers():
         assert moe.clock is not None
         moe.clock = moe.clock if told else None
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     for _ in range(2):
         run.step(samples)
-    found = [one.detach().clone() for one in run.model.parameters()]
+    found = [one.detach().clone() for one in run.part.model.parameters()]
     run.close()
     return found
 

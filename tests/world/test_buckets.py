@@ -178,18 +178,18 @@ def gradients(world: World, job: Job, plain: bool) -> list[Any]:
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     patched: Any = all_reduce_buckets_
     if plain:
-        run.buckets = OneByOne(run.buckets)  # type: ignore[assignment]
+        run.part.buckets = OneByOne(run.part.buckets)  # type: ignore[assignment]
 
         def patched(tensors: list[Tensor], group: Any) -> None:
             for tensor in tensors:
                 dist.all_reduce(tensor, group=group)
 
-    with mock.patch("moesaic.train.run.all_reduce_buckets_", patched):
+    with mock.patch("moesaic.train.parts.all_reduce_buckets_", patched):
         run.step(samples)
         run.compute_gradients(samples)
     found = [
         (piece.key, piece.shape, piece.offset, live_values(piece).clone().numpy())
-        for item in run.trainable
+        for item in run.part.trainable
         for piece in item.tensor_shards("gradient", item.grad, world.rank)
     ]
     run.close()

@@ -150,8 +150,8 @@ def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any
         for shard in run.state().shards
         if shard.kind != EXPERT_TOKENS
     ]
-    experts = {layer: list(moe.bank.experts) for layer, moe in run.model.expert_layers()}
-    for layer, moe in run.model.expert_layers() if len(run.plan.expert_placement) > 1 else ():
+    experts = {layer: list(moe.bank.experts) for layer, moe in run.part.model.expert_layers()}
+    for layer, moe in run.part.model.expert_layers() if len(run.plan.expert_placement) > 1 else ():
         assert moe.balancer.problem.owners.tolist() == expert_owners(run.plan, layer).tolist()
     planned = {layer: list(run.plan.experts_of(world.rank, layer)) for layer in experts}
     run.close()

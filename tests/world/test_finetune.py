@@ -180,20 +180,22 @@ def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[i
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     run.compute_gradients(RandomSamples(job.model.vocab, job.data.sequence))
-    alone = {id(one) for b in run.buckets.buckets if len(b.parameters) == 1 for one in b.parameters}
-    shared = {id(one) for b in run.buckets.buckets for one in b.parameters} - alone
+    alone = {
+        id(one) for b in run.part.buckets.buckets if len(b.parameters) == 1 for one in b.parameters
+    }
+    shared = {id(one) for b in run.part.buckets.buckets for one in b.parameters} - alone
     flat = {  # With what lies between gradients.
         item.grad.untyped_storage().data_ptr(): item.grad.untyped_storage().nbytes()
-        for item in run.trainable
+        for item in run.part.trainable
         if id(item.parameter) in shared
     }
     held = (
-        sum(item.local.nbytes for item in (*run.trainable, *run.frozen)),
-        sum(item.grad.nbytes for item in run.trainable if id(item.parameter) not in shared)
+        sum(item.local.nbytes for item in (*run.part.trainable, *run.part.frozen)),
+        sum(item.grad.nbytes for item in run.part.trainable if id(item.parameter) not in shared)
         + sum(flat.values()),
-        sum(one.nbytes for pair in run.optimizer.moments.values() for one in pair),
+        sum(one.nbytes for pair in run.part.optimizer.moments.values() for one in pair),
     )
-    assert all(item.parameter.grad is None for item in run.frozen)
+    assert all(item.parameter.grad is None for item in run.part.frozen)
     run.close()
     needs = memory(job, plan, world.rank)
     return held, (needs.parameters_bytes, needs.gradients_bytes, needs.moments_bytes)

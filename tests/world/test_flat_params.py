@@ -29,9 +29,8 @@ from moesaic.models.state import LocalParam, local_params
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.optim import FlatParams
-from moesaic.train.run import Run
 
 LANES = 16
 """Most fp32 numbers in a CPU vector."""
@@ -54,7 +53,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def started(world: World, job: Job) -> tuple[Run, RandomSamples]:
+def started(world: World, job: Job) -> tuple[LMRun, RandomSamples]:
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     return run, RandomSamples(job.model.vocab, job.data.sequence)
@@ -69,7 +68,7 @@ def trained(world: World, job: Job, is_flat: bool) -> tuple[list[Any], int]:
     """Return the state after three steps, and the number of flat tensors of several parameters."""
     with nullcontext() if is_flat else without_flat_params():
         run, samples = started(world, job)
-        several = sum(len(one.params) > 1 for one in run.flat_params)
+        several = sum(len(one.params) > 1 for one in run.part.flat_params)
         for _ in range(3):
             run.step(samples)
     found = [
@@ -104,16 +103,18 @@ def layout_errors(world: World, job: Job) -> list[str]:
     run.compute_gradients(samples)
     wrong = [
         error
-        for one in run.flat_params
+        for one in run.part.flat_params
         if len(one.params) > 1
         for error in flat_params_errors(run, one)
     ]
-    several = {item.name for one in run.flat_params if len(one.params) > 1 for item in one.params}
-    norms = {item.name for item in run.trainable if item.name.endswith("_norm.weight")}
+    several = {
+        item.name for one in run.part.flat_params if len(one.params) > 1 for item in one.params
+    }
+    norms = {item.name for item in run.part.trainable if item.name.endswith("_norm.weight")}
     if job.layout.dp_shard == 1:  # FSDP keeps sharded parameters in memory of its own.
         wrong += [f"{name} is not in flat memory" for name in norms - several]
     before = {shard.key: shard.version for shard in run.state().shards}
-    run.optimizer.update_block(run.flat_params, world.rank, 1, lr=0.1, clip=0.5)
+    run.part.optimizer.update_block(run.part.flat_params, world.rank, 1, lr=0.1, clip=0.5)
     wrong += [
         f"{shard.key} was not counted"
         for shard in run.state().shards
@@ -123,7 +124,7 @@ def layout_errors(world: World, job: Job) -> list[str]:
     return wrong
 
 
-def flat_params_errors(run: Run, one: FlatParams) -> Iterator[str]:
+def flat_params_errors(run: LMRun, one: FlatParams) -> Iterator[str]:
     """Yield errors of one flat tensor."""
     grads = one.grads()
     name = one.params[0].name
@@ -138,7 +139,7 @@ def flat_params_errors(run: Run, one: FlatParams) -> Iterator[str]:
             yield f"{item.name} is in other memory"
         if values.data_ptr() % ALIGNMENT_BYTES != one.values.data_ptr() % ALIGNMENT_BYTES:
             yield f"{item.name} is not aligned"
-    moments = [run.optimizer.moments[item.name] for item in one.params]
+    moments = [run.part.optimizer.moments[item.name] for item in one.params]
     for both in zip(*moments, strict=True):
         if len({tensor.untyped_storage().data_ptr() for tensor in both}) != 1:
             yield f"moments of {name} are not in one tensor"
@@ -161,7 +162,7 @@ def updates_by_gradient_memory(world: World, job: Job) -> list[torch.Tensor]:
     for kind in range(4):
         run, samples = started(world, job)
         run.compute_gradients(samples)
-        flat = next(one for one in run.flat_params if len(one.params) > 2)
+        flat = next(one for one in run.part.flat_params if len(one.params) > 2)
         items = [item.parameter for item in flat.params]
         assert not any(map(is_dtensor, items))
         if kind == 1:
@@ -181,8 +182,8 @@ def updates_by_gradient_memory(world: World, job: Job) -> list[torch.Tensor]:
             first.copy_(other)
             other.copy_(kept)
             like[0].grad, like[1].grad = other, first
-        run.optimizer.update_block(run.flat_params, world.rank, 1, lr=0.1, clip=0.5)
-        found.append(torch.cat([item.local.flatten().clone() for item in run.trainable]))
+        run.part.optimizer.update_block(run.part.flat_params, world.rank, 1, lr=0.1, clip=0.5)
+        found.append(torch.cat([item.local.flatten().clone() for item in run.part.trainable]))
         run.close()
     return found
 
@@ -196,11 +197,11 @@ def update_error(world: World, job: Job) -> str:
     """Return the error of an update after a parameter was moved to other memory."""
     run, samples = started(world, job)
     run.compute_gradients(samples)
-    flat = next(one for one in run.flat_params if len(one.params) > 2)
+    flat = next(one for one in run.part.flat_params if len(one.params) > 2)
     parameter = flat.params[1].parameter
     parameter.data = parameter.data.clone()
     with pytest.raises(AssertionError) as caught:
-        run.optimizer.update_block(run.flat_params, world.rank, 1, lr=0.1, clip=0.5)
+        run.part.optimizer.update_block(run.part.flat_params, world.rank, 1, lr=0.1, clip=0.5)
     assert flat.params[1].name in str(caught.value)
     run.close()
     return str(caught.value)
@@ -265,6 +266,6 @@ def test_flat_params_are_ordered_by_block(ranks: RankPool) -> None:
 
 def blocks_of(world: World, job: Job) -> list[str]:
     run, _ = started(world, job)
-    found = [one.block for one in run.flat_params]
+    found = [one.block for one in run.part.flat_params]
     run.close()
     return found

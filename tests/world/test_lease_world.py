@@ -85,10 +85,10 @@ def trained(world: World, job: Job, places: int | None) -> tuple[list[Any], list
     samples, facts = RandomSamples(job.model.vocab, job.data.sequence), list[Any]()
     for _ in range(STEPS):
         step = run.step(samples)
-        moves = [(one.layer, one.decision.moves) for one in step.migrations]
+        moves = [(one.layer, one.decision.outcome.moves) for one in step.migrations]
         facts.append((step.loss, step.balance_loss, step.z_loss, step.grad_norm, moves))
     facts.append(run.validate(samples, 4))
-    banks = [bank for _, bank in run.model.expert_banks()]
+    banks = [bank for _, bank in run.part.model.expert_banks()]
     num_without = 0
     for bank in banks:
         if bank.places is not None:

@@ -141,7 +141,7 @@ def fail(world: World, job: Job) -> tuple[type, list[str]]:
 
     plan, collector = plan_from_layout(job.layout, job.model, world.size), LogCollector()
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    run.model.layers[0].register_forward_hook(fail_in_forward)
+    run.part.model.layers[0].register_forward_hook(fail_in_forward)
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     logger.addHandler(collector)
     with pytest.raises(DataError) as caught:

@@ -23,7 +23,7 @@ def transport_and_prices(world: World, sockets: bool) -> tuple[str, Prices]:
     job = tiny_job(layout={"ep": 2}, train={"precision": "fp32"}, balance=balance)
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    moe = next(moe for _, moe in run.model.expert_layers())
+    moe = next(moe for _, moe in run.part.model.expert_layers())
     groups = moe.dispatcher.groups
     assert groups.replica_transport is not None
     if sockets:

@@ -30,9 +30,8 @@ from moesaic.models.init import InitialSource
 from moesaic.policy.balance import LayerBalancer
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.balancing import take_layer_balance
-from moesaic.train.run import Run
 
 STEPS = 2
 EARLY = {"balance": {**ASKING, "prefetch": True}}
@@ -144,11 +143,11 @@ class ToOne:
         }
 
 
-def opened(world: World, job: Job, replica_seed: int | None) -> Run:
+def opened(world: World, job: Job, replica_seed: int | None) -> LMRun:
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     if replica_seed is not None:
-        for layer, moe in run.model.expert_layers():
+        for layer, moe in run.part.model.expert_layers():
             homes = moe.dispatcher.placement
             moe.balancer = RandomReplicas(
                 homes.slot_of_expert // homes.slots_per_rank, [replica_seed, layer]
@@ -162,7 +161,7 @@ def one_expert(world: World, job: Job, replica_seed: int | None) -> Any:
         opened(world, job, replica_seed),
         RandomSamples(job.model.vocab, job.data.sequence),
     )
-    run.routing_replay = ToOne(job)  # type: ignore[assignment]
+    run.objective.routing_replay = ToOne(job)  # type: ignore[assignment]
     gradients = first_gradients(run, world.rank)
     facts = [run.step(samples) for _ in range(STEPS)]
     state = [plain(piece) for piece in run.state().shards]
@@ -198,11 +197,11 @@ def judged(world: World, job: Job, replica_seed: int | None) -> list[float]:
     )
     found = list[float]()
     for _ in range(STEPS):
-        asked = [moe.balancer for _, moe in run.model.expert_layers()]
+        asked = [moe.balancer for _, moe in run.part.model.expert_layers()]
         made = [getattr(one, "made", 0) for one in asked]
         found.append(run.validate(samples, 11)[0])
         assert made == [getattr(one, "made", 0) for one in asked]
-        for _, moe in run.model.expert_layers():
+        for _, moe in run.part.model.expert_layers():
             if isinstance(moe.balancer, LayerBalancer):
                 decisions, stats = take_layer_balance(moe)
                 assert (decisions, stats.forward_s) == ([], 0.0)
@@ -233,7 +232,7 @@ def overflowing(world: World, job: Job, replica_seed: int) -> Any:
     told, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
-            handle = run.model.layers[0].register_forward_hook(
+            handle = run.part.model.layers[0].register_forward_hook(
                 lambda *a: (Overflow.apply(a[2][0]), a[2][1])
             )
         facts = run.step(samples)
@@ -241,7 +240,7 @@ def overflowing(world: World, job: Job, replica_seed: int) -> Any:
             handle.remove()
         told.append((facts.is_skipped, facts.loss_scale, dict(run.counters)))
         states.append([plain(piece) for piece in run.state().shards])
-    made = sum(getattr(moe.balancer, "made", 0) for _, moe in run.model.expert_layers())
+    made = sum(getattr(moe.balancer, "made", 0) for _, moe in run.part.model.expert_layers())
     run.close()
     return told, states, made
 

@@ -83,7 +83,9 @@ def wired(world: World, job: Job) -> list[list[int]]:
     """The layers whose experts may leave while those of each one compute."""
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    found = [[one.router.layer for one in moe.next_layers] for _, moe in run.model.expert_layers()]
+    found = [
+        [one.router.layer for one in moe.next_layers] for _, moe in run.part.model.expert_layers()
+    ]
     run.close()
     return found
 
@@ -163,7 +165,7 @@ def leave_unneeded(world: World, job: Job) -> list[Any]:
     """What is left in the memory that ranks share, after two steps of such copies."""
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    for _, moe in run.model.expert_layers():
+    for _, moe in run.part.model.expert_layers():
         homes = moe.dispatcher.placement
         moe.balancer = Unneeded(homes.slot_of_expert // homes.slots_per_rank, homes.num_ranks)
         carrier = moe.dispatcher.groups.replica_transport

@@ -50,7 +50,7 @@ def overflow(world: World, layout: dict[str, Any]) -> Any:
     facts_by_step, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
-            *_, layer = run.model.decoder_layers()
+            *_, layer = run.part.model.decoder_layers()
             handle = layer.register_forward_hook(lambda *a: (Overflow.apply(a[2][0]), a[2][1]))
         facts = run.step(samples)
         if step == 1 and world.rank == world.size - 1:
@@ -106,7 +106,7 @@ def unscaled_gradients(world: World, layout: dict[str, Any], tables: dict[str, A
     run.compute_gradients(RandomSamples(job.model.vocab, job.data.sequence))
     factor = 2.0 ** run.counters["loss_scale_exponent"]
     found = [
-        plain(shard) for item in run.trainable
+        plain(shard) for item in run.part.trainable
         for shard in item.tensor_shards("gradient", item.grad / factor, world.rank)
     ]  # fmt: skip
     run.close()

@@ -28,8 +28,7 @@ from moesaic.nn.tensor_parallel import TensorParallel
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
-from moesaic.train.run import Run
+from moesaic.train.assemble import LMRun, assemble
 
 STEPS = 3
 
@@ -140,12 +139,12 @@ def parameter_shards(world: World, job: Job) -> tuple[list[TensorShard], dict[st
         for shard in run.state().shards
         if shard.kind == PARAMETER
     ]
-    shapes = {one.name: one.parameter.shape for one in run.trainable if one.bank is None}
+    shapes = {one.name: one.parameter.shape for one in run.part.trainable if one.bank is None}
     run.close()
     return found, shapes
 
 
-def assembled(world: World, job: Job) -> Run:
+def assembled(world: World, job: Job) -> LMRun:
     plan = plan_from_layout(job.layout, job.model, world.size)
     return assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
 
@@ -179,7 +178,7 @@ def test_tp_shards_are_slices_of_the_whole(
 
 def full_tensors(world: World, job: Job) -> dict[str, Tensor]:
     run = assembled(world, job)
-    known = {one.name: one.parameter.detach() for one in run.trainable if one.bank is None}
+    known = {one.name: one.parameter.detach() for one in run.part.trainable if one.bank is None}
     whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in known.items()}
     world.barrier()  # A rank that leaves early breaks the connections of others.
     run.close()

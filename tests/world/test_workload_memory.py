@@ -192,9 +192,9 @@ def stored_bytes(world: World, job: Job) -> tuple[int, int, int]:
     """Return bytes of parameters, of moments and of checkpoint staging."""
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    biases = sum(router.bias.nbytes for _, router in run.model.sigmoid_routers())
-    held = sum(item.local.nbytes for item in run.trainable) + biases
-    moments = sum(t.nbytes for pair in run.optimizer.moments.values() for t in pair)
+    biases = sum(router.bias.nbytes for _, router in run.part.model.sigmoid_routers())
+    held = sum(item.local.nbytes for item in run.part.trainable) + biases
+    moments = sum(t.nbytes for pair in run.part.optimizer.moments.values() for t in pair)
     staging = Staging(world.rank, torch.device("cpu"), 1 << 30)
     staged = sum(part.num_bytes for part in staging.plan_files(run.state().shards).files)
     run.close()

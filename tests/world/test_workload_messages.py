@@ -207,7 +207,7 @@ def one_step(
     plan = plan_of(job, world.size, placements)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     loads: Loads = []
-    gradients = run._forward_backward
+    gradients = run.walk.forward_backward
 
     def keep(*args: Any) -> Any:
         losses = gradients(*args)
@@ -216,7 +216,7 @@ def one_step(
         return losses
 
     recorder = CollectiveRecorder()
-    with mock.patch.object(run, "_forward_backward", keep), recorder.recording():
+    with mock.patch.object(run.walk, "forward_backward", keep), recorder.recording():
         run.step(RandomSamples(job.model.vocab, job.data.sequence))
     run.close()
     return recorder.sent, loads

@@ -103,7 +103,7 @@ def local_sizes(world: World, job: Job) -> tuple[DenseShards, list[tuple[int, bo
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     dense, experts = {}, []
-    for item in run.trainable:
+    for item in run.part.trainable:
         first, size = item.owners[0] == world.rank, item.local.numel()
         if item.bank is None:
             dense[item.name] = (tp_local_shape(item.parameter), size, first)

@@ -9,10 +9,10 @@ a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 
@@ -117,6 +117,17 @@ class TensorShard:
         return self.num_elements * self.dtype.itemsize
 
 
+class ExternalSnapshot(Protocol):
+    """Snapshot of state that its owner writes by itself, such as the tables of a server."""
+
+    def begin(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Start a snapshot after `step` finished steps; every rank calls this when a save starts.
+
+        Return a function that waits until the snapshot is durable and returns facts to find it by,
+        as JSON. It runs in the writer thread of the save, which fails if it raises.
+        """
+
+
 @dataclass
 class State:
     """All that a run needs to continue."""
@@ -124,6 +135,8 @@ class State:
     shards: list[TensorShard]
     counters: dict[str, int] = field(default_factory=dict)
     """Steps, samples and tokens: position in the run and in the data."""
+    snapshots: Mapping[str, ExternalSnapshot] = field(default_factory=dict)
+    """External snapshots by the prefix of their part."""
 
 
 class Source(Protocol):

@@ -52,7 +52,7 @@ class Launch:
     device: str
     """Device of rank 0."""
     tokens_per_step: float
-    """Tokens of a step over all ranks."""
+    """Tokens of a step over all ranks, or other units of progress."""
     parameters_total: float
     """Number of parameters."""
     parameters_active: float
@@ -65,6 +65,8 @@ class Launch:
     """Sharded dimensions, in the form that `--layout` takes; empty if all is replicated."""
     backends: str = ""
     """Expert kernels and token transport, in words."""
+    unit: str = "tokens"
+    """Plural noun of the unit of progress."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,9 @@ class Log:
             end_s = max(self.launches[-1].end_s, time_s)
             self.launches[-1] = replace(self.launches[-1], end_s=end_s)
         if kind == "step":
-            row = [number(event.get(name)) for name in _COLUMNS], _phases(event)
+            unit = self.launches[-1].unit if self.launches else "tokens"
+            keys = {"tokens": unit, "tokens_per_s": f"{unit}_per_s"}
+            row = [number(event.get(keys.get(name, name))) for name in _COLUMNS], _phases(event)
             if step in self.rows:
                 self._void(step - 1)
             self.rows[step] = row
@@ -214,16 +218,16 @@ class Log:
         )
 
     def _start(self, event: Event, num_done: int, time_s: float) -> None:
-        plan = event.get("plan") or {}
+        plan, unit = event.get("plan") or {}, str(event.get("unit", "tokens"))
         launch = Launch(
             start_s=time_s, end_s=time_s, step=num_done, resumed_from=event.get("resumed_from"),
             ranks=int(event.get("ranks", 0)), device=str(event.get("device", "unknown")),
-            tokens_per_step=number(event.get("tokens_per_step")),
+            tokens_per_step=number(event.get(f"{unit}_per_step")),
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
             machines=_machines(event.get("rank_hosts") or ()),
             layout=",".join(f"{key}={plan[key]}" for key in _SHARDED if plan.get(key, 1) > 1),
-            backends=str(event.get("backends") or ""),
+            backends=str(event.get("backends") or ""), unit=unit,
         )  # fmt: skip
         self.launches.append(launch)
         self.ended = ""

@@ -47,8 +47,8 @@ def render(run: RunStats) -> str:
         parts.append(section("Predicted and measured", content))
         figures += lanes
     body = (
-        f"{_head(run, headline)}<main>{_tiles(headline)}{_findings(headline)}{''.join(parts)}"
-        f"{_details(run)}</main>{_foot(run)}"
+        f"{_head(run, headline)}<main>{_tiles(headline, run.unit)}{_findings(headline)}"
+        f"{''.join(parts)}{_details(run)}</main>{_foot(run)}"
     )
     title = f"{run.name} \N{MIDDLE DOT} moesaic report"
     return document(title, body, figures, len(run.steps), loads)
@@ -123,7 +123,7 @@ def _describe(run: RunStats, headline: dict[str, Any]) -> list[str]:
     return words + ([headline["device"]] if headline["device"] else [])
 
 
-def _tiles(headline: dict[str, Any]) -> str:
+def _tiles(headline: dict[str, Any], unit: str) -> str:
     value = {key: math.nan if number is None else number for key, number in headline.items()}
     recent, validated = headline["recent_steps"], headline["validation_step"]
     best_step, active = headline["best_validation_step"], value["parameters_active"]
@@ -136,9 +136,9 @@ def _tiles(headline: dict[str, Any]) -> str:
     tiles = [
         ("Loss", loss(value["loss"]), f"mean of last {recent}: {loss(value['recent_loss'])}"),
         ("Validation loss", loss(value["validation_loss"]), validation),
-        ("Tokens per second", count(value["tokens_per_s"]),
+        (f"{unit.capitalize()} per second", count(value["tokens_per_s"]),
          f"median; {duration(value['step_s'])} a step"),
-        ("Tokens seen", count(value["tokens"]), "with a loss target"),
+        (f"{unit.capitalize()} seen", count(value["tokens"]), "with a loss target"),
         ("Parameters", count(value["parameters_total"]),
          "all active" if dense else f"{count(active)} active"),
         ("Ranks", str(headline["ranks"] or UNKNOWN),

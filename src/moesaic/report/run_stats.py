@@ -108,6 +108,11 @@ class RunStats:
         )
 
     @property
+    def unit(self) -> str:
+        """Plural noun of the unit of progress."""
+        return self.launches[-1].unit if self.launches else "tokens"
+
+    @property
     def layout_since(self) -> int:
         """Steps that were finished when the current ranks and layout came into use."""
         since = 0

@@ -23,6 +23,7 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block
 from moesaic.models.init import InitialSource
 from moesaic.models.kernel_counter import KernelCounts
+from moesaic.nn.inputs import autocast_to
 from moesaic.nn.reports import MoEReport
 from moesaic.testing.flops import CUSTOM_FLOPS
 from moesaic.testing.jobs import RandomSamples
@@ -50,23 +51,23 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
     The plan must not shard dense parameters or use a pipeline.
     """
     run = assemble(job, plan, world, InitialSource(0, 0.1))
-    run.buckets.close()  # Gradient reduction belongs to the step.
+    run.part.buckets.close()  # Gradient reduction belongs to the step.
     rows = plan.sample_range(world.rank, job.train.batch // job.train.micro_batches)
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(rows)
     batch.documents.zero_()
-    inputs = lm.make_inputs(run.model, batch, job, 0)
+    inputs = lm.make_inputs(run.part.model, batch, job, 0)
     inputs = replace(inputs, training=True, targets=batch.targets)
     lasting = (
-        *map(local_tensor, run.model.parameters()),
+        *map(local_tensor, run.part.model.parameters()),
         inputs.rotary.cosine,
         inputs.rotary.sine,
     )
     lasting_addresses = {tensor.untyped_storage().data_ptr() for tensor in lasting}
     trace, x = BlockTrace(), batch.inputs.clone()
-    for name, block in run.model.blocks():
+    for name, block in run.part.model.blocks():
         saved: dict[int, int] = {}
         x = x.detach().requires_grad_(x.requires_grad)
-        with _track_saved(saved, lasting_addresses), run.autocast():
+        with _track_saved(saved, lasting_addresses), autocast_to(job.train.precision, world.device):
             trace.forward[name], (out, report) = trace_call(partial(block, x, inputs))
         roots = [out]
         if report.moe is not None:
@@ -76,7 +77,7 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
         seeds = [torch.ones_like(root) for root in roots]
         trace.saved_bytes[name] = sum(saved.values())
         trace.backward[name], _ = trace_call(partial(torch.autograd.backward, roots, seeds))
-        for parameter in run.model.parameters():
+        for parameter in run.part.model.parameters():
             parameter.grad = None
         x = out
     run.close()

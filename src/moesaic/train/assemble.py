@@ -1,5 +1,4 @@
-"""Assembly of a run: the job's model on its ranks, with gradient buckets, optimizer and pipeline,
-ready to step.
+"""Assembly of a language model's run: its part on its ranks, objective and walk, ready to step.
 
 One process may assemble several times: train, `close`, then assemble another layout from the same
 state with the same results. `Run.state` holds everything that training resumes from.
@@ -7,12 +6,11 @@ state with the same results. `Run.state` holds everything that training resumes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from moesaic.dist.buckets import GradientBuckets, ReducedParameter
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
@@ -21,13 +19,15 @@ from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import check_backend
 from moesaic.models.build import ModelRanks, allocate_model, build_model
 from moesaic.models.lm import LanguageModel
-from moesaic.models.state import LocalParam, local_params
+from moesaic.models.state import local_params, router_biases
 from moesaic.policy import balance as policies
-from moesaic.train import balancing, loss_scale
+from moesaic.train import balancing
 from moesaic.train.expert_migration import ExpertMigration
-from moesaic.train.low_bit_adamw import LowBitAdamW
-from moesaic.train.optim import AdamW, FlatParams, flatten_params
+from moesaic.train.lm_stats import LMStepStats
+from moesaic.train.objectives.lm import LanguageModelObjective
+from moesaic.train.parts import make_part
 from moesaic.train.run import Run
+from moesaic.train.walk import MicroBatchWalk
 
 if TYPE_CHECKING:
     from moesaic.train.pipeline import Pipeline
@@ -37,11 +37,14 @@ DTYPES = {
 }  # fmt: skip
 """Storage dtype of weights, by `train.precision`."""
 
+LMRun: TypeAlias = Run[LanguageModelObjective, LMStepStats]
+"""Run of a language model."""
+
 
 def assemble(
     job: Job, plan: Plan, world: World, source: Source, counters: dict[str, int] | None = None,
     log: Callable[[str], None] | None = None,
-) -> Run:  # fmt: skip
+) -> LMRun:  # fmt: skip
     """Build the job's model by `plan`, filled from `source`.
 
     Args:
@@ -64,98 +67,32 @@ def assemble(
     stages = [] if pipeline is None else list(pipeline.stages.values())
     allocate_model(model, world.device, plan, ranks, stages)
     devices.activate(world.device)
-    run = _allocate_run(job, plan, world, model, pipeline)
-    run.counters.update(counters or {})
-    loss_scale.init_counters(run.counters, is_scaled=job.train.precision == "fp16")
+    part = make_part(
+        model, plan, world, local_params(model, plan, world.rank), job,
+        buffers=list(router_biases(model, plan, world.rank)),
+        tp_group=model.tp.group,
+    )  # fmt: skip
+    part.tied_weight_group = _tied_weight_group(job, plan, world)
+    objective = LanguageModelObjective(job, world, part)
+    run: LMRun = Run(
+        job, world, [part], objective,
+        pipeline or MicroBatchWalk(job.train.precision, world.device),
+        unit_group=world.partition(plan.stage_groups()), counters=dict(counters or {}),
+    )  # fmt: skip
     try:
         if migrates:
-            items = [*run.trainable, *run.frozen]
-            run.migration = ExpertMigration(job, plan, world, model, items, run.optimizer)
+            items = [*part.trainable, *part.frozen]
+            objective.migration = ExpertMigration(job, plan, world, model, items, part.optimizer)
         if policies.should_balance(job, plan):
             for _, bank in model.expert_banks():
                 bank.whole_arena()  # Refuses replicas of experts without a place.
         source.fill(run.state().shards)
         if needs_prices:
-            run.plan = balancing.attach_balancers(model, job, run.plan, world, log)
+            part.plan = balancing.attach_balancers(model, job, plan, world, log)
     except BaseException:
         run.close()  # Parameter hooks keep the model alive.
         raise
     return run
-
-
-def _allocate_run(
-    job: Job, plan: Plan, world: World, model: LanguageModel, pipeline: Pipeline | None
-) -> Run:
-    """Return a run of `model` with all buffers and moments allocated; parameters have no values
-    yet."""
-    all_params = local_params(model, plan, world.rank)
-    trainable = [item for item in all_params if item.parameter.requires_grad]
-    buckets = _make_buckets(plan, world, trainable)
-    try:
-        flat_params = flatten_params(trainable, buckets.flatten_parameters())
-        devices.reset_peak_memory(world.device)  # Freed parameters leave holes in the cache.
-        return Run(
-            job, plan, world, model, trainable, flat_params,
-            _make_optimizer(job, world, flat_params),
-            pipeline_rank_group=world.partition(plan.stage_groups()),
-            tied_weight_group=_tied_weight_group(job, plan, world),
-            expert_dp_group=world.partition(plan.expert_dp_groups(), _bucket_purpose(plan)),
-            buckets=buckets, pipeline=pipeline,
-            frozen=[item for item in all_params if not item.parameter.requires_grad],
-        )  # fmt: skip
-    except BaseException:
-        buckets.close()  # Parameter hooks keep the model alive.
-        raise
-
-
-def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> GradientBuckets:
-    """Return gradient buckets, grouped by the ranks that reduce them.
-
-    Expert gradients are summed over expert-DP ranks, those of TP shards over DP ranks, all others
-    over the whole pipeline rank. Column-sharded embeddings and FSDP parameters need no reduction
-    here.
-
-    Without a pipeline, buckets are reduced during backward, which each rank reaches at a different
-    point of its collectives. They therefore use process groups of their own. With a pipeline,
-    backwards of several micro-batches interleave and torch's schedules may set gradients
-    themselves, so reduction waits for the end.
-    """
-    overlaps_backward = plan.pp == 1
-    purpose = _bucket_purpose(plan)
-    expert_dp_group = world.partition(plan.expert_dp_groups(), purpose)
-    stage_group = dp_group = None
-    if plan.dp_shard == 1:
-        stage_group = world.partition(plan.stage_groups(), purpose)
-        dp_group = world.partition(plan.dp_groups(), purpose)
-    reduced = [
-        ReducedParameter(item.parameter, expert_dp_group, "experts", item.has_weight_decay)
-        if item.bank is not None
-        else ReducedParameter(
-            item.parameter,
-            dp_group if item.is_tp_sharded else stage_group,
-            decays=item.has_weight_decay,
-        )
-        for item in reversed(trainable)
-        if not item.is_column_sharded and item.places is None
-    ]
-    return GradientBuckets(reduced, overlaps_backward=overlaps_backward)
-
-
-def _bucket_purpose(plan: Plan) -> str:
-    """Return the purpose of the groups that reduce gradients."""
-    return "gradients" if plan.pp == 1 else ""
-
-
-def _make_optimizer(job: Job, world: World, flat_params: Sequence[FlatParams]) -> AdamW:
-    """Return an optimizer with zero moments, full or low-bit."""
-    optimizer = (
-        AdamW(job.optimizer)
-        if job.optimizer.moments == "full"
-        else LowBitAdamW(job.optimizer, job.seed, world.device)
-    )
-    for flat in flat_params:
-        optimizer.init_moments(flat, world.rank)
-    return optimizer
 
 
 def _tied_weight_group(job: Job, plan: Plan, world: World) -> Group | None:

@@ -124,9 +124,12 @@ class Data(Protocol):
 class AnyRun(Protocol):
     """Run that the trainer drives."""
 
-    plan: Plan
     counters: dict[str, int]
     phase_hook: Callable[[str], None] | None
+
+    @property
+    def plan(self) -> Plan:
+        """Layout over ranks."""
 
     def state(self) -> State:
         """Return everything that training resumes from."""

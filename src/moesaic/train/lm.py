@@ -13,14 +13,15 @@ from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import A, B, describe_trainable
-from moesaic.kernels.grouped_mm import check_backend
+from moesaic.kernels.grouped_mm import check_backend, describe_backend
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.init import InitialSource
-from moesaic.train.assemble import assemble
+from moesaic.nn.inputs import LOW_PRECISION
+from moesaic.policy.balance import reason_not_to_balance
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.data import TextData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
-from moesaic.train.run import Run
 from moesaic.train.topology import check_topology, resolve_dispatch
 
 
@@ -74,7 +75,7 @@ class LanguageModelKind:
         checkpoint: Checkpoint | None,
         data: TextData,
         log: Callable[[str], None],
-    ) -> Run:
+    ) -> LMRun:
         """Return the run, with replay and record of routing if the job asks for them."""
         job = loaded.job
         counters = None if checkpoint is None else dict(checkpoint.counters)
@@ -88,35 +89,73 @@ class LanguageModelKind:
             has_fixed_placement = loaded.plan is not None and job.balance.migrate_every == 0
             plan = _restore_decisions(plan, checkpoint, has_fixed_placement)
         run = assemble(job, plan, world, source, counters, log)
-        run.routing_replay = replay
+        run.objective.routing_replay = replay
         if job.routing.record:
             recorder = open_recorder(Path(job.routing.record), world, data.digest, first_step)
             try:
-                run.routing_recorder = run.files.enter_context(recorder)
+                run.objective.routing_recorder = run.files.enter_context(recorder)
             except BaseException:
                 run.close()
                 raise
         return run
 
-    def describe(self, run: Run) -> Iterator[str]:
+    def describe(self, run: LMRun) -> Iterator[str]:
         """Yield kernels, transports, balance policy, trained weights, and settings without
         effect."""
-        for line in (run.describe_backends(), run.describe_balance()):
+        job = run.objective.job
+        for line in (_describe_backends(run), _describe_balance(run)):
             if line is not None:
                 yield line
-        if run.job.finetune is not None:
-            yield from describe_trainable(run.job)
-        is_pinned = run.job.kernels.grouped_mm != "auto" and run.job.model.experts > 0
+        if job.finetune is not None:
+            yield from describe_trainable(job)
+        is_pinned = job.kernels.grouped_mm != "auto" and job.model.experts > 0
         if is_pinned and run.world.device.type == "cpu":
             yield "kernels.grouped_mm has no effect on a CPU"
 
-    def start_fields(self, run: Run) -> dict[str, Any]:
+    def start_fields(self, run: LMRun) -> dict[str, Any]:
         """Return numbers of parameters, and the kernels of this rank."""
-        counts = count_parameters(run.job.model)
+        counts = count_parameters(run.objective.job.model)
         return {
             "parameters_total": counts.total, "parameters_active": counts.active,
-            "backends": run.describe_backends(),
+            "backends": _describe_backends(run),
         }  # fmt: skip
+
+
+def _describe_backends(run: LMRun) -> str | None:
+    """Describe this rank's grouped matmul and its token transports for the user; None without
+    experts."""
+    moe = next((moe for _, moe in run.part.model.expert_layers()), None)
+    if moe is None:
+        return None
+    dtype = LOW_PRECISION.get(run.job.train.precision, moe.bank.arena.dtype)
+    experts = f"experts: {describe_backend(run.world.device, dtype, moe.bank.backend)}"
+    transports = [transport.name for transport in moe.dispatcher.groups.transports]
+    return f"{experts}; tokens sent by {', then '.join(transports)}" if transports else experts
+
+
+def _describe_balance(run: LMRun) -> str | None:
+    """Describe the balance policy and its prices for the user; None if the job wants no
+    balancing."""
+    job, migration = run.objective.job, run.objective.migration
+    prices, config = run.plan.prices, job.balance
+    balances = any(moe.balancer for _, moe in run.part.model.expert_layers())
+    reason = reason_not_to_balance(job, run.plan)
+    if prices is None or not (balances or migration):
+        return None if reason is None else f"balance: no replicas, {reason}"
+    migrates = f"; experts may migrate every {config.migrate_every} steps" if migration else ""
+    policy = (
+        config.display_name
+        if balances
+        else "no replicas"
+        if reason is None
+        else f"no replicas, {reason}"
+    )
+    hint = (
+        "; remove balance.prefetch: nothing overlaps replica transfers on these ranks"
+        if balances and config.prefetch and not prices.overlaps
+        else ""
+    )
+    return f"balance: {policy}{migrates}; {prices.describe()}{hint}"
 
 
 def _initial_source(job: Job) -> Source:

@@ -23,15 +23,17 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from moesaic.dist.collectives import all_reduce_
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.inputs import Inputs
+from moesaic.nn.inputs import Inputs, autocast_to
 from moesaic.nn.reports import BlockReport, moe_reports
 from moesaic.train.data import Batch
 from moesaic.train.objectives import lm
+from moesaic.train.objectives.objective import StepContext
+from moesaic.train.parts import Part
+from moesaic.train.phases import PhaseTimer
 
 _SINGLE_STAGE_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI_STAGE_SCHEDULES = {
@@ -135,7 +137,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """Stages of this rank and their schedule."""
+    """Stages of this rank and their schedule, as the walk of a language model."""
 
     def __init__(self, job: Job, plan: Plan, world: World, model: LanguageModel) -> None:
         self._job, self._device, self._num_ranks = job, world.device, plan.pp
@@ -185,22 +187,38 @@ class Pipeline:
             loss if stage.is_last else activation, group=self._group,
         )  # fmt: skip
 
-    def step(self, flow: MicroBatchFlow) -> list[lm.Losses]:
+    def forward_backward(
+        self,
+        objective: lm.LanguageModelObjective,
+        parts: Sequence[Part[Any]],
+        batches: Sequence[Batch],
+        context: StepContext,
+        phases: PhaseTimer,
+    ) -> list[lm.Losses]:
         """Run forward and backward of all micro-batches; gradients stay in place."""
+        del parts
+        flow = MicroBatchFlow(
+            batches,
+            lambda batch: objective.training_inputs(batch, context),
+            self._autocast,
+            context.scale,
+        )
         self._set_flow(flow)
-        numbers = torch.arange(len(flow.batches))
+        numbers = torch.arange(len(batches))
         root = (numbers,) if 0 in self.stages else ()
-        try:
-            self._schedule.step(*root, number=numbers, target=numbers, return_outputs=False)
-        except RuntimeError as error:
-            raise _root_cause(error) from None
-        return [flow.losses[number] for number in range(len(flow.batches))]
+        with phases("pipeline"):
+            try:
+                self._schedule.step(*root, number=numbers, target=numbers, return_outputs=False)
+            except RuntimeError as error:
+                raise _root_cause(error) from None
+        return [flow.losses[number] for number in range(len(batches))]
 
     @torch.no_grad()
-    def evaluate(self, flow: MicroBatchFlow) -> lm.Losses:
-        """Run forward of the single micro-batch of `flow`, which may have any size."""
+    def evaluate(self, objective: lm.LanguageModelObjective, batch: Batch) -> lm.Losses:
+        """Return this rank's share of the losses of a batch, which may have any size."""
+        flow = MicroBatchFlow([batch], objective.validation_inputs, self._autocast, 1.0)
         self._set_flow(flow)
-        num_samples, sequence = flow.batches[0].inputs.shape
+        num_samples, sequence = batch.inputs.shape
         shape, number = self._activation_shape(num_samples, sequence), torch.zeros(1)
         for index, stage in self.stages.items():
             x = number
@@ -212,19 +230,8 @@ class Pipeline:
                 dist.send(x, group=self._group, group_dst=(index + 1) % self._num_ranks)
         return flow.losses[0]
 
-    def gather_expert_counts(
-        self, counts: dict[int, Tensor], dropped: dict[int, int]
-    ) -> tuple[dict[int, Tensor], dict[int, int]]:
-        """Return tokens per expert and drops of each expert layer, over all pipeline ranks."""
-        model = self._job.model
-        table = torch.zeros(model.layers, model.experts + 1, dtype=torch.int64)
-        for layer, tokens in counts.items():
-            table[layer, :-1], table[layer, -1] = tokens, dropped[layer]
-        table = all_reduce_(table.to(self._device), self._group).cpu()
-        return (
-            {layer: table[layer, :-1] for layer in model.expert_layers},
-            {layer: int(table[layer, -1]) for layer in model.expert_layers},
-        )
+    def _autocast(self) -> AbstractContextManager[object]:
+        return autocast_to(self._job.train.precision, self._device)
 
     def _set_flow(self, flow: MicroBatchFlow) -> None:
         for stage in self.stages.values():

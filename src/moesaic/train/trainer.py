@@ -307,6 +307,7 @@ class _Session(Generic[J]):
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             plan=self.run.plan.decisions(), rank_hosts=describe_ranks(self.world),
+            unit=self.kind.unit,
             **{f"{self.kind.unit}_per_step": self.kind.units_per_step(self.job)},
             **self.kind.start_fields(self.run),
         )  # fmt: skip

@@ -139,18 +139,18 @@ def test_memory_matches_a_run(name: str, tied: bool, micro_batches: int) -> None
     plan = one_rank_plan(job)
     run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
     rank_memory = memory(job, plan)
-    num_bytes = sum(item.local.nbytes for item in run.trainable)
-    biases = sum(router.bias.nbytes for _, router in run.model.sigmoid_routers())
+    num_bytes = sum(item.local.nbytes for item in run.part.trainable)
+    biases = sum(router.bias.nbytes for _, router in run.part.model.sigmoid_routers())
     assert (
         rank_memory.parameters_bytes == num_bytes + biases == 4 * count_parameters(job.model).total
     )
-    moments = sum(t.nbytes for pair in run.optimizer.moments.values() for t in pair)
+    moments = sum(t.nbytes for pair in run.part.optimizer.moments.values() for t in pair)
     assert rank_memory.moments_bytes == moments
     run.step(RandomSamples(job.model.vocab, job.data.sequence))
     if micro_batches == 1:
         assert rank_memory.gradients_bytes == num_bytes
     else:
-        added = max((bank.arena.nbytes for _, bank in run.model.expert_banks()), default=0)
+        added = max((bank.arena.nbytes for _, bank in run.part.model.expert_banks()), default=0)
         assert rank_memory.gradients_bytes == num_bytes + added
     staging = Staging(0, torch.device("cpu"), 1 << 30)
     shards = run.state().shards

@@ -14,8 +14,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
-from moesaic.train.run import Run
+from moesaic.train.assemble import LMRun, assemble
 
 MODEL = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared_experts": 1,
@@ -37,13 +36,13 @@ class Choices:
         self.by_step.setdefault(step, []).append(dict(choices))
 
 
-def train_steps(**tables: dict[str, Any]) -> tuple[Run, Choices, int]:
+def train_steps(**tables: dict[str, Any]) -> tuple[LMRun, Choices, int]:
     """Return a run after six steps, its recorded choices and its dropped assignments."""
     routing = {"bias_update_rate": STEP, **tables.pop("routing", {})}
     job = tiny_job(model=MODEL, routing=routing, **tables)
     plan, choices = plan_from_layout(job.layout, job.model, 1), Choices()
     run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
-    run.routing_recorder = choices  # type: ignore[assignment]
+    run.objective.routing_recorder = choices  # type: ignore[assignment]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     dropped = sum(sum(run.step(samples).dropped.values()) for _ in range(6))
     return run, choices, dropped
@@ -56,7 +55,7 @@ def test_biases_follow_all_choices_of_a_batch(capacity: float | None, micro_batc
         routing={"capacity_factor": capacity}, train={"micro_batches": micro_batches}
     )
     assert (dropped > 0) == (capacity is not None)
-    routers = dict(run.model.sigmoid_routers())
+    routers = dict(run.part.model.sigmoid_routers())
     assert list(routers) == [1, 2]
     for layer, router in routers.items():
         expected = torch.zeros(8)
@@ -80,11 +79,11 @@ def test_recomputed_layers_count_once() -> None:
 
 def test_no_update_rate_no_bias() -> None:
     run, _, _ = train_steps(routing={"bias_update_rate": 0.0})
-    assert not any(router.bias.any() for _, router in run.model.sigmoid_routers())
+    assert not any(router.bias.any() for _, router in run.part.model.sigmoid_routers())
 
 
 def test_a_bias_is_state_without_moments() -> None:
     run, _, _ = train_steps()
     keys = [p.key for p in run.state().shards if p.name == "layers.1.moe.router.bias"]
     assert keys == ["parameter/layers.1.moe.router.bias"]
-    assert not any("bias" in item.name for item in run.trainable)
+    assert not any("bias" in item.name for item in run.part.trainable)

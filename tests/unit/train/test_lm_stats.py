@@ -21,7 +21,7 @@ from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.lm_stats import LMStepStats
-from moesaic.train.run import _copy_to_host
+from moesaic.train.objectives.lm import _copy_to_host
 
 SIGMOIDS = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared_experts": 1,

@@ -15,9 +15,8 @@ from moesaic.nn.loss import HeadLoss
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.states import live_values
 from moesaic.train import loss_scale
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.optim import learning_rate
-from moesaic.train.run import Run
 
 SIGMOID = {"family": "deepseek_v3", "kv_heads": 4, "dense_layers": 1, "shared_experts": 1,
            "latent": {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "v_head_dim": 6}}  # fmt: skip
@@ -37,7 +36,7 @@ class InfiniteGradient(torch.autograd.Function):
         return grad
 
 
-def start(counters: dict[str, int] | None = None, **tables: dict[str, Any]) -> Run:
+def start(counters: dict[str, int] | None = None, **tables: dict[str, Any]) -> LMRun:
     tables["train"] = {"precision": "fp16", **tables.get("train", {})}
     job = tiny_job(**tables)
     plan = plan_from_layout(job.layout, job.model, 1)
@@ -49,7 +48,7 @@ def samples() -> RandomSamples:
     return RandomSamples(61, 12)
 
 
-def copy_state(run: Run) -> dict[str, torch.Tensor]:
+def copy_state(run: LMRun) -> dict[str, torch.Tensor]:
     return {shard.key: live_values(shard).clone() for shard in run.state().shards}
 
 
@@ -69,7 +68,7 @@ def test_an_overflow_changes_nothing_but_counters() -> None:
     assert run.counters == counters_at(59, loss_scale_growth_tracker=0, skipped=1) | {
         "step": 1, "samples": 8, "tokens": facts.tokens,
     }  # fmt: skip
-    assert all(item.parameter.grad is None for item in run.trainable)
+    assert all(item.parameter.grad is None for item in run.part.trainable)
 
 
 def test_the_first_update_after_skipped_steps_equals_an_unskipped_one() -> None:
@@ -116,7 +115,7 @@ def test_the_scale_doubles_after_many_updates() -> None:
 def test_a_nan_loss_raises() -> None:
     run = start(counters_at(16))
     with torch.no_grad():
-        run.model.embed.weight[3, 0] = torch.nan
+        run.part.model.embed.weight[3, 0] = torch.nan
     words = r'step 1: .* as the loss is nan, for which no .* train.precision = "bf16" or "fp32"'
     with pytest.raises(DivergedError, match=words):
         run.step(samples())
@@ -126,7 +125,9 @@ def test_a_nan_loss_raises() -> None:
 def test_an_overflow_at_scale_1_raises() -> None:
     """The gradient is not finite although the loss is."""
     run = start(counters_at(1))
-    run.model.layers[1].register_forward_hook(lambda *a: (InfiniteGradient.apply(a[2][0]), a[2][1]))
+    run.part.model.layers[1].register_forward_hook(
+        lambda *a: (InfiniteGradient.apply(a[2][0]), a[2][1])
+    )
     run.step(samples())
     with pytest.raises(DivergedError, match=r'scale, 1, .* train.precision = "bf16" or "fp32"'):
         run.step(samples())
@@ -139,7 +140,7 @@ def test_other_precisions_have_no_scale_and_skip_nothing(precision: str) -> None
     facts = run.step(samples())
     assert (facts.loss_scale, facts.is_skipped) == (None, False)
     with torch.no_grad():
-        run.model.embed.weight.fill_(torch.inf)
+        run.part.model.embed.weight.fill_(torch.inf)
     with pytest.raises(DivergedError, match="norm is nan, and nothing was updated"):
         run.step(samples())
 
@@ -155,12 +156,12 @@ def test_gradients_are_those_of_fp32(exponent: int, model: dict[str, Any]) -> No
     for run in (narrow, wide):
         run.compute_gradients(samples())
     factor = 2.0**exponent
-    for a, b in zip(narrow.trainable, wide.trainable, strict=True):
+    for a, b in zip(narrow.part.trainable, wide.part.trainable, strict=True):
         apart = torch.linalg.vector_norm(a.grad / factor - b.grad)
         assert apart <= 0.05 * torch.linalg.vector_norm(b.grad), a.name
     norms = []
     for run in (narrow, wide):
-        for item in run.trainable:
+        for item in run.part.trainable:
             item.parameter.grad = None
         facts = run.step(samples())
         norms.append((facts.grad_norm, facts.total_loss))

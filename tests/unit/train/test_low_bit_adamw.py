@@ -24,7 +24,7 @@ from moesaic.models.init import InitialSource
 from moesaic.models.kernel_counter import KernelCounter, KernelCounts
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.low_bit_adamw import (
     BF16Moments,
     Codebook,
@@ -34,7 +34,6 @@ from moesaic.train.low_bit_adamw import (
     quantise,
 )
 from moesaic.train.optim import AdamW, zero_moments
-from moesaic.train.run import Run
 
 CPU = torch.device("cpu")
 LOW_BIT = ["bf16", "8bit"]
@@ -285,7 +284,7 @@ def low_bit_job(moments: str, **tables: dict[str, Any]) -> Job:
     return tiny_job(**tables)
 
 
-def start(job: Job) -> Run:
+def start(job: Job) -> LMRun:
     plan = plan_from_layout(job.layout, job.model, 1)
     return assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
 
@@ -298,14 +297,14 @@ def test_bytes_equal_the_prediction(moments: str, tied: bool) -> None:
     run = start(job)
     run.step(RandomSamples(job.model.vocab, job.data.sequence))
     needs = memory(job, run.plan)
-    kept = [tensor for tensors in run.optimizer.moments.values() for tensor in tensors]
+    kept = [tensor for tensors in run.part.optimizer.moments.values() for tensor in tensors]
     assert needs.moments_bytes == sum(tensor.nbytes for tensor in kept)
     parts = Staging(0, CPU, 1 << 30).plan_files(run.state().shards).files
     assert needs.staging_bytes == sum(part.num_bytes for part in parts)
     full = memory(low_bit_job("full", model=sizes), run.plan).moments_bytes
     share = {"full": 1.0, "bf16": 0.5, "8bit": 0.25 + 1 / 128}
     assert needs.moments_bytes / full == pytest.approx(share[moments], rel=0.1)
-    norms = [t for name, t in run.optimizer.moments.items() if "norm" in name]
+    norms = [t for name, t in run.part.optimizer.moments.items() if "norm" in name]
     assert norms
     assert all(t.dtype == torch.float32 for pair in norms for t in pair)
 
@@ -326,9 +325,11 @@ def test_traffic_of_an_update_equals_the_prediction(moments: str) -> None:
     narrow = sum(op.moved_bytes for op in updates if op.name == "low-bit adamw")
     wide = sum(op.moved_bytes for op in updates if op.name == "adamw")
     run = start(job)
-    elements = [item.local.numel() for item in run.trainable if item.has_weight_decay]
+    elements = [item.local.numel() for item in run.part.trainable if item.has_weight_decay]
     assert narrow == moved * sum(elements)
-    assert wide == 7 * 4 * sum(i.local.numel() for i in run.trainable if not i.has_weight_decay)
+    assert wide == 7 * 4 * sum(
+        i.local.numel() for i in run.part.trainable if not i.has_weight_decay
+    )
 
 
 class Pattern(RandomSamples):

@@ -65,18 +65,22 @@ def test_a_block_takes_few_operations_and_equals_single_parameters() -> None:
     for run in runs:
         for _ in range(3):
             run.compute_gradients(samples)
-            blocks = [list(some) for _, some in groupby(run.flat_params, key=lambda one: one.block)]
-            groups = blocks if run is once else [[one] for one in run.flat_params]
+            blocks = [
+                list(some) for _, some in groupby(run.part.flat_params, key=lambda one: one.block)
+            ]
+            groups = blocks if run is once else [[one] for one in run.part.flat_params]
             with Counting() as counting:
                 for some in groups:
-                    run.optimizer.update_block(some, 0, run.counters["step"] + 1, lr=0.01, clip=0.5)
+                    run.part.optimizer.update_block(
+                        some, 0, run.counters["step"] + 1, lr=0.01, clip=0.5
+                    )
             run.counters["step"] += 1
-            for item in run.trainable:
+            for item in run.part.trainable:
                 item.parameter.grad = None
         counts.append(counting.number)
     found, expected = ({p.key: live_values(p) for p in run.state().shards} for run in runs)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    blocks_of_two = 2 * len({item.block for item in single.trainable})
+    blocks_of_two = 2 * len({item.block for item in single.part.trainable})
     assert counts[0] < 20 * blocks_of_two
     assert counts[0] < 0.7 * counts[1]
 

@@ -11,8 +11,7 @@ from moesaic.models.init import InitialSource
 from moesaic.nn.inputs import Inputs
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
-from moesaic.train.run import Run
+from moesaic.train.assemble import LMRun, assemble
 
 SAMPLES = RandomSamples(61, 12)
 PHASES = [
@@ -20,7 +19,7 @@ PHASES = [
 ]  # fmt: skip
 
 
-def tiny_run() -> Run:
+def tiny_run() -> LMRun:
     job = tiny_job(train={"micro_batches": 2})
     plan = plan_from_layout(job.layout, job.model, 1)
     return assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
@@ -52,7 +51,7 @@ def test_a_failed_step_changes_nothing(phase: str) -> None:
 
 
 def test_a_model_is_its_blocks_one_after_another() -> None:
-    model = tiny_run().model
+    model = tiny_run().part.model
     tokens = SAMPLES.batch([1, 2]).inputs
     inputs = Inputs(model.rotary(torch.arange(12)[None].expand(2, -1)))
     names, x = [], tokens

@@ -24,8 +24,7 @@ def test_validation_is_the_mean_over_targets(batch: int) -> None:
     with torch.no_grad():
         for index in range(20):
             one = samples.batch([index], shuffled=False)
-            inputs = lm.make_inputs(run.model, one, job, 0)
-            sums.append(lm.compute_loss(run.model, one, inputs, job, 1)[1].loss.item())
+            sums.append(run.objective.evaluate(one).loss.item())
             counts += lm.num_targets(one)
     assert targets == counts
     assert loss == pytest.approx(sum(sums) / counts, rel=1e-13)

@@ -91,6 +91,8 @@ class Manifest(Section):
     """Tensors by kind/name."""
     files: dict[str, FileRecord]
     """Files by name."""
+    snapshots: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    """Facts of external snapshots, by prefix of their part, then by rank."""
 
     def to_bytes(self) -> bytes:
         """Return the manifest as file content."""

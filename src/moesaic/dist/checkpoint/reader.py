@@ -100,6 +100,11 @@ class Checkpoint:
         return dict(self._manifest.tensors)
 
     @property
+    def snapshots(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Facts of external snapshots, by prefix of their part, then by rank."""
+        return dict(self._manifest.snapshots)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all data files."""
         return sum(file.num_bytes for file in self._manifest.files.values())

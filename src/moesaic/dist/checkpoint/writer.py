@@ -1,10 +1,10 @@
 """Checkpoint saving: training waits for a copy to host memory; a thread does the rest.
 
 Every rank copies its shards into a host buffer. Training waits for this copy, or with `overlap`
-runs until it changes the state. In a thread, the rank then writes and hashes its files and
-announces files, hashes and shards. After all announcements, rank 0's thread writes the manifest,
-renames the commit record into place, posts the verdict, and removes checkpoints beyond `keep`. The
-checkpoint exists from the rename on.
+runs until it changes the state. In a thread, the rank then writes and hashes its files, waits for
+external snapshots, and announces files, hashes and shards. After all announcements, rank 0's thread
+writes the manifest, renames the commit record into place, posts the verdict, and removes
+checkpoints beyond `keep`. The checkpoint exists from the rename on.
 
 A rank may delete its files until it has announced, because nothing can be committed without them.
 Afterwards only rank 0's verdict that the save failed allows it.
@@ -72,6 +72,8 @@ class _Save:
     versions: list[int | None]
     """Version counters of the shards before an overlapped copy, else empty."""
     start_s: float
+    snapshots: dict[str, Callable[[], dict[str, Any]]]
+    """Functions that wait for external snapshots, by prefix of their part."""
 
 
 class Saver:
@@ -217,6 +219,7 @@ class Saver:
                 self._num_saves, step, checkpoints.new_checkpoint_path(self._directory, step),
                 dict(state.counters), json.loads(json.dumps(dict(facts), allow_nan=False)),
                 rank_files, state, versions, start_s,
+                {prefix: one.begin(step) for prefix, one in state.snapshots.items()},
             )  # fmt: skip
             if not overlap:
                 if self._asynchronous:
@@ -305,6 +308,7 @@ class Saver:
     def _gather(self, path: Path, save: _Save, own_files: dict[str, Any]) -> Manifest:
         tensors: dict[str, TensorRecord] = {}
         files: dict[str, FileRecord] = {}
+        snapshots: dict[str, dict[str, dict[str, Any]]] = {}
         deadline = time.monotonic() + self._world.timeout.total_seconds()
         for rank in range(self._world.size):
             message = own_files
@@ -314,6 +318,8 @@ class Saver:
             files |= {name: FileRecord.model_validate(f) for name, f in message["files"].items()}
             for key, record in message["tensors"].items():
                 merge(tensors, key, TensorRecord.model_validate_json(record), rank)
+            for prefix, facts in message["snapshots"].items():
+                snapshots.setdefault(prefix, {})[str(rank)] = facts
         # Every rank has announced, so every rank has finished the previous save.
         self._channel.erase(f"{save.number - 1}/verdict")
         self._channel.erase(f"{save.number}/place")
@@ -322,6 +328,7 @@ class Saver:
         manifest = Manifest(
             serial=checkpoints.next_serial(self._directory), step=save.step,
             counters=save.counters, facts=save.facts, tensors=tensors, files=files,
+            snapshots=snapshots,
         )  # fmt: skip
         if flaw := manifest.find_flaw():
             raise AssertionError(f"the ranks' shards do not form a whole state: {flaw}")
@@ -382,7 +389,7 @@ class Saver:
     # All ranks.
 
     def _write_rank_files(self, path: Path, save: _Save) -> dict[str, Any]:
-        """Write this rank's files; return its announcement."""
+        """Write this rank's files and wait for its external snapshots; return its announcement."""
         files: dict[str, Any] = {}
         for data_file in save.rank_files.files:
             files[data_file.file] = self._write_data_file(path, data_file, save.state.shards)
@@ -390,7 +397,8 @@ class Saver:
         safetensors_file.sync_directory(path)
         self._phase("files_written")
         tensors = {key: record.model_dump_json() for key, record in save.rank_files.tensors.items()}
-        return {"files": files, "tensors": tensors}
+        snapshots = {prefix: wait() for prefix, wait in save.snapshots.items()}
+        return {"files": files, "tensors": tensors, "snapshots": snapshots}
 
     def _write_data_file(
         self, path: Path, data_file: DataFile, shards: Sequence[TensorShard]

@@ -37,13 +37,13 @@ def figures(run: RunStats) -> list[Figure]:
 
 
 def _tokens_per_second(run: RunStats) -> Figure:
-    rate = run.steps.tokens_per_s
+    rate, unit = run.steps.tokens_per_s, run.unit
     return Figure(
         "tokens-per-second",
-        "Tokens per second",
+        f"{unit.capitalize()} per second",
         "All ranks together. Dips at saves and validations are normal; look for a lasting decline.",
-        f"Tokens per second by step: median {count(median(rate))}.",
-        raw_and_smooth(run.steps.step, rate, "tokens/s", SERIES[2]),
+        f"{unit.capitalize()} per second by step: median {count(median(rate))}.",
+        raw_and_smooth(run.steps.step, rate, f"{unit}/s", SERIES[2]),
         layout(showlegend=False, shapes=resumes(run),
                yaxis={"rangemode": "tozero", "tickformat": "~s"}),
         span=12,

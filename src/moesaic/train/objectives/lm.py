@@ -3,19 +3,30 @@ routers' auxiliary losses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from moesaic.dist.collectives import all_gather, all_reduce_
+from moesaic.dist.state import TensorShard
+from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.attention_backends import AttentionMetadata
-from moesaic.nn.inputs import Inputs
+from moesaic.nn.inputs import ByProduct, Inputs
 from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.nn.reports import MoEReport, moe_reports
-from moesaic.train.data import Batch
+from moesaic.policy.balance import LayerBalancer
+from moesaic.train.balancing import take_layer_balance
+from moesaic.train.data import Batch, Samples
+from moesaic.train.expert_migration import ExpertMigration, LayerMigration
+from moesaic.train.lm_stats import LMStepStats
+from moesaic.train.objectives.objective import StepContext, StepResult
+from moesaic.train.parts import Part
+from moesaic.train.phases import PhaseTimer
+from moesaic.train.routing_replay import RoutingRecorder, RoutingReplay
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,198 @@ class Losses:
     """Mean over expert layers and micro-batches, as is `balance_loss`."""
     moe_reports: Mapping[int, MoEReport]
     """Reports of this rank's MoE layers, without gradients."""
+
+
+class LanguageModelObjective:
+    """Next-token prediction by one part, with balancing, routing records and expert migration."""
+
+    unit = "tokens"
+
+    def __init__(self, job: Job, world: World, part: Part[LanguageModel]) -> None:
+        self.job, self.world, self.part = job, world, part
+        self.routing_recorder: RoutingRecorder | None = None
+        self.routing_replay: RoutingReplay | None = None
+        self.migration: ExpertMigration | None = None
+        """Expert migration between steps; None if experts stay."""
+        self._pipeline_group = world.partition(part.plan.pp_groups())
+
+    def load(self, samples: Samples, indices: range, *, shuffled: bool) -> Batch:
+        """Return the batch of the given global sample indices."""
+        return samples.batch(indices, shuffled=shuffled)
+
+    def num_units(self, batch: Batch) -> int:
+        """Return the targets of a batch that this rank counts."""
+        return num_targets(batch) if self.part.plan.counts_samples(self.world.rank) else 0
+
+    def training_inputs(self, batch: Batch, context: StepContext) -> Inputs:
+        """Return the training inputs of a micro-batch, with targets."""
+        inputs = make_inputs(self.part.model, batch, self.job, context.step)
+        kept: frozenset[ByProduct] = frozenset()
+        if self.routing_recorder is not None:
+            kept = frozenset({"router_choices"})
+        routing_replay = None
+        if self.routing_replay is not None:
+            choices = self.routing_replay.read_expert_ids(context.step, batch.samples)
+            routing_replay = {
+                layer: chosen[inputs.token_slice].to(self.world.device)
+                for layer, chosen in choices.items()
+            }
+        inputs = replace(inputs, training=True, keep=kept, routing_replay=routing_replay)
+        return add_targets(inputs, batch, context.units, context.scale)
+
+    def validation_inputs(self, batch: Batch) -> Inputs:
+        """Return the inputs of a validation batch, whose loss is a sum over its targets."""
+        return add_targets(make_inputs(self.part.model, batch, self.job, 0), batch, 1, 1.0)
+
+    def compute_loss(self, batch: Batch, context: StepContext) -> tuple[Tensor, Losses]:
+        """Return the loss to backpropagate for one micro-batch, the weighted sum of all losses
+        times the scale, and its losses."""
+        return self._compute(batch, self.training_inputs(batch, context), context.scale)
+
+    def evaluate(self, batch: Batch) -> Losses:
+        """Return the losses of a validation batch."""
+        return self._compute(batch, self.validation_inputs(batch), 1.0)[1]
+
+    def _compute(self, batch: Batch, inputs: Inputs, scale: float) -> tuple[Tensor, Losses]:
+        """Run a forward pass.
+
+        The head computes its gradient in forward, in fp16 too, so `inputs` carry the scale already.
+        """
+        loss, block_reports = self.part.model(batch.inputs.to(self.world.device), inputs)
+        reports = moe_reports(block_reports.values())
+        balance, z = auxiliary_losses(reports.values(), loss.new_zeros(()), self.job)
+        routing = self.job.routing
+        total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
+        losses = Losses(loss.detach() / scale, balance.detach(), z.detach(), detach_all(reports))
+        return total, losses
+
+    def validation_loss(self, batch: Batch, losses: Losses) -> tuple[Tensor, int]:
+        """Return the loss of a validation batch and its targets.
+
+        In a pipeline only the last rank has the loss, so only it counts targets.
+        """
+        has_head = "head" in self.part.model.block_names
+        return losses.loss, self.num_units(batch) if has_head else 0
+
+    def total_loss(self, losses: Sequence[Losses]) -> float:
+        """Return the weighted sum of all losses of a step over all ranks."""
+        return self._reduce_losses(losses)[0]
+
+    def after_update(self, losses: Sequence[Losses]) -> None:
+        """Adjust router biases by the experts requested in the whole batch, which every rank
+        knows."""
+        if self.job.finetune is not None and self.job.finetune.router == "frozen":
+            return
+        for layer, router in self.part.model.sigmoid_routers():
+            requested = torch.stack([one.moe_reports[layer].requested for one in losses]).sum(0)
+            router.update_bias(requested, self.job.routing.bias_update_rate)
+
+    def finish_step(self, result: StepResult, phases: PhaseTimer) -> LMStepStats:
+        """Return the statistics of a step; record its routing and move experts if that is due."""
+        if self.routing_recorder is not None:
+            for batch, one in zip(result.batches, result.losses, strict=True):
+                self._record_routing(self.routing_recorder, result.step - 1, batch, one.moe_reports)
+        with phases("log"):
+            balance = {
+                layer: take_layer_balance(moe)
+                for layer, moe in self.part.model.expert_layers()
+                if isinstance(moe.balancer, LayerBalancer)
+            }
+            stats = replace(self._step_stats(result, phases), balance=balance)
+        return replace(stats, migrations=self._migrate_experts(stats, phases))
+
+    def state_shards(self) -> list[TensorShard]:
+        """Return the token counts that decide the next migration."""
+        return [] if self.migration is None else list(self.migration.state_shards())
+
+    def flush(self) -> None:
+        """Write the routing recorded so far."""
+        if self.routing_recorder is not None:
+            self.routing_recorder.flush()
+
+    def _record_routing(
+        self,
+        recorder: RoutingRecorder,
+        step: int,
+        batch: Batch,
+        reports: Mapping[int, MoEReport],
+    ) -> None:
+        """Record the choices of all TP ranks together, because one rank's need not cover whole
+        samples."""
+        choices = dict[int, Tensor]()
+        for layer, report in reports.items():
+            assert report.router_choices is not None
+            choices[layer] = all_gather(report.router_choices, self.part.tp_group).flatten(0, 1)
+        if self.part.plan.counts_samples(self.world.rank):
+            recorder.record(step, batch.samples, choices)
+
+    def _migrate_experts(self, stats: LMStepStats, phases: PhaseTimer) -> list[LayerMigration]:
+        """Move experts to their new owner ranks, if migration is due."""
+        if self.migration is None:
+            return []
+        self.migration.add_counts(stats.counts)
+        if not self.migration.is_due(stats.step):
+            return []
+        with phases("migrate"):
+            self.part.plan, migrations = self.migration.migrate(self.part.plan)
+        return migrations
+
+    def _reduce_losses(self, losses: Sequence[Losses]) -> tuple[float, float, float, float, float]:
+        """Return the total loss, its terms, and the replay mismatches, each summed over all
+        ranks."""
+        mismatches = sum(
+            report.num_replay_mismatches for one in losses for report in one.moe_reports.values()
+        )
+        terms = [
+            torch.stack([term.double() for term in (one.loss, one.balance_loss, one.z_loss)])
+            for one in losses
+        ]
+        local = torch.cat((torch.stack(terms).sum(0), terms[0].new_tensor([mismatches])))
+        loss, balance, z, all_mismatches = all_reduce_(local, self.world.group).tolist()
+        routing = self.job.routing
+        total = loss + routing.balance_loss * balance + routing.z_loss * z
+        return total, loss, balance, z, all_mismatches
+
+    def _step_stats(self, result: StepResult, phases: PhaseTimer) -> LMStepStats:
+        total, loss, balance, z, mismatches = self._reduce_losses(result.losses)
+        by_rank: dict[int, Tensor] = {}
+        dropped: dict[int, int] = {}
+        for one in result.losses:
+            for layer, report in one.moe_reports.items():
+                by_rank[layer] = report.counts + by_rank.get(layer, 0)
+                dropped[layer] = report.num_dropped + dropped.get(layer, 0)
+        by_rank = _copy_to_host(by_rank)
+        counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
+        if self._pipeline_group is not None:
+            counts, dropped = self._gather_expert_counts(counts, dropped)
+        return LMStepStats(
+            step=result.step, loss=loss, total_loss=total, balance_loss=balance, z_loss=z,
+            grad_norm=result.grad_norm, lr=result.lr, tokens=result.units,
+            num_replay_mismatches=int(mismatches), dropped=dropped,
+            counts=counts, counts_by_rank=by_rank, phases=phases.seconds,
+            loss_scale=result.loss_scale, is_skipped=result.is_skipped,
+        )  # fmt: skip
+
+    def _gather_expert_counts(
+        self, counts: dict[int, Tensor], dropped: dict[int, int]
+    ) -> tuple[dict[int, Tensor], dict[int, int]]:
+        """Return tokens per expert and drops of each expert layer, over all pipeline ranks."""
+        model = self.job.model
+        table = torch.zeros(model.layers, model.experts + 1, dtype=torch.int64)
+        for layer, tokens in counts.items():
+            table[layer, :-1], table[layer, -1] = tokens, dropped[layer]
+        table = all_reduce_(table.to(self.world.device), self._pipeline_group).cpu()
+        return (
+            {layer: table[layer, :-1] for layer in model.expert_layers},
+            {layer: int(table[layer, -1]) for layer in model.expert_layers},
+        )
+
+
+def _copy_to_host(tables: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copy equally shaped tables, by layer, to the host in one transfer if they are on a device."""
+    if all(one.device.type == "cpu" for one in tables.values()):
+        return tables
+    return dict(zip(tables, torch.stack(list(tables.values())).cpu(), strict=True))
 
 
 def make_inputs(model: LanguageModel, batch: Batch, job: Job, step: int) -> Inputs:
@@ -48,37 +251,6 @@ def make_inputs(model: LanguageModel, batch: Batch, job: Job, step: int) -> Inpu
 def num_targets(batch: Batch) -> int:
     """Return the number of tokens that count towards the loss."""
     return int((batch.targets != IGNORE_INDEX).sum())
-
-
-def compute_loss(
-    model: LanguageModel,
-    batch: Batch,
-    inputs: Inputs,
-    job: Job,
-    targets_total: int,
-    scale: float = 1.0,
-) -> tuple[Tensor, Losses]:
-    """Return the loss to backpropagate for one of the job's micro-batches, and its losses.
-
-    The first is the weighted sum of all losses, times `scale`.
-
-    Args:
-        model: the model.
-        batch: this rank's samples of the micro-batch.
-        inputs: from `make_inputs`, plus additions of the run.
-        job: the job.
-        targets_total: targets of the whole global batch.
-        scale: loss scale, a power of two. The head computes its gradient in forward, in fp16 too,
-            so the scale has to apply there already.
-    """
-    device = next(model.parameters()).device
-    inputs = add_targets(inputs, batch, targets_total, scale)
-    loss, block_reports = model(batch.inputs.to(device), inputs)
-    reports = moe_reports(block_reports.values())
-    balance, z = auxiliary_losses(reports.values(), loss.new_zeros(()), job)
-    routing = job.routing
-    total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
-    return total, Losses(loss.detach() / scale, balance.detach(), z.detach(), detach_all(reports))
 
 
 def add_targets(inputs: Inputs, batch: Batch, targets_total: int, scale: float) -> Inputs:

@@ -59,10 +59,10 @@ def logits_of(job: Job, checkpoint: Path, tokens: Tensor) -> Tensor:
     """Return the logits of base and adapters without merging them."""
     plan = plan_from_layout(job.layout, job.model, 1)
     run = assemble(job, plan, World.solo(torch.device("cpu")), Checkpoint.open(checkpoint))
-    run.model.eval()
+    run.part.model.eval()
     positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
     with torch.no_grad():
-        logits: Tensor = run.model(tokens, Inputs(run.model.rotary(positions)))[0]
+        logits: Tensor = run.part.model(tokens, Inputs(run.part.model.rotary(positions)))[0]
     return logits
 
 

@@ -170,8 +170,8 @@ def test_the_loss_equals_that_of_single_conversations() -> None:
             positions=torch.arange(length)[None],
         )  # fmt: skip
         with torch.no_grad():
-            inputs = lm.make_inputs(run.model, alone, job, 0)
-            logits = run.model(tokens, inputs)[0][0].log_softmax(-1)
+            inputs = lm.make_inputs(run.part.model, alone, job, 0)
+            logits = run.part.model(tokens, inputs)[0][0].log_softmax(-1)
         for place in range(1, length):
             if talk[place]:
                 total -= float(logits[place - 1, tokens[0, place]])

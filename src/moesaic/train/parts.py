@@ -1,0 +1,276 @@
+"""Parts of a run: a part is one model with its optimizer and the ranks that share its work.
+
+A run may have several, such as an encoder and a head. Logical names of a part's tensors start with
+its prefix, so one state holds all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.dist.buckets import GradientBuckets, ReducedParameter
+from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.collectives import all_reduce_buckets_
+from moesaic.dist.state import ExternalSnapshot, Source, TensorShard
+from moesaic.dist.world import Group, World
+from moesaic.facts.plan import Plan
+from moesaic.kernels import device as devices
+from moesaic.kernels.norms import sum_of_squares
+from moesaic.models.state import EMBED_WEIGHT, LocalParam
+from moesaic.train.kinds import AnyJob
+from moesaic.train.loss_scale import num_updates
+from moesaic.train.low_bit_adamw import LowBitAdamW
+from moesaic.train.optim import AdamW, FlatParams, flatten_params
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass
+class Part(Generic[M]):
+    """One model of a run on this rank, as built by `make_part`."""
+
+    model: M
+    plan: Plan
+    world: World
+    trainable: list[LocalParam]
+    """Trainable parameters."""
+    frozen: list[LocalParam]
+    """Frozen parameters: no gradients, no moments, no part in the gradient norm."""
+    flat_params: list[FlatParams]
+    """Trainable parameters, grouped into tensors that are updated at once."""
+    optimizer: AdamW
+    buckets: GradientBuckets
+    """Buckets of the gradients that ranks reduce."""
+    expert_dp_group: Group | None
+    """Ranks that own the same experts. Gradients of experts without places of their own are reduced
+    over it after backward."""
+    tp_group: Group | None = None
+    """Tensor-parallel ranks, over which FSDP does not reduce unsharded parameters."""
+    tied_weight_group: Group | None = None
+    """First and last pipeline rank that both hold the tied weight."""
+    buffers: list[TensorShard] = field(default_factory=list)
+    """State that no optimizer updates, such as router biases."""
+    prefix: str = ""
+    """Start of the logical names of the part's tensors; empty for the only part."""
+    external_snapshot: ExternalSnapshot | None = None
+    """Snapshot of state outside the shards, which a checkpoint waits for."""
+
+    @property
+    def start_counter(self) -> str:
+        """Counter of the updates that the run had made before the part was added."""
+        return f"{self.prefix}updates_before"
+
+    def shards(self) -> list[TensorShard]:
+        """Return parameters, moments and buffers, as live shards."""
+        rank = self.world.rank
+        shards: list[TensorShard] = []
+        for item in self.trainable:
+            shards += item.parameter_shards(rank)
+            shards += self.optimizer.moment_shards(item, rank)
+        for item in self.frozen:
+            shards += item.parameter_shards(rank)
+        shards += self.buffers
+        if not self.prefix:
+            return shards
+        return [replace(shard, name=f"{self.prefix}{shard.name}") for shard in shards]
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Prepare for forward and backward of one micro-batch, the `is_last` or not of its step."""
+        if self.plan.dp_shard > 1:
+            # Each micro-batch reduce-scatters gradients; only the last one all-reduces over
+            # replicas.
+            cast("FSDPModule", self.model).set_requires_all_reduce(is_last)
+
+    def reduce_gradients(self) -> None:
+        """Finish the reduction of all gradients, and add up a tied weight's over both ends of a
+        pipeline.
+
+        Column-sharded embeddings need no reduction. FSDP has reduced its own over DP ranks;
+        gradients of unsharded parameters still need a sum over TP ranks.
+        """
+        if self.plan.dp_shard > 1:
+            params = (item for item in reversed(self.trainable) if not item.is_column_sharded)
+            unsharded = [
+                item.grad for item in params if item.bank is None and not item.is_tp_sharded
+            ]
+            all_reduce_buckets_(unsharded, self.tp_group)
+        self.buckets.finish()
+        if self.expert_dp_group is not None:
+            with_places = (item for item in reversed(self.trainable) if item.places is not None)
+            grads = [grad for item in with_places for grad in item.grads()]
+            all_reduce_buckets_(grads, self.expert_dp_group)
+        if self.tied_weight_group is not None:
+            all_reduce_buckets_(
+                [item.grad for item in self.trainable if item.name == EMBED_WEIGHT],
+                self.tied_weight_group,
+            )
+
+    def squared_grad_norm(self) -> Tensor:
+        """Return this rank's share of the squared norm of the gradient, fp64 [1]; the first owner
+        of each element counts it.
+
+        Experts count one by one, so the bits do not depend on those in memory.
+        """
+        own = (item for item in self.trainable if item.owners[0] == self.world.rank)
+        local = [grad for item in own for grad in item.grads()]
+        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        if local:
+            total += sum_of_squares(local)
+        return total
+
+    def update(self, number: int, *, lr: float, clip: float) -> None:
+        """Take update `number`, from 1, block by block; `clip` is a factor on the gradients, which
+        are dropped."""
+        for _, block in groupby(self.flat_params, key=lambda flat: flat.block):
+            group = list(block)
+            self.optimizer.update_block(group, self.world.rank, number, lr=lr, clip=clip)
+            for item in (item for flat in group for item in flat.params):
+                item.clear_grad()
+
+    def drop_gradients(self) -> None:
+        """Remove all gradients."""
+        for item in self.trainable:
+            item.clear_grad()
+
+    def close(self) -> None:
+        """Release model, gradients and moments."""
+        self.trainable.clear()
+        self.flat_params.clear()
+        self.frozen.clear()
+        self.buffers.clear()
+        self.optimizer.close()
+        self.buckets.close()
+        del self.model
+
+
+class PartsSource:
+    """Source for a resume: a checkpoint, and initial values for parts that it lacks.
+
+    Tensors of parts that the run no longer has are ignored.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        initial: Source,
+        parts: Sequence[Part[Any]],
+        counters: dict[str, int],
+        log: Callable[[str], None],
+    ) -> None:
+        """Name added parts to `log`, and count their updates from here on in `counters`."""
+        self._checkpoint, self._initial = checkpoint, initial
+        saved = [key.partition("/")[2] for key in checkpoint.tensors]
+        added = [part for part in parts if not any(name.startswith(part.prefix) for name in saved)]
+        self._added = tuple(part.prefix for part in added)
+        for part in added:
+            counters[part.start_counter] = num_updates(counters)
+            log(f'the checkpoint has no part "{part.prefix}": it starts from initial values')
+
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Fill shards of all parts."""
+        saved: list[TensorShard] = []
+        new: list[TensorShard] = []
+        for shard in shards:
+            is_new = bool(self._added) and shard.name.startswith(self._added)
+            (new if is_new else saved).append(shard)
+        self._initial.fill(new)
+        self._checkpoint.fill(saved)
+
+
+def make_part(
+    model: M,
+    plan: Plan,
+    world: World,
+    params: Sequence[LocalParam],
+    job: AnyJob,
+    *,
+    prefix: str = "",
+    buffers: Sequence[TensorShard] = (),
+    tp_group: Group | None = None,
+) -> Part[M]:
+    """Return a part with all gradient buckets and moments allocated; parameters have no values yet.
+
+    Args:
+        model: the model, with memory for its parameters.
+        plan: layout of the model over ranks.
+        world: the ranks.
+        params: local parameters of the model, in block order.
+        job: job with the settings of the optimizer.
+        prefix: start of the part's logical names.
+        buffers: state that no optimizer updates.
+        tp_group: tensor-parallel ranks.
+    """
+    trainable = [item for item in params if item.parameter.requires_grad]
+    buckets = _make_buckets(plan, world, trainable)
+    try:
+        flat_params = flatten_params(trainable, buckets.flatten_parameters())
+        devices.reset_peak_memory(world.device)  # Freed parameters leave holes in the cache.
+        return Part(
+            model, plan, world, trainable,
+            [item for item in params if not item.parameter.requires_grad],
+            flat_params, _make_optimizer(job, world, flat_params), buckets,
+            expert_dp_group=world.partition(plan.expert_dp_groups(), _bucket_purpose(plan)),
+            tp_group=tp_group, buffers=list(buffers), prefix=prefix,
+        )  # fmt: skip
+    except BaseException:
+        buckets.close()  # Parameter hooks keep the model alive.
+        raise
+
+
+def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> GradientBuckets:
+    """Return gradient buckets, grouped by the ranks that reduce them.
+
+    Expert gradients are summed over expert-DP ranks, those of TP shards over DP ranks, all others
+    over the whole pipeline rank. Column-sharded embeddings and FSDP parameters need no reduction
+    here.
+
+    Without a pipeline, buckets are reduced during backward, which each rank reaches at a different
+    point of its collectives. They therefore use process groups of their own. With a pipeline,
+    backwards of several micro-batches interleave and torch's schedules may set gradients
+    themselves, so reduction waits for the end.
+    """
+    overlaps_backward = plan.pp == 1
+    purpose = _bucket_purpose(plan)
+    expert_dp_group = world.partition(plan.expert_dp_groups(), purpose)
+    stage_group = dp_group = None
+    if plan.dp_shard == 1:
+        stage_group = world.partition(plan.stage_groups(), purpose)
+        dp_group = world.partition(plan.dp_groups(), purpose)
+    reduced = [
+        ReducedParameter(item.parameter, expert_dp_group, "experts", item.has_weight_decay)
+        if item.bank is not None
+        else ReducedParameter(
+            item.parameter,
+            dp_group if item.is_tp_sharded else stage_group,
+            decays=item.has_weight_decay,
+        )
+        for item in reversed(trainable)
+        if not item.is_column_sharded and item.places is None
+    ]
+    return GradientBuckets(reduced, overlaps_backward=overlaps_backward)
+
+
+def _bucket_purpose(plan: Plan) -> str:
+    """Return the purpose of the groups that reduce gradients."""
+    return "gradients" if plan.pp == 1 else ""
+
+
+def _make_optimizer(job: AnyJob, world: World, flat_params: Sequence[FlatParams]) -> AdamW:
+    """Return an optimizer with zero moments, full or low-bit."""
+    optimizer = (
+        AdamW(job.optimizer)
+        if job.optimizer.moments == "full"
+        else LowBitAdamW(job.optimizer, job.seed, world.device)
+    )
+    for flat in flat_params:
+        optimizer.init_moments(flat, world.rank)
+    return optimizer
