@@ -323,10 +323,11 @@ def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, 
 
     total = elements(trained)
     normed = elements(p for p in trained if params.counts_in_grad_norm(p))
-    # Experts are updated one by one. Gradients in buckets make flat tensors: matrices, and vectors.
+    # Experts are updated one by one. Gradients in buckets make flat tensors, of matrices and of
+    # vectors, which a layer's attention and network share.
     num_dense = sum(p.is_dense for p in trained)
     if plan.dp_shard == 1 and plan.ranks_per_stage > 1:
-        num_dense = min(num_dense, 2)
+        num_dense = 0 if spec.kind in ("ffn", "moe") else min(num_dense, 2)
     num_tensors = num_dense + len({p.expert for p in trained if p.expert is not None})
     num_additions = job.train.micro_batches - 1
     # A pipeline accumulates unsharded gradients.
