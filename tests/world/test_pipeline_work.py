@@ -51,7 +51,8 @@ def count_flops(world: World, job: Job) -> FlopCounts:
         return watched
 
     run = assemble(job, plan_from_job(job, world.size), world, InitialSource(0, 0.1))
-    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    # The workload takes each sample as one document.
+    samples = RandomSamples(job.model.vocab, job.data.sequence, packed=False)
     run.step(samples)  # The first step also infers the shapes of the stages.
     patches = [patch.object(PipelineStage, name, count(name)) for name in _ACTIONS]
     for one in patches:

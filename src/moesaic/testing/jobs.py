@@ -58,10 +58,11 @@ def tiny_job(**tables: dict[str, Any]) -> Job:
 
 
 class RandomSamples:
-    """Endless random samples, each a function of its index; every third one has two documents."""
+    """Endless random samples, each a function of its index; every third one has two documents,
+    unless `packed` is false."""
 
-    def __init__(self, vocab: int, sequence: int) -> None:
-        self._vocab, self._sequence = vocab, sequence
+    def __init__(self, vocab: int, sequence: int, *, packed: bool = True) -> None:
+        self._vocab, self._sequence, self._packed = vocab, sequence, packed
 
     def __len__(self) -> int:
         return 1 << 30
@@ -84,7 +85,7 @@ class RandomSamples:
         tokens = torch.randint(self._vocab, (self._sequence + 1,), generator=generator)
         documents = torch.zeros(self._sequence, dtype=torch.int64)
         targets = tokens[1:].clone()
-        if index % 3 == 0:
+        if self._packed and index % 3 == 0:
             documents[self._sequence // 2 :] = 1
             targets[self._sequence // 2 - 1] = -100
         return torch.stack((tokens[:-1], targets, documents))
