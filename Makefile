@@ -61,7 +61,7 @@ check: $(HAS_TOOLS)  ## lint, format, types, architecture, wording
 	$(BIN)/mypy
 	$(TEST) tests/test_architecture.py tests/test_words.py
 
-test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: ten to fifteen minutes on two cores
+test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: about nine minutes on two cores
 	$(TEST) $(BOTH) -m "not soak"
 
 test-all: $(HAS_TOOLS)  ## long runs too

@@ -174,7 +174,7 @@ def test_no_text_at_all(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(
         DataError,
-        match=r"data\.path = '.*a\.jsonl': there is no text, .* 1 files is empty: give",
+        match=r"data\.path = '.*a\.jsonl': there is no text, every .* \(files: 1\): give",
     ):
         open_corpus(write(tmp_path / "a.jsonl", ["", ""]), ByteTokenizer(), cache)
     assert entries(cache) == []
