@@ -164,8 +164,9 @@ def attend(
 
 def choose_backend(q: Tensor, k: Tensor, metadata: AttentionMetadata) -> AttentionBackend:
     """Return the fastest backend that supports these tensors."""
-    num_queries = sum(len(block.rows) for block in _blocks(metadata))
-    if q.shape[2] == 1 < k.shape[2] and num_queries == len(q) > 0:
+    decodes = q.shape[2] == 1 < k.shape[2] and len(q) > 0
+    # Rows of padding have no block.
+    if decodes and sum(len(block.rows) for block in _blocks(metadata)) == len(q):
         return attend_one_query
     if metadata.offsets is not None and _supports_varlen(q):
         return attend_varlen

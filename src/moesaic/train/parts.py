@@ -210,7 +210,8 @@ def make_part(
         tp_group: tensor-parallel ranks.
     """
     trainable = [item for item in params if item.parameter.requires_grad]
-    buckets = _make_buckets(plan, world, trainable)
+    purpose = _bucket_purpose(plan, prefix)
+    buckets = _make_buckets(plan, world, trainable, purpose)
     try:
         flat_params = flatten_params(trainable, buckets.flatten_parameters())
         devices.reset_peak_memory(world.device)  # Freed parameters leave holes in the cache.
@@ -218,7 +219,7 @@ def make_part(
             model, plan, world, trainable,
             [item for item in params if not item.parameter.requires_grad],
             flat_params, _make_optimizer(job, world, flat_params), buckets,
-            expert_dp_group=world.partition(plan.expert_dp_groups(), _bucket_purpose(plan)),
+            expert_dp_group=world.partition(plan.expert_dp_groups(), purpose),
             tp_group=tp_group, buffers=list(buffers), prefix=prefix,
         )  # fmt: skip
     except BaseException:
@@ -226,7 +227,9 @@ def make_part(
         raise
 
 
-def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> GradientBuckets:
+def _make_buckets(
+    plan: Plan, world: World, trainable: Sequence[LocalParam], purpose: str
+) -> GradientBuckets:
     """Return gradient buckets, grouped by the ranks that reduce them.
 
     Expert gradients are summed over expert-DP ranks, those of TP shards over DP ranks, all others
@@ -239,7 +242,6 @@ def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> 
     themselves, so reduction waits for the end.
     """
     overlaps_backward = plan.pp == 1
-    purpose = _bucket_purpose(plan)
     expert_dp_group = world.partition(plan.expert_dp_groups(), purpose)
     stage_group = dp_group = None
     if plan.dp_shard == 1:
@@ -259,9 +261,12 @@ def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> 
     return GradientBuckets(reduced, overlaps_backward=overlaps_backward)
 
 
-def _bucket_purpose(plan: Plan) -> str:
-    """Return the purpose of the groups that reduce gradients."""
-    return "gradients" if plan.pp == 1 else ""
+def _bucket_purpose(plan: Plan, prefix: str) -> str:
+    """Return the purpose of the groups that reduce gradients of the part with this `prefix`.
+
+    Each part has its own groups: a rank without samples reduces its parts in another order.
+    """
+    return f"gradients {prefix}".rstrip() if plan.pp == 1 else ""
 
 
 def _make_optimizer(job: AnyJob, world: World, flat_params: Sequence[FlatParams]) -> AdamW:

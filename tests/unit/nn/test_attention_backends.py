@@ -264,7 +264,9 @@ def test_varlen_equals_blocks(dtype: torch.dtype, kv_heads: int, window: int | N
         with_gradients(partial(backend, metadata=metadata, scale=0.1), *inputs)
         for backend in (attend_varlen, attend_blocks)
     )
-    for a, b in zip(fast, slow, strict=True):
-        # With one key per query the gradients of queries and keys are zero but for rounding.
-        scale = max(float(b.float().norm()), 0.01)
-        assert (a.float() - b.float()).norm() <= 0.02 * scale
+    for name, a, b in zip(("result", "q", "k", "v"), fast, slow, strict=True):
+        if window == 1 and name in ("q", "k"):
+            # The softmax of one key is constant: these gradients are zero but for rounding.
+            assert max(a.float().norm(), b.float().norm()) <= 1e-3
+        else:
+            assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
