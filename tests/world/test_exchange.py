@@ -197,7 +197,7 @@ def one_cannot_be_reached(world: World) -> str:
     silent = mock.patch.object(shm_all_to_all._Connections, "connect")
     with silent if world.rank == 1 else contextlib.nullcontext():
         carrier = shm_all_to_all.make_transport(group, 30.0)
-    assert len(os.listdir("/proc/self/fd")) - before == 0
+    assert len(os.listdir("/proc/self/fd")) <= before
     goes_through(world, carrier, 7, (WIDTH,))
     return carrier.name
 
@@ -237,7 +237,7 @@ def test_boxes_are_used_again_and_nothing_stays(ranks: RankPool) -> None:
         assert own <= 3
         assert others <= 3
         assert mapped == own + others
-        assert left == 0
+        assert left <= 0  # A connection of an earlier test may close meanwhile.
 
 
 def exchange_once(world: World, send: list[list[int]], receive: list[list[int]]) -> None:
