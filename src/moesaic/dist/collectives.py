@@ -30,6 +30,18 @@ def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
     return stacked
 
 
+def gather(tensor: Tensor, group: Group | None) -> Tensor | None:
+    """Return the tensors of all ranks stacked by rank on the first rank, None on the others."""
+    if group is None:
+        return tensor[None]
+    if group.rank():
+        dist.gather(tensor, group=group, group_dst=0)
+        return None
+    stacked = tensor.new_empty((group.size(), *tensor.shape))
+    dist.gather(tensor, list(stacked.unbind(0)), group=group, group_dst=0)
+    return stacked
+
+
 def all_reduce_buckets_(
     tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = BUCKET_BYTES
 ) -> None:

@@ -86,15 +86,15 @@ def allocate_model(
 
 
 def make_dispatch_ranks(plan: Plan, world: World, *, replicas: bool = False) -> DispatchGroups:
-    """Return the dispatch groups of this rank, which are numbered within its pipeline rank. With
-    `replicas`, add a transport for expert replicas and migration."""
-    ep_group = next(group for group in plan.ep_groups() if world.rank in group)
+    """Return the dispatch groups of this rank. With `replicas`, add a transport for expert replicas
+    and migration."""
     transports = (world.transport(groups) for groups in plan.exchange_groups())
     return DispatchGroups(
-        rank=world.rank % plan.ranks_per_stage // plan.etp,
-        world_group=world.partition(plan.same_etp_rank_groups()),
+        ep_rank=world.rank // plan.etp % plan.ep,
+        ep_size=plan.ep,
+        ep_group=world.partition(plan.ep_groups()),
+        all_group=world.partition(plan.same_etp_rank_groups()),
         transports=tuple(transport for transport in transports if transport is not None),
-        ep_ranks=tuple(rank % plan.ranks_per_stage // plan.etp for rank in ep_group),
         replica_transport=world.transport(plan.ep_groups()) if replicas else None,
         tp=TensorParallel(world.rank % plan.etp, plan.etp, world.partition(plan.etp_groups())),
     )

@@ -17,7 +17,7 @@ from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.inputs import Inputs, compute_dtype
 from moesaic.nn.reports import MoEReport
-from moesaic.nn.router import Router, Routing, load_balance_loss, router_z_loss
+from moesaic.nn.router import Router, Routing
 
 
 class ReplicaChooser(Protocol):
@@ -113,8 +113,7 @@ class MoE(nn.Module):
             backend=backend,
         )
         if balancer is not None and balancing.decision is None:
-            ep_ranks = list(self.dispatcher.groups.ep_ranks)
-            balancing.decision = balancer(counts.counts_RE[ep_ranks].numpy())
+            balancing.decision = balancer(counts.counts_RE.numpy())
         balance = balancing.decision
         token_slots = self.dispatcher.assign_slots(counts, balance)
         report = None
@@ -147,7 +146,7 @@ class MoE(nn.Module):
         """
         self.dispatcher.set_slot_experts(slot_experts)
         groups, placement = self.dispatcher.groups, self.dispatcher.placement
-        first = groups.ep_ranks.index(groups.rank) * placement.slots_per_rank
+        first = groups.ep_rank * placement.slots_per_rank
         self.bank.set_experts(placement.slot_experts[first : first + placement.slots_per_rank])
         if self.balancer is not None:
             self.balancer.set_owners(placement.slot_of_expert // placement.slots_per_rank)
@@ -195,10 +194,9 @@ class MoE(nn.Module):
         if not len(balance.replicas):
             return None
         assert groups.replica_transport is not None
-        ep_rank = groups.ep_ranks.index(groups.rank)
         arena, placement = self.bank.whole_arena(), self.dispatcher.placement
         return Replicas(
-            arena, balance, placement, ep_rank, groups.replica_transport, dtype, self.clock
+            arena, balance, placement, groups.ep_rank, groups.replica_transport, dtype, self.clock
         )
 
     @staticmethod
@@ -214,15 +212,20 @@ class MoE(nn.Module):
         token_slots: TokenSlots,
         balance: BalanceDecision | None,
     ) -> MoEReport:
-        requested_E = counts.requested_E
+        requested_E, counts_RE = counts.requested_KE.sum(0), counts.counts_RE
         first_E = counts.requested_KE[0] if self.router.kind == "gshard" else requested_E
+        kept_E = requested_E
+        if self.dispatcher.drops_tokens(training=inputs.training):
+            kept_E = counts_RE[self.dispatcher.groups.ep_rank].to(requested_E.device)
         return MoEReport(
             layer=self.router.layer,
-            balance_loss=load_balance_loss(routing, first_E, counts.num_tokens),
-            z_loss=router_z_loss(routing, counts.num_tokens),
+            num_tokens=len(counts.experts_TK),
+            probability_sum=routing.probabilities_TE.sum(0),
+            z_sum=routing.scores_TE.logsumexp(dim=-1).square().sum(),
             requested=requested_E,
-            counts=counts.counts_RE,
-            num_dropped=counts.num_dropped,
+            balanced=first_E,
+            kept=kept_E,
+            counts=counts_RE,
             dedup_counts=token_slots.dedup_counts_RP,
             num_replay_mismatches=routing.num_replay_mismatches,
             balance_decision=balance,

@@ -18,21 +18,25 @@ class MoEReport(NamedTuple):
     """Report of one MoE layer."""
 
     layer: int
-    balance_loss: Tensor
-    """This rank's share of the load-balance loss; the shares of all ranks add up. With gradient."""
-    z_loss: Tensor
-    """This rank's share of the z-loss. With gradient."""
+    num_tokens: int
+    """Tokens that this rank dispatched."""
+    probability_sum: Tensor
+    """Router probabilities of this rank's tokens, summed, [experts]. With gradient."""
+    z_sum: Tensor
+    """Squared log-sum-exp of this rank's router logits, summed over tokens. With gradient."""
     requested: Tensor
-    """Assignments per expert over all ranks before drops, [experts]; on the host, or on the device
-    if the host has not waited."""
+    """Assignments that this rank's tokens requested, before drops by capacity, [experts]."""
+    balanced: Tensor
+    """Assignments that the balance loss counts, [experts]: first choices with a gshard router, else
+    `requested`."""
+    kept: Tensor
+    """Assignments of this rank's tokens after drops, [experts]; `requested` without capacity."""
     counts: Tensor
-    """Assignments of each rank to each expert after drops, [ranks, experts]; on host or device
-    alike."""
-    num_dropped: int
-    """Assignments dropped by capacity, over all ranks."""
+    """Assignments of each EP rank to each expert after drops, [EP ranks, experts]; on the host, or
+    on the device if the host has not waited."""
     dedup_counts: Tensor | None
-    """Deduplicated tokens of each rank for each EP rank, then for each host, [ranks, destinations];
-    on the host. None without deduplication."""
+    """Deduplicated tokens of each EP rank for each EP rank, then for each host, [EP ranks,
+    destinations]; on the host. None without deduplication."""
     num_replay_mismatches: int
     """This rank's assignments in which a replayed choice differs from the router's own."""
     balance_decision: BalanceDecision | None = None
@@ -46,8 +50,8 @@ class MoEReport(NamedTuple):
         """Return the report without gradients, so that it does not keep the graph alive."""
         logits = self.router_logits
         return self._replace(
-            balance_loss=self.balance_loss.detach(),
-            z_loss=self.z_loss.detach(),
+            probability_sum=self.probability_sum.detach(),
+            z_sum=self.z_sum.detach(),
             router_logits=None if logits is None else logits.detach(),
         )
 

@@ -1,4 +1,4 @@
-"""Routers: choice and weights of each token's experts, and the auxiliary losses.
+"""Routers: choice and weights of each token's experts.
 
 - top-k: the best experts by softmax.
 - switch: top-1 (Fedus et al.), with optional multiplicative noise on the scores.
@@ -220,21 +220,3 @@ def _token_ids(tokens: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     sample = inputs.samples[:, None].expand(-1, inputs.positions.shape[0])
     position = inputs.positions.expand(sample.shape)
     return sample.reshape(-1)[inputs.token_slice], position.reshape(-1)[inputs.token_slice]
-
-
-def load_balance_loss(routing: Routing, requested_E: Tensor, num_tokens: int) -> Tensor:
-    """Return this rank's share of E * sum(fraction of assignments * mean probability); 1 when even.
-
-    Args:
-        routing: this rank's routing.
-        requested_E: assignments by expert over all ranks, before drops.
-        num_tokens: tokens over all ranks.
-    """
-    fraction_E = requested_E.to(routing.probabilities_TE) / requested_E.sum().clamp(min=1)
-    mean_E = routing.probabilities_TE.sum(dim=0) / max(num_tokens, 1)
-    return routing.probabilities_TE.shape[1] * (fraction_E * mean_E).sum()
-
-
-def router_z_loss(routing: Routing, num_tokens: int) -> Tensor:
-    """Return this rank's share of the mean squared log-sum-exp of the logits."""
-    return routing.scores_TE.logsumexp(dim=-1).square().sum() / max(num_tokens, 1)

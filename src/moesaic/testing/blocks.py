@@ -72,7 +72,7 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
         roots = [out]
         if report.moe is not None:
             trace.loads.append(expert_load(report.moe))
-            roots += [report.moe.balance_loss, report.moe.z_loss]
+            roots += [report.moe.probability_sum, report.moe.z_sum]
         roots = [root for root in roots if root.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
         trace.saved_bytes[name] = sum(saved.values())

@@ -92,8 +92,7 @@ def take_layer_balance(moe: MoE) -> LayerBalance:
     the step, because a pass would delay its tokens."""
     assert isinstance(moe.balancer, policies.LayerBalancer)
     groups, decisions = moe.dispatcher.groups, moe.balancer.take_decisions()
-    rank = groups.ep_ranks.index(groups.rank)
-    stats = policies.balance_stats(decisions, len(groups.ep_ranks), rank)
+    stats = policies.balance_stats(decisions, groups.ep_size, groups.ep_rank)
     if moe.clock is not None:
         seconds = moe.clock.pop_seconds()
         stats.replica_wait_s = seconds.get(FORWARD_EXCHANGE, 0.0)

@@ -114,8 +114,8 @@ class ExpertMigration:
         """Exchange experts with other ranks as `decision` says."""
         groups, placement = moe.dispatcher.groups, moe.dispatcher.placement
         assert groups.replica_transport is not None
-        me = groups.ep_ranks.index(groups.rank)
-        rank_moves = ExpertMoves(*np.array(decision.moves).T).rank_moves(me, placement.num_ranks)
+        moves = ExpertMoves(*np.array(decision.moves).T)
+        rank_moves = moves.rank_moves(groups.ep_rank, groups.ep_size)
         items = [param for param in self._params if param.bank and param.block == f"layers.{layer}"]
         state = [shard for item in items for shard in self._all_shards(item)]
         shards = {

@@ -40,7 +40,8 @@ BALANCE_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class LMStepStats:
-    """Statistics of one step, equal on every rank except for `phases` and `balance`."""
+    """Statistics of one step, equal on every rank except for `phases`, `balance` and
+    `counts_by_rank`."""
 
     step: int
     loss: float
@@ -55,8 +56,8 @@ class LMStepStats:
     counts: dict[int, Tensor]
     """Tokens per expert of each expert layer over the whole batch, [experts]."""
     counts_by_rank: dict[int, Tensor]
-    """Tokens per rank and expert of this pipeline rank's layers, [ranks, experts]. Only ranks that
-    between them dispatch each token once have a row."""
+    """Tokens per rank and expert of this pipeline rank's layers, [ranks, experts]; on its first
+    rank, in sampled steps. Only ranks that between them dispatch each token once have a row."""
     phases: dict[str, float]
     loss_scale: float | None = None
     """Loss scale of fp16 in this step; None in other precisions."""

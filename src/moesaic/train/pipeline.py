@@ -41,24 +41,6 @@ _MULTI_STAGE_SCHEDULES = {
 }  # fmt: skip
 
 
-class AttachAuxLoss(torch.autograd.Function):
-    """Autograd function that returns `x` and adds a loss to backward when the gradient of `x`
-    arrives."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        """Return `x` detached, not as a view of itself, which could not be cut off its graph
-        afterwards."""
-        del ctx, loss
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of `x` unchanged, and 1 for the loss."""
-        del ctx
-        return grads[0], grads[0].new_ones(())
-
-
 class MicroBatchFlow:
     """Micro-batches that pass through this rank's stages."""
 
@@ -67,11 +49,14 @@ class MicroBatchFlow:
         batches: Sequence[Batch],
         make_inputs: Callable[[Batch], Inputs],
         autocast: Callable[[], AbstractContextManager[object]],
-        loss_scale: float,
+        objective: lm.LanguageModelObjective,
+        loss_scale: float | None,
     ) -> None:
         """Store the micro-batches; `make_inputs` makes the inputs when the first block of one is
-        computed, under `autocast`. Backward starts from the loss times `loss_scale`."""
-        self.batches, self.autocast, self.loss_scale = batches, autocast, loss_scale
+        computed, under `autocast`. Backward starts from the loss times `loss_scale`; None:
+        evaluation."""
+        self.batches, self.autocast = batches, autocast
+        self.objective, self.loss_scale = objective, loss_scale
         self.losses: dict[int, lm.Losses] = {}
         self._make_inputs = make_inputs
         self._inputs: dict[int, Inputs] = {}
@@ -88,8 +73,7 @@ class MicroBatchFlow:
         if previous is not None:
             losses = lm.Losses(
                 previous.loss + losses.loss,
-                previous.balance_loss + losses.balance_loss,
-                previous.z_loss + losses.z_loss,
+                previous.aux_losses + losses.aux_losses,
                 {**previous.moe_reports, **losses.moe_reports},
             )
         self.losses[number] = losses
@@ -102,13 +86,12 @@ class Stage(nn.Module):
     flow: MicroBatchFlow
     """Micro-batches of the current step."""
 
-    def __init__(self, model: LanguageModel, names: Sequence[str], job: Job) -> None:
+    def __init__(self, model: LanguageModel, names: Sequence[str]) -> None:
         """Take the blocks called `names`."""
         super().__init__()
         blocks = dict(model.blocks())
         self.blocks = nn.ModuleList(blocks[name] for name in names)
         self.is_first, self.is_last = "embed" in names, "head" in names
-        self.job = job
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """Compute micro-batch `number`; the last stage returns its share of the loss.
@@ -116,24 +99,23 @@ class Stage(nn.Module):
         Other stages attach their auxiliary losses to the activation they send. The flow collects
         the reports.
         """
-        index = int(number)
-        inputs, routing = self.flow.inputs(index), self.job.routing
+        index, flow = int(number), self.flow
+        inputs = flow.inputs(index)
         if self.is_first:
-            x = self.flow.batches[index].inputs.to(inputs.rotary.cosine.device)
+            x = flow.batches[index].inputs.to(inputs.rotary.cosine.device)
         block_reports = list[BlockReport]()
-        with self.flow.autocast():
+        with flow.autocast():
             for block in self.blocks:
                 x, report = block(x, inputs)
                 block_reports.append(report)
-        zero, reports = x.new_zeros(()), moe_reports(block_reports)
-        balance, z = lm.auxiliary_losses(reports.values(), zero, self.job)
-        aux_loss = routing.balance_loss * balance + routing.z_loss * z
-        loss = x.detach() / self.flow.loss_scale if self.is_last else zero
-        losses = lm.Losses(loss, balance.detach(), z.detach(), lm.detach_all(reports))
-        self.flow.add_losses(index, losses)
-        aux_loss = self.flow.loss_scale * aux_loss
-        result: Tensor = x + aux_loss if self.is_last else AttachAuxLoss.apply(x, aux_loss)
-        return result
+        loss = x.detach() if self.is_last else x.new_zeros(())
+        if flow.loss_scale is None:
+            flow.add_losses(index, lm.Losses(loss))
+            return x
+        x, aux_losses = flow.objective.attach_aux_losses(x, block_reports, flow.loss_scale)
+        reports = lm.detach_all(moe_reports(block_reports))
+        flow.add_losses(index, lm.Losses(loss / flow.loss_scale, aux_losses, reports))
+        return x
 
 
 class Pipeline:
@@ -146,7 +128,7 @@ class Pipeline:
         self._group = chain
         names = stage_blocks(plan, job.model)
         local_stages = range(plan.pp_rank(world.rank), len(names), plan.pp)
-        self.stages = {index: Stage(model, names[index], job) for index in local_stages}
+        self.stages = {index: Stage(model, names[index]) for index in local_stages}
         self._num_stages, self._dtype = len(names), next(model.parameters()).dtype
         self._hidden, self._tp = job.model.hidden, model.tp
         micro_batches = job.train.micro_batches
@@ -201,6 +183,7 @@ class Pipeline:
             batches,
             lambda batch: objective.training_inputs(batch, context),
             self._autocast,
+            objective,
             context.scale,
         )
         self._set_flow(flow)
@@ -216,7 +199,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, objective: lm.LanguageModelObjective, batch: Batch) -> lm.Losses:
         """Return this rank's share of the losses of a batch, which may have any size."""
-        flow = MicroBatchFlow([batch], objective.validation_inputs, self._autocast, 1.0)
+        flow = MicroBatchFlow([batch], objective.validation_inputs, self._autocast, objective, None)
         self._set_flow(flow)
         num_samples, sequence = batch.inputs.shape
         shape, number = self._activation_shape(num_samples, sequence), torch.zeros(1)

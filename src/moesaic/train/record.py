@@ -126,7 +126,7 @@ class RunRecord:
 
     def is_sampled(self, step: int) -> bool:
         """Return whether tables have rows of `step`: every `log.loads_every` steps."""
-        return step % self._job.log.loads_every == 0
+        return self._job.log.is_sampled(step)
 
     def write_rows(
         self, table: str, schema: pa.Schema, step: int, rows: Iterable[Mapping[str, Any]]

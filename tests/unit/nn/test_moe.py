@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moesaic.nn.aux_loss import AuxLoss
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
@@ -119,7 +120,8 @@ def test_drops_are_counted_and_first_tokens_stay() -> None:
         layer.router.weight[1] = 1.0
     x = torch.rand(1, 8, HIDDEN).double()
     y, report = layer(x, make_inputs())
-    assert (report.num_dropped, report.counts.tolist()) == (4, [[0, 4]])
+    assert (report.requested.tolist(), report.kept.tolist()) == ([0, 8], [0, 4])
+    assert report.counts.tolist() == [[0, 4]]
     assert bool((y[0, :4] != 0).any(dim=1).all())
     assert not bool(y[0, 4:].any())
 
@@ -127,7 +129,7 @@ def test_drops_are_counted_and_first_tokens_stay() -> None:
 def test_nothing_is_dropped_outside_training() -> None:
     layer = make(2, 1, capacity=0.1)
     _, report = layer(torch.rand(1, 8, HIDDEN).double(), make_inputs(training=False))
-    assert report.num_dropped == 0
+    assert report.kept is report.requested
     assert int(report.counts.sum()) == 8
 
 
@@ -137,7 +139,8 @@ def test_first_choices_precede_second_choices() -> None:
     counts = dispatcher.count(choices, training=True)
     # Capacity is ceil(0.5 * 3 * 2 / 2) = 2. Expert 0 keeps one first choice, then one second.
     assert counts.experts_TK.tolist() == [[0, NO_EXPERT], [1, 0], [1, NO_EXPERT]]
-    assert counts.num_dropped == 2
+    assert counts.requested_KE.tolist() == [[1, 2], [2, 1]]
+    assert counts.counts_RE.tolist() == [[2, 2]]
 
 
 def test_balanced_router_is_even() -> None:
@@ -171,8 +174,28 @@ def test_balance_and_z_loss_equal_their_definitions() -> None:
     p = scores.softmax(-1)
     chosen = F.one_hot(p.topk(2).indices, 5).sum(1).double()
     balance = 5 * ((chosen.sum(0) / chosen.sum()) * p.mean(0)).sum()
-    torch.testing.assert_close(report.balance_loss, balance)
-    torch.testing.assert_close(report.z_loss, scores.logsumexp(-1).square().mean())
+    found = AuxLoss([report], None).losses()
+    torch.testing.assert_close(found, (balance, scores.logsumexp(-1).square().mean()))
+
+
+def test_gradients_of_auxiliary_losses_equal_autograd() -> None:
+    layers = [make(5, 2), make(5, 2, kind="gshard")]
+    reports, expected, x = [], torch.zeros((), dtype=torch.float64), torch.randn(1, 30, HIDDEN)
+    for layer in layers:
+        _, report = layer(x.double(), make_inputs(1, 30))
+        reports.append(report)
+        p = (scores := x[0].double() @ layer.router.weight.T).softmax(-1)
+        fraction = report.balanced / report.balanced.sum()
+        expected = expected + 0.3 * 5 * (fraction * p.mean(0)).sum()
+        expected = expected + 0.7 * scores.logsumexp(-1).square().mean()
+    assert int(reports[1].balanced.sum()) == 30
+    weights = [layer.router.weight for layer in layers]
+    root = torch.ones((), dtype=torch.float64, requires_grad=True)
+    attached = AuxLoss(reports, None).attach(root, 0.3, 0.7)
+    assert attached == 1.0
+    found = torch.autograd.grad(attached, [root, *weights])
+    assert found[0] == 1.0
+    torch.testing.assert_close(found[1:], torch.autograd.grad(expected, weights))
 
 
 def test_noise_depends_on_the_token_and_only_in_training() -> None:
@@ -204,4 +227,4 @@ def test_replay_uses_recorded_experts_and_counts_mismatches() -> None:
 def test_huge_capacity_drops_nothing() -> None:
     layer = make(4, 2, capacity=1e300)
     _, report = layer(torch.randn(1, 6, HIDDEN).double(), make_inputs())
-    assert report.num_dropped == 0
+    assert torch.equal(report.kept, report.requested)

@@ -103,8 +103,8 @@ def test_detached_reports_keep_no_graph() -> None:
     loss, reports = run(model, keep=ALL)
     moe = reports["layers.0"].moe
     assert moe is not None
-    graph, detached = weakref.ref(moe.balance_loss), moe.detach()
-    assert torch.equal(detached.z_loss, moe.z_loss)
+    graph, detached = weakref.ref(moe.probability_sum), moe.detach()
+    assert torch.equal(detached.z_sum, moe.z_sum)
     assert not any(one.requires_grad for one in detached if isinstance(one, Tensor))
     del loss, reports, moe
     gc.collect()

@@ -88,7 +88,7 @@ def _figures(facts: LMStepStats) -> dict[str, Any]:
 
 def test_expert_load_without_deduplication() -> None:
     zero, counts = torch.zeros(()), torch.tensor([[3, 0, 2]])
-    report = MoEReport(2, zero, zero, counts[0], counts, 0, None, 0)
+    report = MoEReport(2, 5, zero, zero, counts[0], counts[0], counts[0], counts, None, 0)
     assert expert_load(report) == [[3, 0, 2]]
 
 

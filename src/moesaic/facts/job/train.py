@@ -184,6 +184,10 @@ class LogConfig(Section):
     loads_every: int = Field(default=1, ge=1)
     """Steps between records of expert loads and of the balance policy's decisions."""
 
+    def is_sampled(self, step: int) -> bool:
+        """Return whether loads and decisions of `step` are recorded."""
+        return step % self.loads_every == 0
+
 
 def grouped_mm_fault(grouped_mm: Literal["auto"] | MatmulBackend, train: TrainConfig) -> str | None:
     """Return why these kernels cannot serve a job of this precision and device, or None."""

@@ -26,33 +26,34 @@ class DispatchGroups:
     """Process groups and transports of dispatch, as this rank sees them.
 
     With expert tensor parallelism, the TP ranks of an expert gather their tokens before dispatch.
-    `world_group` then has only the ranks with this rank's TP index.
+    All groups then have only ranks with this rank's TP index.
     """
 
-    rank: int = 0
-    world_group: Group | None = None
+    ep_rank: int = 0
+    ep_size: int = 1
+    ep_group: Group | None = None
+    all_group: Group | None = None
+    """All ranks that dispatch tokens of the layer: EP groups one after the other."""
     transports: tuple[Transport, ...] = ()
     """Transports between EP ranks, in order: none (one rank), one (flat), or two (inter-host, then
     intra-host)."""
-    ep_ranks: tuple[int, ...] = (0,)
     replica_transport: Transport | None = None
     """Transport of expert replicas between EP ranks; None without balancing."""
     tp: TensorParallel = NO_TP
     """Ranks that shard the matrices of the same experts."""
 
     def local_slot_counts(self, counts_RS: Tensor) -> Tensor:
-        """Return the rows of each EP rank for each slot of this rank, [EP ranks, slots]."""
+        """Return the rows of each rank for each slot of this rank, [ranks, slots]."""
         local = self.local_slots(counts_RS.shape[1])
-        return counts_RS[list(self.ep_ranks), local.start : local.stop]
+        return counts_RS[:, local.start : local.stop]
 
     def local_slots(self, num_slots: int) -> range:
         """Return this rank's slots among the group's `num_slots`."""
-        return self._slots_of_rank(self.rank, num_slots)
+        return self._slots_of_rank(self.ep_rank, num_slots)
 
     def _slots_of_rank(self, rank: int, num_slots: int) -> range:
-        slots_per_rank = num_slots // len(self.ep_ranks)
-        index = self.ep_ranks.index(rank)
-        return range(index * slots_per_rank, (index + 1) * slots_per_rank)
+        slots_per_rank = num_slots // self.ep_size
+        return range(rank * slots_per_rank, (rank + 1) * slots_per_rank)
 
     def is_local(self, slots_TK: Tensor, num_slots: int) -> Tensor:
         """Return a mask of the slots that are on this rank; the group has `num_slots`."""
@@ -62,14 +63,15 @@ class DispatchGroups:
     def remote_counts(self, counts_RCS: Tensor) -> Tensor:
         """Return a copy of the counts, with zeros where a rank sends to its own slots."""
         counts_RCS = counts_RCS.clone()
-        for rank in self.ep_ranks:
+        for rank in range(self.ep_size):
             local = self._slots_of_rank(rank, counts_RCS.shape[-1])
             counts_RCS[rank, :, local.start : local.stop] = 0
         return counts_RCS
 
 
 class OutgoingTokens(NamedTuple):
-    """Tokens of this rank and their slots; T tokens, K choices, R ranks, S slots of the group."""
+    """Tokens of this rank and their slots; T tokens, K choices, R ranks and S slots of the EP
+    group."""
 
     tokens_TH: Tensor
     weights_TK: Tensor
@@ -154,7 +156,7 @@ class AllToAll:
     def __init__(self, outgoing: OutgoingTokens, groups: DispatchGroups) -> None:
         """Start the exchange of tokens."""
         (self._transport,), self._weights_TK = groups.transports, outgoing.weights_TK
-        self._permutation = outgoing.permutation(groups.rank)
+        self._permutation = outgoing.permutation(groups.ep_rank)
         received_RS = groups.local_slot_counts(outgoing.counts_RS)
         self._send = self._permutation.counts.view(-1, received_RS.shape[1]).sum(1).tolist()
         self._receive = received_RS.sum(1).tolist()

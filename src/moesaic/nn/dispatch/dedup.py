@@ -22,23 +22,17 @@ from moesaic.nn.dispatch.all_to_all import (
 )
 from moesaic.nn.dispatch.permute import unpermute
 
-DROPPED_FLAG = 1 << 28
-"""Added to the slot of a dropped choice. Its token travels all the same: the counts that all ranks
-have exchanged include it."""
-
 
 class DedupTraffic(NamedTuple):
     """Destinations of deduplicated tokens: the EP ranks, then the hosts if dispatch has two levels.
 
-    P destinations. Dropped choices count too.
+    P destinations.
     """
 
-    slots_TK: Tensor
-    """Requested slots of this rank's tokens, before drops; the number of slots for none."""
     destinations_TP: Tensor
     """Mask of the destinations of this rank's tokens."""
     counts_RP: Tensor
-    """Tokens of each rank for each destination, on the host."""
+    """Tokens of each EP rank for each destination, on the host."""
 
 
 def destination_mask(slots_NK: Tensor, num_slots: int, num_destinations: int) -> Tensor:
@@ -125,13 +119,13 @@ class DedupAllToAll:
         self, outgoing: OutgoingTokens, groups: DispatchGroups, dedup: DedupTraffic
     ) -> None:
         """Start the exchange of tokens."""
-        local_RS, ep_ranks = groups.local_slot_counts(outgoing.counts_RS), list(groups.ep_ranks)
+        local_RS = groups.local_slot_counts(outgoing.counts_RS)
         self._counts_S = local_RS.sum(0)
         (transport,) = groups.transports
         exchange = Exchange(
             transport,
-            dedup.counts_RP[groups.rank].tolist(),
-            dedup.counts_RP[ep_ranks, ep_ranks.index(groups.rank)].tolist(),
+            dedup.counts_RP[groups.ep_rank].tolist(),
+            dedup.counts_RP[:, groups.ep_rank].tolist(),
         )
         self._hop = Hop(*outgoing[:3], dedup.destinations_TP, local_RS.shape[1], exchange)
 
@@ -201,8 +195,7 @@ class StartDedup(torch.autograd.Function):
         """
         ctx.save_for_backward(*permutation)
         ctx.all_to_all, ctx.hidden = all_to_all, tokens_TH.shape[1]
-        unflagged_VK = slots_VK & (DROPPED_FLAG - 1)
-        is_local_VK = (unflagged_VK >= 0) & (unflagged_VK < slots_per_destination)
+        is_local_VK = (slots_VK >= 0) & (slots_VK < slots_per_destination)
         layout = _RowLayout.from_tensors(tokens_TH, weights_TK)
         sent = tokens_TH.new_empty((len(slots_VK), layout.num_bytes), dtype=torch.uint8)
         rows, weights, slots = layout.split_fields(sent)

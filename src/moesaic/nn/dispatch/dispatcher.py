@@ -1,7 +1,8 @@
 """Dispatcher of one layer: counts, slots, and the exchange of tokens with their experts.
 
-`count` gathers the counts of all ranks, once for the exchange, the balance loss, capacity, and
-reports. `assign_slots` finds the slot of each choice: its expert's, or a replica's.
+`count` gathers the counts of the EP group; with capacity in training, first those of all ranks,
+which drop tokens in global order. `assign_slots` finds the slot of each choice: its expert's, or a
+replica's.
 `start_dispatch` starts the exchange. Rows have the order of (slot, global token) in every layout.
 """
 
@@ -44,31 +45,21 @@ from moesaic.nn.router import NO_EXPERT
 
 @dataclass(frozen=True)
 class DispatchCounts:
-    """Assignments of one layer and micro-batch; R ranks, C chunks, K choices, E experts.
-
-    All tensors except `experts_TK` are on the host, or on the tokens' device if counted there
-    (`token_slots` is set).
-    """
+    """Assignments of one layer and micro-batch; R ranks of the EP group, C chunks, K choices,
+    E experts."""
 
     experts_TK: Tensor
     """Experts of this rank's tokens; NO_EXPERT where the router or capacity dropped the choice."""
     requested_KE: Tensor
-    """Assignments requested over all ranks; [1, E] (all choices) if `token_slots` is set."""
+    """Assignments that this rank's tokens requested, on their device; [1, E] (all choices) if
+    `token_slots` is set."""
     counts_RCE: Tensor
-    """Assignments of each rank and chunk after drops."""
-    num_tokens: int
-    """Tokens over all ranks."""
-    num_dropped: int
-    """Assignments dropped by capacity, over all ranks."""
+    """Assignments of each rank and chunk after drops; on the host, or on the tokens' device if
+    counted there (`token_slots` is set)."""
     dedup: list[DedupTraffic]
     """Destinations of deduplicated tokens by chunk; empty without deduplication."""
     token_slots: TokenSlots | None = None
     """Slots of the choices, if counting on the device has found them already."""
-
-    @property
-    def requested_E(self) -> Tensor:
-        """Assignments requested over all ranks, before drops."""
-        return self.requested_KE.sum(0) if self.token_slots is None else self.requested_KE[0]
 
     @property
     def counts_RE(self) -> Tensor:
@@ -130,9 +121,7 @@ class Dispatcher:
         """
         self.num_chunks, self._num_local_pieces = num_chunks, (num_chunks + 1) * overlap_local
         self.num_experts, self.groups, self.capacity = num_experts, groups, capacity
-        self._is_local_and_unchunked = (
-            not groups.transports and groups.world_group is None and self.num_expert_calls == 1
-        )
+        self._is_local_and_unchunked = groups.ep_group is None and self.num_expert_calls == 1
         self._slot_boundaries_S: Tensor | None = None
         self.set_slot_experts(slot_experts or range(num_experts))
         self._num_destinations = _count_destinations(groups) if dedup else []
@@ -142,12 +131,16 @@ class Dispatcher:
         self._slot_experts = (
             None if list(slot_experts) == list(range(self.num_experts)) else list(slot_experts)
         )
-        self.placement = ExpertPlacement(tuple(slot_experts), len(self.groups.ep_ranks))
+        self.placement = ExpertPlacement(tuple(slot_experts), self.groups.ep_size)
         self._slot_of_expert_E: Tensor | None = None
+
+    def drops_tokens(self, *, training: bool) -> bool:
+        """Return whether capacity may drop choices."""
+        return training and self.capacity is not None
 
     def keeps_counts_on_device(self, *, training: bool) -> bool:
         """Return whether counts may stay on the device if all choices are complete."""
-        return self._is_local_and_unchunked and not (training and self.capacity is not None)
+        return self._is_local_and_unchunked and not self.drops_tokens(training=training)
 
     @property
     def deduplicates(self) -> bool:
@@ -167,16 +160,16 @@ class Dispatcher:
         allow_device_counts: bool = False,
         backend: MatmulBackend = "torch",
     ) -> DispatchCounts:
-        """Count assignments over all ranks, and in training drop those beyond capacity.
+        """Count assignments in the EP group; in training first drop those beyond capacity.
 
-        A single rank counts on its device, without a host sync, if choices are complete and the
-        matmul kernels allow it.
+        Without other EP ranks, counts stay on the device, without a host sync, if choices are
+        complete and the matmul kernels allow it.
 
         Args:
             experts_TK: chosen experts of this rank's tokens.
             training: whether capacity applies.
             allow_device_counts: no choice is NO_EXPERT, and neither balancing nor a
-                loss needs more than the sum of all choices.
+                loss distinguishes choices.
             backend: matmul kernels of the experts; "torch" needs counts on the host.
         """
         if (
@@ -185,36 +178,49 @@ class Dispatcher:
             and self.keeps_counts_on_device(training=training)
         ):
             return self.count_on_device(experts_TK, backend)
-        num_tokens, top_k = experts_TK.shape
-        bin_TK = torch.where(experts_TK == NO_EXPERT, self.num_experts, experts_TK)
-        ids = bin_TK + torch.arange(top_k, device=bin_TK.device) * (self.num_experts + 1)
-        num_bins = top_k * (self.num_experts + 1)
-        local = [
-            torch.bincount(one.reshape(-1), minlength=num_bins) for one in self._split_chunks(ids)
-        ]
-        destinations = self._destinations(self._to_slots(bin_TK), self.num_experts)
-        sent = torch.cat((*local, local[0].new_tensor([num_tokens]), *destinations.counts))
-        gathered_R = all_gather(sent, self.groups.world_group).cpu()
-        sizes = [self.num_chunks * num_bins, 1, destinations.num_counts]
-        requested_R, tokens_R, dedup_R = gathered_R.split(sizes, dim=1)
-        requested_RCKE = requested_R.view(-1, self.num_chunks, top_k, self.num_experts + 1)[
-            ..., : self.num_experts
-        ]
+        requested_CKE = self._count_choices(experts_TK)
+        counts_CE = requested_CKE.sum(1)
+        if self.drops_tokens(training=training):
+            experts_TK = self._drop_beyond_capacity(experts_TK, requested_CKE.sum(0))
+            counts_CE = self._count_choices(experts_TK).sum(1)
+        slots_TK = self._to_slots(_replace_missing(experts_TK, self.num_experts))
+        destinations = self._destinations(slots_TK, self.num_experts)
+        sent = torch.cat((counts_CE.flatten(), *destinations.counts))
+        gathered_R = all_gather(sent, self.groups.ep_group).cpu()
+        counts_R, dedup_R = gathered_R.split([counts_CE.numel(), destinations.num_counts], dim=1)
+        counts_RCE = counts_R.view(-1, *counts_CE.shape)
         dedup = destinations.dedup_traffic(dedup_R)
-        total, requested_KE = int(tokens_R.sum()), requested_RCKE.sum((0, 1))
-        if self.capacity is None or not training:
-            return DispatchCounts(experts_TK, requested_KE, requested_RCKE.sum(2), total, 0, dedup)
+        return DispatchCounts(experts_TK, requested_CKE.sum(0), counts_RCE, dedup)
+
+    def _count_choices(self, experts_TK: Tensor) -> Tensor:
+        """Return the assignments of this rank's tokens by chunk, choice and expert, [C, K, E]."""
+        top_k, num_bins = experts_TK.shape[1], self.num_experts + 1
+        bin_TK = _replace_missing(experts_TK, self.num_experts)
+        bin_TK = bin_TK + torch.arange(top_k, device=bin_TK.device) * num_bins
+        counts = [
+            torch.bincount(chunk.reshape(-1), minlength=top_k * num_bins)
+            for chunk in self._split_chunks(bin_TK)
+        ]
+        return torch.stack(counts).view(-1, top_k, num_bins)[..., : self.num_experts]
+
+    def _drop_beyond_capacity(self, experts_TK: Tensor, requested_KE: Tensor) -> Tensor:
+        """Return the choices without those beyond capacity, in the global order of tokens."""
+        assert self.capacity is not None
+        groups, (num_tokens, top_k) = self.groups, experts_TK.shape
+        sent = torch.cat((requested_KE.flatten(), requested_KE.new_tensor([num_tokens])))
+        gathered_R = all_gather(sent, groups.all_group).cpu()
+        total = int(gathered_R[:, -1].sum())
         share = round(self.capacity * total * top_k / self.num_experts, 9)
         limit = math.ceil(min(share, total * top_k))
-        kept_RCKE = _fit_capacity(requested_RCKE.flatten(0, 1), limit).view(requested_RCKE.shape)
-        kept_TK = _drop_overflow(experts_TK, kept_RCKE[self.groups.rank].sum(0), self.num_experts)
-        dropped = int(requested_RCKE.sum() - kept_RCKE.sum())
-        return DispatchCounts(kept_TK, requested_KE, kept_RCKE.sum(2), total, dropped, dedup)
+        kept_RKE = _fit_capacity(gathered_R[:, :-1].view(-1, *requested_KE.shape), limit)
+        rank = 0 if groups.all_group is None else groups.all_group.rank()
+        return _drop_overflow(experts_TK, kept_RKE[rank], self.num_experts)
 
     def count_on_device(
         self, experts_TK: Tensor, backend: MatmulBackend = "torch"
     ) -> DispatchCounts:
-        """Count assignments and find slots on the device of a single rank, without a host sync."""
+        """Count assignments and find slots on the device, without a host sync or other EP
+        ranks."""
         device = experts_TK.device
         if self._slot_boundaries_S is None or self._slot_boundaries_S.device != device:
             self._slot_boundaries_S = slot_boundaries(self.num_experts, device)
@@ -225,10 +231,9 @@ class Dispatcher:
             if self._slot_of_expert_E is None
             else permutation.counts[self._slot_of_expert_E[:-1]]
         )
-        requested_KE, counts_RCE = counts_E.view(1, -1), counts_E.view(1, 1, -1)
         token_slots = TokenSlots(slots_TK, permutation.counts.view(1, 1, -1), [], permutation)
         return DispatchCounts(
-            experts_TK, requested_KE, counts_RCE, len(experts_TK), 0, [], token_slots
+            experts_TK, counts_E.view(1, -1), counts_E.view(1, 1, -1), [], token_slots
         )
 
     def assign_slots(
@@ -238,29 +243,22 @@ class Dispatcher:
         if counts.token_slots is not None:
             assert balance is None, "slots were assigned on the device before balancing"
             return counts.token_slots
-        experts_TK = counts.experts_TK
-        experts_TK = torch.where(experts_TK == NO_EXPERT, self.num_experts, experts_TK)
+        experts_TK = _replace_missing(counts.experts_TK, self.num_experts)
         if balance is None or not len(balance.replicas):
             counts_RCS = counts.counts_RCE
             if self._slot_experts is not None:
                 counts_RCS = counts_RCS[..., self._slot_experts]
             return TokenSlots(self._to_slots(experts_TK), counts_RCS, counts.dedup)
-        ranks = list(self.groups.ep_ranks)
-        placement = ReplicaPlacement(self.placement, balance, counts.counts_RCE[ranks].numpy())
-        counts_GCS = torch.from_numpy(placement.slot_counts())
-        counts_RCS = counts_GCS.new_zeros((len(counts.counts_RCE), *counts_GCS.shape[1:]))
-        counts_RCS[ranks] = counts_GCS
-        ep_rank, chunks = ranks.index(self.groups.rank), enumerate(self._split_chunks(experts_TK))
+        placement = ReplicaPlacement(self.placement, balance, counts.counts_RCE.numpy())
+        counts_RCS, ep_rank = torch.from_numpy(placement.slot_counts()), self.groups.ep_rank
+        chunks = enumerate(self._split_chunks(experts_TK))
         slots_TK = torch.cat(
             [placement.assign_slots(part, ep_rank, chunk) for chunk, part in chunks]
         )
         destinations = self._destinations(slots_TK, counts_RCS.shape[-1])
-        dedup_R = counts_RCS.new_zeros((len(counts_RCS), destinations.num_counts))
-        if destinations.num_counts:  # Other EP groups may have no replicas: gather in this one.
-            assert self.groups.replica_transport is not None
-            dedup_R[ranks] = all_gather(
-                torch.cat(destinations.counts), self.groups.replica_transport.group
-            ).cpu()
+        dedup_R = counts_RCS.new_zeros((len(counts_RCS), 0))
+        if destinations.num_counts:
+            dedup_R = all_gather(torch.cat(destinations.counts), self.groups.ep_group).cpu()
         return TokenSlots(slots_TK, counts_RCS, destinations.dedup_traffic(dedup_R))
 
     def _destinations(self, slots_TK: Tensor, num_slots: int) -> _Destinations:
@@ -270,7 +268,6 @@ class Dispatcher:
         masks = [destination_mask(slots_TK, num_slots, number) for number in self._num_destinations]
         return _Destinations(
             counts=[part.sum(0) for one in masks for part in self._split_chunks(one)],
-            slots=self._split_chunks(slots_TK),
             masks=self._split_chunks(torch.cat(masks, dim=1)) if masks else (),
             sizes=[self.num_chunks * number for number in self._num_destinations],
             num_chunks=self.num_chunks,
@@ -335,7 +332,7 @@ class Dispatcher:
     def _start_chunk(self, outgoing: OutgoingTokens, dedup: DedupTraffic | None) -> TokenDispatch:
         if not self.groups.transports:
             return LocalDispatch(
-                (outgoing.tokens_TH, outgoing.permutation(self.groups.rank), outgoing.weights_TK)
+                (outgoing.tokens_TH, outgoing.permutation(self.groups.ep_rank), outgoing.weights_TK)
             )
         is_flat = len(self.groups.transports) == 1
         if dedup is None:
@@ -364,8 +361,6 @@ class _Destinations(NamedTuple):
 
     counts: list[Tensor]
     """Tokens for each destination: by level (ranks, hosts), then by chunk."""
-    slots: Sequence[Tensor]
-    """Requested slots by chunk, [T, K]."""
     masks: Sequence[Tensor]
     """Mask of the destinations by chunk, [T, P]; empty without deduplication."""
     sizes: list[int]
@@ -383,7 +378,7 @@ class _Destinations(NamedTuple):
             return []
         levels = counts_R.split(self.sizes, dim=1)
         counts_RCP = torch.cat([one.view(len(one), self.num_chunks, -1) for one in levels], dim=2)
-        chunks = zip(self.slots, self.masks, counts_RCP.unbind(1), strict=True)
+        chunks = zip(self.masks, counts_RCP.unbind(1), strict=True)
         return [DedupTraffic(*chunk) for chunk in chunks]
 
 
@@ -429,6 +424,11 @@ class ChunkedDispatch:
         return [compute(*piece) for piece in islice(self._local_inputs, 1)]
 
 
+def _replace_missing(experts_TK: Tensor, value: int) -> Tensor:
+    """Return the experts, with `value` where a choice has none."""
+    return torch.where(experts_TK == NO_EXPERT, value, experts_TK)
+
+
 def _mask_weights(weights_TK: Tensor, present_TK: Tensor, like: Tensor) -> Tensor:
     """Return the weights in the dtype of `like`, 0 where a choice has no slot."""
     return torch.where(present_TK, weights_TK, 0.0).to(like.dtype)
@@ -439,11 +439,11 @@ def _count_destinations(groups: DispatchGroups) -> list[int]:
     if not groups.transports:
         return []
     first, *more = groups.transports
-    return [len(groups.ep_ranks), *([first.group.size()] if more else [])]
+    return [groups.ep_size, *([first.group.size()] if more else [])]
 
 
 def _fit_capacity(requested_RKE: Tensor, limit: int) -> Tensor:
-    """Return the kept assignments, [R, K, E]: first choices of all ranks before second ones."""
+    """Return the kept assignments, [R, K, E]: first choices of all ranks before second choices."""
     ranks, top_k, experts = requested_RKE.shape
     queue = requested_RKE.transpose(0, 1).reshape(top_k * ranks, experts)
     before = queue.cumsum(0) - queue
@@ -455,7 +455,7 @@ def _drop_overflow(experts_TK: Tensor, kept_KE: Tensor, num_experts: int) -> Ten
     """Return the choices, with all but the first `kept_KE` tokens of a (choice, expert) dropped."""
     result = experts_TK.clone()
     for choice in range(experts_TK.shape[1]):
-        column = torch.where(experts_TK[:, choice] == NO_EXPERT, num_experts, experts_TK[:, choice])
+        column = _replace_missing(experts_TK[:, choice], num_experts)
         order = column.argsort(stable=True)
         ordered = column[order]
         starts = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=column.device))

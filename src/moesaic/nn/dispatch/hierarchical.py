@@ -21,7 +21,7 @@ from moesaic.nn.dispatch.all_to_all import (
     block_transpose_index,
     make_permutation,
 )
-from moesaic.nn.dispatch.dedup import DROPPED_FLAG, DedupTraffic, Exchange, Hop, destination_mask
+from moesaic.nn.dispatch.dedup import DedupTraffic, Exchange, Hop, destination_mask
 from moesaic.nn.dispatch.permute import Permutation
 
 
@@ -31,12 +31,14 @@ class HierarchicalAllToAll:
     def __init__(self, outgoing: OutgoingTokens, groups: DispatchGroups) -> None:
         """Start the exchange between hosts."""
         self._inter_host, self._intra_host = groups.transports
-        self._weights_TK, self._permutation = outgoing.weights_TK, outgoing.permutation(groups.rank)
+        self._weights_TK, self._permutation = (
+            outgoing.weights_TK,
+            outgoing.permutation(groups.ep_rank),
+        )
         num_hosts, ranks_per_host = self._inter_host.group.size(), self._intra_host.group.size()
-        host, local_rank = divmod(groups.ep_ranks.index(groups.rank), ranks_per_host)
+        host, local_rank = divmod(groups.ep_rank, ranks_per_host)
         # From (host, local rank) to (host, local rank, slot).
-        counts = outgoing.counts_RS[list(groups.ep_ranks)]
-        counts = counts.view(num_hosts, ranks_per_host, num_hosts, ranks_per_host, -1)
+        counts = outgoing.counts_RS.view(num_hosts, ranks_per_host, num_hosts, ranks_per_host, -1)
         forwarded_HP = counts[:, local_rank, host].sum(2)
         self._received_PHS = counts[:, :, host, local_rank].transpose(0, 1)
         self._inter_host_counts = (
@@ -84,11 +86,11 @@ class HierarchicalDedup:
         self, outgoing: OutgoingTokens, groups: DispatchGroups, dedup: DedupTraffic
     ) -> None:
         """Start the exchange between hosts."""
-        local_RS, ep_ranks = groups.local_slot_counts(outgoing.counts_RS), list(groups.ep_ranks)
+        local_RS = groups.local_slot_counts(outgoing.counts_RS)
         self._counts_S, self._inter_host, self._intra_host = local_RS.sum(0), *groups.transports
         num_hosts, ranks_per_host = self._inter_host.group.size(), self._intra_host.group.size()
-        host, local_rank = divmod(ep_ranks.index(groups.rank), ranks_per_host)
-        to_ranks, to_hosts = dedup.counts_RP[ep_ranks].split((len(ep_ranks), num_hosts), dim=1)
+        host, local_rank = divmod(groups.ep_rank, ranks_per_host)
+        to_ranks, to_hosts = dedup.counts_RP.split((groups.ep_size, num_hosts), dim=1)
         # From (host, local rank) to (host, local rank), and to host.
         to_ranks = to_ranks.view(num_hosts, ranks_per_host, num_hosts, ranks_per_host)
         to_hosts = to_hosts.view(num_hosts, ranks_per_host, num_hosts)
@@ -99,17 +101,9 @@ class HierarchicalDedup:
             to_hosts[host, local_rank].tolist(),
             to_hosts[:, local_rank, host].tolist(),
         )
-        tokens_TH, weights_TK, slots_TK = outgoing[:3]
-        slots_TK = torch.where(outgoing.present_TK, slots_TK, dedup.slots_TK + DROPPED_FLAG)
-        host_mask_TH = dedup.destinations_TP[:, len(ep_ranks) :]
-        self._inter_host_hop = Hop(
-            tokens_TH,
-            weights_TK,
-            slots_TK,
-            host_mask_TH,
-            ranks_per_host * local_RS.shape[1],
-            exchange,
-        )
+        host_mask_TH = dedup.destinations_TP[:, groups.ep_size :]
+        slots_per_host = ranks_per_host * local_RS.shape[1]
+        self._inter_host_hop = Hop(*outgoing[:3], host_mask_TH, slots_per_host, exchange)
 
     def finish_dispatch(self) -> ExpertInputs:
         """Wait for the hosts, exchange within this host, and return the deduplicated tokens.
@@ -119,9 +113,8 @@ class HierarchicalDedup:
         """
         rows, weights_NK, slots_NK = self._inter_host_hop.finish_dispatch()
         slots_per_rank, ranks_per_host = len(self._counts_S), self._intra_host.group.size()
-        rank_mask_NP = destination_mask(
-            slots_NK & (DROPPED_FLAG - 1), slots_per_rank * ranks_per_host, ranks_per_host
-        )
+        slots_per_host = slots_per_rank * ranks_per_host
+        rank_mask_NP = destination_mask(slots_NK, slots_per_host, ranks_per_host)
         exchange = Exchange(
             self._intra_host, self._forwarded_HP.sum(0).tolist(), self._received_PH.sum(1).tolist()
         )

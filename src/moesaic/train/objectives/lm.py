@@ -3,21 +3,22 @@ routers' auxiliary losses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from moesaic.dist.collectives import all_gather, all_reduce_
+from moesaic.dist.collectives import all_gather, all_reduce_, gather
 from moesaic.dist.state import TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.attention_backends import AttentionMetadata
+from moesaic.nn.aux_loss import AuxLoss
 from moesaic.nn.inputs import ByProduct, Inputs
 from moesaic.nn.loss import IGNORE_INDEX
-from moesaic.nn.reports import MoEReport, moe_reports
+from moesaic.nn.reports import BlockReport, MoEReport, moe_reports
 from moesaic.policy.balance import LayerBalancer
 from moesaic.train.balancing import take_layer_balance
 from moesaic.train.data import Batch, Samples
@@ -31,14 +32,13 @@ from moesaic.train.routing_replay import RoutingRecorder, RoutingReplay
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of one micro-batch on this rank; their sums over ranks are the global losses."""
+    """Losses of one micro-batch on this rank."""
 
     loss: Tensor
-    """Cross-entropy, divided by the number of targets of the whole batch."""
-    balance_loss: Tensor
-    z_loss: Tensor
-    """Mean over expert layers and micro-batches, as is `balance_loss`."""
-    moe_reports: Mapping[int, MoEReport]
+    """This rank's term of the cross-entropy, divided by the targets of the whole batch."""
+    aux_losses: tuple[AuxLoss, ...] = ()
+    """Auxiliary losses of each pipeline stage with MoE layers; none in evaluation."""
+    moe_reports: Mapping[int, MoEReport] = field(default_factory=dict)
     """Reports of this rank's MoE layers, without gradients."""
 
 
@@ -53,7 +53,9 @@ class LanguageModelObjective:
         self.routing_replay: RoutingReplay | None = None
         self.migration: ExpertMigration | None = None
         """Expert migration between steps; None if experts stay."""
-        self._pipeline_group = world.partition(part.plan.pp_groups())
+        plan = part.plan
+        self._pipeline_group = world.partition(plan.pp_groups())
+        self._counts_group = world.partition(plan.same_etp_rank_groups())
 
     def load(self, samples: Samples, indices: range, *, shuffled: bool) -> Batch:
         """Return the batch of the given global sample indices."""
@@ -84,26 +86,40 @@ class LanguageModelObjective:
         return add_targets(make_inputs(self.part.model, batch, self.job, 0), batch, 1, 1.0)
 
     def compute_loss(self, batch: Batch, context: StepContext) -> tuple[Tensor, Losses]:
-        """Return the loss to backpropagate for one micro-batch, the weighted sum of all losses
-        times the scale, and its losses."""
-        return self._compute(batch, self.training_inputs(batch, context), context.scale)
+        """Return a tensor whose backward gives the gradients of one micro-batch, times the scale,
+        and the losses.
+
+        The head computes its gradient in forward, in fp16 too, so the inputs carry the scale.
+        """
+        inputs = self.training_inputs(batch, context)
+        loss, reports = self.part.model(batch.inputs.to(self.world.device), inputs)
+        root, aux_losses = self.attach_aux_losses(loss, reports.values(), context.scale)
+        reports = detach_all(moe_reports(reports.values()))
+        return root, Losses(loss.detach() / context.scale, aux_losses, reports)
+
+    def attach_aux_losses(
+        self, x: Tensor, reports: Iterable[BlockReport], scale: float
+    ) -> tuple[Tensor, tuple[AuxLoss, ...]]:
+        """Start to sum the counts of the MoE layers; return `x`, whose backward adds the gradients
+        of their losses times `scale`, and these losses."""
+        found = moe_reports(reports)
+        if not found:
+            return x, ()
+        aux_loss, routing = AuxLoss(list(found.values()), self._counts_group), self.job.routing
+        factor = scale / self._num_aux_losses
+        x = aux_loss.attach(x, factor * routing.balance_loss, factor * routing.z_loss)
+        return x, (aux_loss,)
+
+    @property
+    def _num_aux_losses(self) -> int:
+        """Expert layers times micro-batches: auxiliary losses are means over both."""
+        return self.job.train.micro_batches * max(len(self.job.model.expert_layers), 1)
 
     def evaluate(self, batch: Batch) -> Losses:
         """Return the losses of a validation batch."""
-        return self._compute(batch, self.validation_inputs(batch), 1.0)[1]
-
-    def _compute(self, batch: Batch, inputs: Inputs, scale: float) -> tuple[Tensor, Losses]:
-        """Run a forward pass.
-
-        The head computes its gradient in forward, in fp16 too, so `inputs` carry the scale already.
-        """
-        loss, block_reports = self.part.model(batch.inputs.to(self.world.device), inputs)
-        reports = moe_reports(block_reports.values())
-        balance, z = auxiliary_losses(reports.values(), loss.new_zeros(()), self.job)
-        routing = self.job.routing
-        total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
-        losses = Losses(loss.detach() / scale, balance.detach(), z.detach(), detach_all(reports))
-        return total, losses
+        inputs = self.validation_inputs(batch)
+        loss, _ = self.part.model(batch.inputs.to(self.world.device), inputs)
+        return Losses(loss)
 
     def validation_loss(self, batch: Batch, losses: Losses) -> tuple[Tensor, int]:
         """Return the loss of a validation batch and its targets.
@@ -118,13 +134,13 @@ class LanguageModelObjective:
         return self._reduce_losses(losses)[0]
 
     def after_update(self, losses: Sequence[Losses]) -> None:
-        """Adjust router biases by the experts requested in the whole batch, which every rank
-        knows."""
+        """Adjust router biases by the experts requested in the whole batch."""
         if self.job.finetune is not None and self.job.finetune.router == "frozen":
             return
-        for layer, router in self.part.model.sigmoid_routers():
-            requested = torch.stack([one.moe_reports[layer].requested for one in losses]).sum(0)
-            router.update_bias(requested, self.job.routing.bias_update_rate)
+        routers = dict(self.part.model.sigmoid_routers())
+        requested = _sum_by_layer(losses, "requested_LE") if routers else {}
+        for layer, router in routers.items():
+            router.update_bias(requested[layer], self.job.routing.bias_update_rate)
 
     def finish_step(self, result: StepResult, phases: PhaseTimer) -> LMStepStats:
         """Return the statistics of a step; record its routing and move experts if that is due."""
@@ -182,11 +198,11 @@ class LanguageModelObjective:
         mismatches = sum(
             report.num_replay_mismatches for one in losses for report in one.moe_reports.values()
         )
-        terms = [
-            torch.stack([term.double() for term in (one.loss, one.balance_loss, one.z_loss)])
-            for one in losses
-        ]
-        local = torch.cat((torch.stack(terms).sum(0), terms[0].new_tensor([mismatches])))
+        local = torch.zeros(4, dtype=torch.float64, device=self.world.device)
+        local[0] = torch.stack([one.loss.double() for one in losses]).sum()
+        for aux_loss in (aux for one in losses for aux in one.aux_losses):
+            local[1:3] += torch.stack(aux_loss.losses()) / self._num_aux_losses
+        local[3] = mismatches
         loss, balance, z, all_mismatches = all_reduce_(local, self.world.group).tolist()
         routing = self.job.routing
         total = loss + routing.balance_loss * balance + routing.z_loss * z
@@ -194,14 +210,12 @@ class LanguageModelObjective:
 
     def _step_stats(self, result: StepResult, phases: PhaseTimer) -> LMStepStats:
         total, loss, balance, z, mismatches = self._reduce_losses(result.losses)
+        counts = _copy_to_host(_sum_by_layer(result.losses, "kept_LE"))
+        requested = _copy_to_host(_sum_by_layer(result.losses, "requested_LE"))
+        dropped = {layer: int((requested[layer] - kept).sum()) for layer, kept in counts.items()}
         by_rank: dict[int, Tensor] = {}
-        dropped: dict[int, int] = {}
-        for one in result.losses:
-            for layer, report in one.moe_reports.items():
-                by_rank[layer] = report.counts + by_rank.get(layer, 0)
-                dropped[layer] = report.num_dropped + dropped.get(layer, 0)
-        by_rank = _copy_to_host(by_rank)
-        counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
+        if self.job.log.is_sampled(result.step):
+            by_rank = self._gather_counts_by_rank(result.losses)
         if self._pipeline_group is not None:
             counts, dropped = self._gather_expert_counts(counts, dropped)
         return LMStepStats(
@@ -211,6 +225,16 @@ class LanguageModelObjective:
             counts=counts, counts_by_rank=by_rank, phases=phases.seconds,
             loss_scale=result.loss_scale, is_skipped=result.is_skipped,
         )  # fmt: skip
+
+    def _gather_counts_by_rank(self, losses: Sequence[Losses]) -> dict[int, Tensor]:
+        """Return the assignments of each rank to each expert, [ranks, experts], by layer of this
+        pipeline rank; empty on all ranks but the first."""
+        layers = list(losses[0].moe_reports)
+        if not layers:
+            return {}
+        kept = [torch.stack([one.moe_reports[layer].kept for layer in layers]) for one in losses]
+        gathered = gather(torch.stack(kept).sum(0), self._counts_group)
+        return {} if gathered is None else dict(zip(layers, gathered.cpu().unbind(1), strict=True))
 
     def _gather_expert_counts(
         self, counts: dict[int, Tensor], dropped: dict[int, int]
@@ -225,6 +249,15 @@ class LanguageModelObjective:
             {layer: table[layer, :-1] for layer in model.expert_layers},
             {layer: int(table[layer, -1]) for layer in model.expert_layers},
         )
+
+
+def _sum_by_layer(losses: Sequence[Losses], name: str) -> dict[int, Tensor]:
+    """Return a table of `GlobalCounts` by layer, summed over micro-batches."""
+    total: dict[int, Tensor] = {}
+    for stage in zip(*(one.aux_losses for one in losses), strict=True):
+        table_LE = torch.stack([getattr(one.wait(), name) for one in stage]).sum(0)
+        total |= zip(stage[0].layers, table_LE, strict=True)
+    return total
 
 
 def _copy_to_host(tables: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -258,16 +291,6 @@ def add_targets(inputs: Inputs, batch: Batch, targets_total: int, scale: float) 
     global batch's `targets_total`."""
     targets = batch.targets.to(inputs.rotary.cosine.device)
     return replace(inputs, targets=targets, loss_scale=scale / max(targets_total, 1))
-
-
-def auxiliary_losses(
-    reports: Collection[MoEReport], zero: Tensor, job: Job
-) -> tuple[Tensor, Tensor]:
-    """Return the contribution of layers to the balance loss and the z-loss; `zero` without
-    layers."""
-    parts = job.train.micro_batches * max(len(job.model.expert_layers), 1)
-    balance = sum((report.balance_loss for report in reports), start=zero) / parts
-    return balance, sum((report.z_loss for report in reports), start=zero) / parts
 
 
 def detach_all(reports: Mapping[int, MoEReport]) -> dict[int, MoEReport]:
