@@ -71,7 +71,7 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
             trace.forward[name], (out, report) = trace_call(partial(block, x, inputs))
         roots = [out]
         if report.moe is not None:
-            trace.loads.append(expert_load(report.moe))
+            trace.loads.append(expert_load(report.moe, plan, world.rank))
             roots += [report.moe.probability_sum, report.moe.z_sum]
         roots = [root for root in roots if root.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
@@ -84,14 +84,17 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
     return trace
 
 
-def expert_load(report: MoEReport) -> list[list[int]]:
+def expert_load(report: MoEReport, plan: Plan, rank: int) -> list[list[int]]:
     """Return assignments by rank and expert, then deduplicated tokens, as `expert_counts` takes
-    them."""
+    them; zeros for ranks outside the EP group of `rank`."""
     tables = [report.counts]
     if report.dedup_counts is not None:
         tables.append(report.dedup_counts)
-    load: list[list[int]] = torch.cat(tables, dim=1).tolist()
-    return load
+    local = torch.cat(tables, dim=1)
+    load = local.new_zeros((plan.ranks_per_stage // plan.etp, local.shape[1]))
+    load.view(-1, *local.shape)[rank % plan.ranks_per_stage // (plan.ep * plan.etp)] = local
+    result: list[list[int]] = load.tolist()
+    return result
 
 
 def _track_saved(saved: dict[int, int], known: set[int]) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.dist.world import World
-from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
 from moesaic.nn.reports import MoEReport
@@ -89,7 +89,8 @@ def _figures(facts: LMStepStats) -> dict[str, Any]:
 def test_expert_load_without_deduplication() -> None:
     zero, counts = torch.zeros(()), torch.tensor([[3, 0, 2]])
     report = MoEReport(2, 5, zero, zero, counts[0], counts[0], counts[0], counts, None, 0)
-    assert expert_load(report) == [[3, 0, 2]]
+    plan = Plan(ranks=2, ep=1, dp_shard=1, experts=3)
+    assert expert_load(report, plan, 1) == [[0, 0, 0], [3, 0, 2]]
 
 
 class Copies(TorchDispatchMode):

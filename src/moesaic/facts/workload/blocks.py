@@ -13,7 +13,12 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import ops
 from moesaic.facts.workload.attention import attention
-from moesaic.facts.workload.collectives import CollectiveCall, count_exchange, scalar_reductions
+from moesaic.facts.workload.collectives import (
+    CollectiveCall,
+    count_exchange,
+    count_reductions,
+    scalar_reductions,
+)
 from moesaic.facts.workload.experts import mixture_of_experts
 from moesaic.facts.workload.gradient_reduction import (
     GradientReduction,
@@ -101,7 +106,8 @@ def workload(
     """
     builder = BlockBuilder(RankParams.of_rank(job, plan, rank), loads, on_cpu)
     reductions = gradient_reductions(builder.params)
-    last = BlockWork((), tuple(scalar_reductions(job.model, plan, rank)))
+    sums = (*count_reductions(job, plan, rank), *scalar_reductions(job.model, plan, rank))
+    last = BlockWork((), sums)
     return with_gradient_reductions(builder.blocks(), reductions, last)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.plan import Plan
+from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.facts.workload.loads import destination_counts
 from moesaic.facts.workload.sizes import BUCKET_BYTES, Sizes, group_of
 
@@ -59,14 +59,35 @@ def all_to_all(
 
 
 def count_exchange(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, ...]:
-    """Return the all-gather of token counts that an exchange needs."""
+    """Return the all-gathers of token counts before an exchange: with capacity, of the choices of
+    all ranks; then of the EP group."""
+    calls = list[CollectiveCall]()
+    all_ranks = group_of(plan.same_etp_rank_groups(), rank)
+    if job.routing.capacity_factor is not None and len(all_ranks) > 1:
+        num_bytes = SCALAR_BYTES * (job.model.top_k * job.model.experts + 1)
+        calls.append(
+            CollectiveCall("capacity", "all_gather", all_ranks, len(all_ranks) * num_bytes)
+        )
+    if plan.ep > 1:
+        destinations = sum(destination_counts(plan)) if plan.dispatch == "dedup" else 0
+        num_bytes = plan.ep * SCALAR_BYTES * plan.chunks * (job.model.experts + destinations)
+        ep_ranks = group_of(plan.ep_groups(), rank)
+        calls.append(CollectiveCall("counts", "all_gather", ep_ranks, num_bytes))
+    return tuple(calls)
+
+
+def count_reductions(job: Job, plan: Plan, rank: int) -> Iterator[CollectiveCall]:
+    """Yield the all-reduces of a step that sum expert counts over ranks: one for each stage and
+    micro-batch."""
     ranks = group_of(plan.same_etp_rank_groups(), rank)
-    if len(ranks) == 1:
-        return ()
-    destinations = sum(destination_counts(plan)) if plan.dispatch == "dedup" and plan.ep > 1 else 0
-    counts_per_chunk = job.model.top_k * (job.model.experts + 1) + destinations
-    num_bytes = SCALAR_BYTES * (plan.chunks * counts_per_chunk + 1)
-    return (CollectiveCall("counts", "all_gather", ranks, len(ranks) * num_bytes),)
+    tables = 1 + (job.routing.router == "gshard") + (job.routing.capacity_factor is not None)
+    expert_blocks = {f"layers.{layer}" for layer in job.model.expert_layers}
+    for names in stage_blocks(plan, job.model)[plan.pp_rank(rank) :: plan.pp]:
+        layers = len(expert_blocks.intersection(names))
+        num_bytes = SCALAR_BYTES * (tables * layers * job.model.experts + 1)
+        if layers and len(ranks) > 1:
+            call = CollectiveCall("expert counts", "all_reduce", ranks, num_bytes)
+            yield from [call] * job.train.micro_batches
 
 
 def embedding_exchanges(s: Sizes) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
