@@ -1,3 +1,38 @@
-"""moesaic: train, plan and serve models larger and more uneven than the hardware under them."""
+"""moesaic: train, plan and serve models larger and more uneven than the hardware under them.
+
+The names of `__all__` are the public Python API. Each is imported on first use, so
+`import moesaic` is quick and imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moesaic.api.expert_group import ExpertGroup
+    from moesaic.api.experts import clip_grad_norm_, exclude_experts, expert_parameters
+    from moesaic.api.moe import MoE
+    from moesaic.base.errors import ConfigError
 
 __version__ = "0.1.0"
+__all__ = [
+    "ConfigError", "ExpertGroup", "MoE", "clip_grad_norm_", "exclude_experts", "expert_parameters",
+]  # fmt: skip
+
+_MODULES = {
+    "ConfigError": "base.errors", "ExpertGroup": "api.expert_group", "MoE": "api.moe",
+    "clip_grad_norm_": "api.experts", "exclude_experts": "api.experts",
+    "expert_parameters": "api.experts",
+}  # fmt: skip
+"""Module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import and return a public name."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'moesaic' has no attribute '{name}'")
+    return getattr(import_module(f"moesaic.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted([*__all__, "__version__"])

@@ -82,9 +82,9 @@ class AuxLoss:
         """Return the gradient of the summed z-losses in the z-sums, [L]; each loss is a mean."""
         return torch.ones_like(self._z_L) / self.wait().num_tokens.clamp(min=1)
 
-    @torch.no_grad()
     def losses(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's terms of the balance losses and z-losses, summed over layers."""
+        """Return this rank's terms of the balance losses and z-losses, summed over layers. They
+        have a gradient, unless it is attached to another tensor."""
         balance = (self._probability_LE * self.balance_gradient()).sum()
         return balance, (self._z_L * self.z_gradient()).sum()
 

@@ -1,0 +1,1 @@
+"""Public Python API, one file a noun."""

@@ -1,0 +1,110 @@
+"""Ranks that share experts: the expert-parallel group of a layer, and its replicas."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moesaic.base.errors import ConfigError
+from moesaic.dist.all_to_all import GroupAllToAll, Transport
+from moesaic.dist.collectives import all_reduce_
+from moesaic.dist.shm_all_to_all import make_transport
+from moesaic.dist.world import Group
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
+
+
+class ExpertGroup:
+    """Ranks that split the experts of MoE layers, and ranks that hold copies of them.
+
+    Layers given one object share its connections and buffers. Every rank must create it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh, timeout_s: float = 600.0) -> None:
+        """Take the ranks of `group`.
+
+        Args:
+            group: a process group of all ranks, which split the experts; or a device mesh of one or
+                two dimensions. The last dimension splits the experts. Ranks along the first hold
+                the same experts.
+            timeout_s: seconds after which a rank that waits for another one raises an error.
+        """
+        self._timeout_s = timeout_s
+        if isinstance(group, DeviceMesh):
+            if group.ndim > 2:
+                raise ConfigError(
+                    f"group is a device mesh of {group.ndim} dimensions: give the two of replicas "
+                    'and of ranks that split the experts, such as mesh["replicate", "expert"]'
+                )
+            self.ep_group: Group = group.get_group(group.ndim - 1)
+            self.replica_group: Group | None = group.get_group(0) if group.ndim == 2 else None
+            self.all_group: Group = _group_of(group.mesh)
+        elif isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
+            self.ep_group = self.all_group = group
+            self.replica_group = None
+        else:
+            raise ConfigError(
+                "group must be a group of all ranks, or a device mesh that names the ranks that "
+                'hold the same experts, such as init_device_mesh("cpu", (replicas, ranks), '
+                'mesh_dim_names=("replicate", "expert"))'
+            )
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks that split the experts of a layer."""
+        return self.ep_group.size()
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks: those that split the experts, times their replicas."""
+        return self.all_group.size()
+
+    @cached_property
+    def dispatch_groups(self) -> DispatchGroups:
+        """Groups and transport of the dispatch of tokens."""
+        transport: Transport | None = None
+        if self.ep_size > 1:
+            transport = (
+                make_transport(self.ep_group, self._timeout_s)
+                if dist.get_backend(self.ep_group) == "gloo"
+                else GroupAllToAll(self.ep_group)
+            )
+        return DispatchGroups(
+            ep_rank=self.ep_group.rank(),
+            ep_size=self.ep_size,
+            ep_group=self.ep_group if self.ep_size > 1 else None,
+            all_group=self.all_group if self.num_ranks > 1 else None,
+            transports=() if transport is None else (transport,),
+            replica_transport=transport,
+        )
+
+    def __deepcopy__(self, memo: object) -> ExpertGroup:
+        """Return this object: copies of a layer share its ranks."""
+        return self
+
+    def average_gradient(self, gradient: Tensor) -> Tensor:
+        """Return an expert gradient averaged over all ranks, as data parallelism does for dense
+        parameters.
+
+        The exchange of tokens has summed it over the ranks that split the experts.
+        """
+        return all_reduce_(gradient / self.num_ranks, self.replica_group)
+
+    def broadcast_seed(self, device: torch.device) -> int:
+        """Return a seed from torch's generator on the first rank."""
+        seed = torch.randint(2**62, (1,)).to(device)
+        dist.broadcast(seed, group=self.all_group, group_src=0)
+        return int(seed)
+
+
+def _group_of(ranks: Tensor) -> Group:
+    """Return the process group of all `ranks`."""
+    if ranks.numel() == dist.get_world_size():
+        world: Group | None = dist.group.WORLD
+        assert world is not None
+        return world
+    group: Group = dist.new_group(ranks.flatten().tolist(), use_local_synchronization=True)
+    return group

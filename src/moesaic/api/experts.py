@@ -1,0 +1,59 @@
+"""Experts of a whole model: kept out of DDP and FSDP, and counted once in the gradient norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moesaic.api.ddp import exclude_from_ddp
+from moesaic.api.moe import MoE
+
+
+def _split_layers(model: nn.Module) -> list[MoE]:
+    """Return the MoE layers of `model` whose experts are split over ranks."""
+    return [one for one in model.modules() if isinstance(one, MoE) and one.group is not None]
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the expert parameters that a group splits, for `fully_shard(ignored_params=...)`.
+
+    Their gradients are averaged over all ranks by the layers themselves.
+    """
+    return {layer.experts.arena for layer in _split_layers(model)}
+
+
+def exclude_experts(model: nn.Module) -> None:
+    """Make DDP leave the experts alone that a group splits; call it before you wrap `model`."""
+    experts = expert_parameters(model)
+    names = [name for name, parameter in model.named_parameters() if parameter in experts]
+    exclude_from_ddp(model, names)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
+
+    It replaces `torch.nn.utils.clip_grad_norm_` where a group splits experts: each expert counts
+    once. Every rank must call it.
+    """
+    layers = _split_layers(model)
+    experts = {layer.experts.arena for layer in layers}
+    dense = [p.grad for p in model.parameters() if p.grad is not None and p not in experts]
+    total = torch.nn.utils.get_total_norm(dense)
+    if isinstance(total, DTensor):
+        total = total.full_tensor()
+    total = total.double().square()
+    for layer in layers:
+        grad, group = layer.experts.arena.grad, layer.group
+        squared = total.new_zeros(()) if grad is None else grad.double().square().sum()
+        assert group is not None
+        dist.all_reduce(squared, group=group.ep_group)
+        total = total + squared
+    norm = total.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    return norm

@@ -1,0 +1,228 @@
+"""`moesaic.MoE`: the expert layer as a module of a user's own model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moesaic.api.ddp import is_averaged_by_ddp
+from moesaic.api.expert_group import ExpertGroup
+from moesaic.base.errors import ConfigError
+from moesaic.kernels.randomness import normal
+from moesaic.nn.aux_loss import AuxLoss
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary
+from moesaic.nn.moe import MoE as ExpertLayer
+from moesaic.nn.router import Router
+
+_INIT_STD = 0.02
+
+
+class MoE(nn.Module):
+    """Mixture-of-experts feed-forward layer: `[..., hidden]` to `[..., hidden]`.
+
+    In training, add `aux_loss` to the loss after each forward pass. With a group, each rank holds
+    some of the experts, and tokens travel to them. Loss and gradients are then as with data
+    parallelism: means over ranks. Keep the experts out of DDP and FSDP: see `exclude_experts` and
+    `expert_parameters`.
+    """
+
+    def __init__(  # noqa: PLR0913 -- the options of a public layer, by keyword
+        self,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        top_k: int,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | ExpertGroup | None = None,
+        activation: Literal["swiglu"] = "swiglu",
+        renormalise: bool = True,
+        capacity_factor: float | None = None,
+        balance_loss: float = 0.01,
+        z_loss: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create and initialise the layer. With a group, every rank of it must.
+
+        Args:
+            hidden: width of tokens.
+            ffn: channels of an expert.
+            experts: experts of the layer.
+            top_k: experts that compute each token.
+            group: ranks that split the experts; None: this rank has all, and they are like any
+                other parameters.
+            activation: network of an expert. swiglu: down(silu(gate(x)) * up(x)).
+            renormalise: divide the weights of a token's experts by their sum.
+            capacity_factor: drop what exceeds so many times an even share of an expert, in
+                training; None: drop nothing.
+            balance_loss: weight of the load-balance loss in `aux_loss`.
+            z_loss: weight of the router's z-loss in `aux_loss`.
+            device: device of the parameters; default: torch's.
+            dtype: dtype of the parameters; default: torch's.
+        """
+        super().__init__()
+        _check_sizes(hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
+        if group is not None and not isinstance(group, ExpertGroup):
+            group = ExpertGroup(group)
+        self.group = group
+        groups = DispatchGroups() if group is None else group.dispatch_groups
+        if experts % groups.ep_size:
+            raise ConfigError(
+                f"experts = {experts} do not split evenly over {groups.ep_size} ranks: give a "
+                "multiple, or a group of another size"
+            )
+        self.hidden, self.num_experts = hidden, experts
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        each = experts // groups.ep_size
+        owned = range(groups.ep_rank * each, (groups.ep_rank + 1) * each)
+        with torch.device(device or torch.get_default_device()):
+            self.router = Router(0, hidden, experts, top_k, renormalise=renormalise)
+            self.experts = ExpertBank(owned, hidden, ffn)
+        layer = ExpertLayer(self.router, self.experts, Dispatcher(experts, groups, capacity_factor))
+        self._layer = (layer,)  # A tuple, so that its modules are registered once.
+        self._aux: AuxLoss | None = None
+        self._known_arena = ()
+        self.to(dtype=dtype or torch.get_default_dtype())
+        self.register_state_dict_post_hook(_split_experts)
+        self.register_load_state_dict_pre_hook(_join_experts)
+        self.register_load_state_dict_post_hook(lambda one, _: one._hook_arena())
+        if not self.router.weight.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise router and experts from torch's generator, equally for any number of ranks."""
+        if self.group is None:
+            seed = int(torch.randint(2**62, ()))
+        else:
+            seed = self.group.broadcast_seed(self.router.weight.device)
+        _fill_normal(self.router.weight, seed, "router")
+        for expert, matrix, view in self.experts.matrices(self.experts.arena):
+            _fill_normal(view, seed, f"experts.{expert}.{matrix}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, in the shape of `x`."""
+        if x.shape[-1] != self.hidden:
+            raise ConfigError(
+                f"x has {x.shape[-1]} channels, but the layer has hidden = {self.hidden}"
+            )
+        self._check_experts_are_excluded()
+        (layer,) = self._layer
+        out, report = layer(x, Inputs(_NO_ROTARY, training=self.training))
+        if self._aux is not None:
+            self._aux.wait()
+        all_group = None if self.group is None else self.group.all_group
+        self._aux = AuxLoss([report], all_group) if self.training else None
+        return out
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """Weighted balance loss and z-loss of the last forward pass in training.
+
+        It has a gradient. Its mean over ranks is the loss of all ranks' tokens.
+        """
+        if self._aux is None:
+            raise ConfigError("aux_loss follows a forward pass in training: call train() first")
+        balance, z = self._aux.losses()
+        num_ranks = 1 if self.group is None else self.group.num_ranks
+        return num_ranks * (self.balance_loss * balance + self.z_loss * z)
+
+    def extra_repr(self) -> str:
+        """Return sizes for `print(model)`."""
+        groups = self._layer[0].dispatcher.groups
+        return (
+            f"{self.hidden}, {self.experts.ffn}, experts={self.num_experts}, "
+            f"top_k={self.router.top_k}, ranks={groups.ep_size}"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+        """Move or cast the layer, which may replace parameters."""
+        super()._apply(fn, recurse)
+        self._hook_arena()
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore a copy of a layer, whose parameters are new."""
+        super().__setstate__(state)
+        self._known_arena: tuple[nn.Parameter, ...] = ()
+        self._hook_arena()
+
+    def _hook_arena(self) -> None:
+        """Average the arena's gradient over ranks, if that is not done yet."""
+        arena = self.experts.arena
+        if self.group is not None and not (self._known_arena and self._known_arena[0] is arena):
+            arena.register_hook(self.group.average_gradient)
+            self._known_arena = (arena,)  # A tuple, so that it is registered once.
+
+    def _check_experts_are_excluded(self) -> None:
+        """Raise if FSDP or DDP treats the experts as dense parameters."""
+        if self.group is None:
+            return
+        arena = self.experts.arena
+        if arena is not self._known_arena[0]:
+            raise ConfigError(
+                "FSDP shards the experts of a moesaic.MoE, which its group splits already: call "
+                "fully_shard(module, ignored_params=moesaic.expert_parameters(model))"
+            )
+        if is_averaged_by_ddp(arena):
+            raise ConfigError(
+                "DDP averages the experts of a moesaic.MoE, which differ from rank to rank: call "
+                "moesaic.exclude_experts(model) before DistributedDataParallel(model)"
+            )
+
+
+_NO_ROTARY = Rotary(torch.empty(0), torch.empty(0))
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} = {size} must be an integer of at least 1")
+    if sizes["top_k"] > sizes["experts"]:
+        raise ConfigError("top_k = {top_k} exceeds experts = {experts}".format(**sizes))
+
+
+def _fill_normal(out: Tensor, seed: int, name: str) -> None:
+    values = normal(seed, f"initial {name}", 0, out.numel()).view(out.shape)
+    out.copy_(values.mul_(_INIT_STD))
+
+
+def _keys(layer: MoE, prefix: str, rows: Tensor) -> dict[str, Tensor]:
+    """Return views of the experts in `rows`, by their keys in a state dict."""
+    return {
+        f"{prefix}experts.{expert}.{matrix}_proj.weight": view
+        for expert, matrix, view in layer.experts.matrices(rows)
+    }
+
+
+def _split_experts(layer: MoE, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace the arena in a state dict by one tensor per matrix of each expert."""
+    arena = state.pop(f"{prefix}experts.arena")
+    state |= _keys(layer, prefix, arena)
+
+
+def _join_experts(layer: MoE, state: dict[str, Any], prefix: str, *details: Any) -> None:
+    """Replace this rank's experts in a state dict by their arena, and drop other ranks' experts."""
+    arena, missing = layer.experts.arena.detach().clone(), details[2]
+    for key, view in _keys(layer, prefix, arena).items():
+        value = state.get(key)
+        if value is None:
+            missing.append(key)
+        elif value.shape != view.shape:
+            raise ConfigError(
+                f"{key} has shape {list(value.shape)} in the state dict, but the layer needs "
+                f"{list(view.shape)}: create the layer with the sizes of the saved one"
+            )
+        else:
+            view.copy_(value)
+    for expert in range(layer.num_experts):
+        for matrix in ("gate", "up", "down"):
+            state.pop(f"{prefix}experts.{expert}.{matrix}_proj.weight", None)
+    state[f"{prefix}experts.arena"] = arena

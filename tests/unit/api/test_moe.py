@@ -1,0 +1,119 @@
+"""The expert layer in a user's own model, on one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moesaic
+
+
+def plain_moe(layer: moesaic.MoE, x: Tensor) -> Tensor:
+    """Compute the layer expert by expert, from its state dict."""
+    state = layer.state_dict()
+    probabilities = (x @ state["router.weight"].T).softmax(-1)
+    weights, chosen = probabilities.topk(layer.router.top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for expert in range(layer.num_experts):
+        gate, up, down = (
+            state[f"experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        result = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        out += (weights * (chosen == expert)).sum(-1, keepdim=True) * result
+    return out
+
+
+def test_output_equals_a_loop_over_experts() -> None:
+    layer = moesaic.MoE(16, 24, 6, 2, dtype=torch.float64)
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), plain_moe(layer, x))
+    assert layer(x[0, 0]).shape == (16,)
+
+
+def test_aux_loss_is_one_for_even_loads() -> None:
+    layer = moesaic.MoE(8, 8, 4, 1, balance_loss=0.5, z_loss=0.0)
+    with torch.no_grad():
+        layer.router.weight.copy_(1e3 * torch.eye(4, 8))
+    layer(torch.eye(4, 8))
+    assert float(layer.aux_loss.detach()) == pytest.approx(0.5)
+    layer.eval()
+    layer(torch.eye(4, 8))
+    with pytest.raises(moesaic.ConfigError, match="call train"):
+        _ = layer.aux_loss
+
+
+def test_aux_loss_evens_out_loads() -> None:
+    torch.manual_seed(0)
+    layer = moesaic.MoE(8, 8, 4, 1, balance_loss=1.0)
+    with torch.no_grad():
+        layer.router.weight[0] += 0.5
+    x = torch.randn(256, 8) + 1.0
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
+    losses = []
+    for _ in range(100):
+        layer(x)
+        loss = layer.aux_loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 1.05 < 1.5 < losses[0]
+
+
+def test_the_state_dict_has_keys_per_expert_and_loads() -> None:
+    layer, other = (moesaic.MoE(8, 12, 4, 2) for _ in range(2))
+    state = layer.state_dict()
+    assert list(state)[:3] == [
+        "router.weight", "experts.0.gate_proj.weight", "experts.0.up_proj.weight",
+    ]  # fmt: skip
+    assert len(state) == 1 + 4 * 3
+    assert state["experts.3.down_proj.weight"].shape == (8, 12)
+    for assign in (False, True):
+        other.reset_parameters()
+        other.load_state_dict(state, assign=assign)
+        assert all(torch.equal(state[key], value) for key, value in other.state_dict().items())
+    del state["experts.1.up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*experts\.1\.up_proj\.weight"):
+        other.load_state_dict(state)
+
+
+def test_initial_values_follow_torchs_seed() -> None:
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        layers.append([moesaic.MoE(8, 8, 4, 2) for _ in range(2)])
+    (first, second), (again, _) = layers
+    assert torch.equal(first.experts.arena, again.experts.arena)
+    assert not torch.equal(first.experts.arena, second.experts.arena)
+    meta = moesaic.MoE(8, 8, 4, 2, device="meta").to_empty(device="cpu")
+    torch.manual_seed(3)
+    meta.reset_parameters()
+    assert torch.equal(meta.experts.arena, first.experts.arena)
+    assert torch.equal(copy.deepcopy(first).experts.arena, first.experts.arena)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((8, 8, 4, 5), "top_k = 5 exceeds experts = 4"),
+        ((8, 0, 4, 2), "ffn = 0 must be an integer of at least 1"),
+        ((8, 8.5, 4, 2), "ffn = 8.5 must be an integer"),
+    ],
+)
+def test_wrong_sizes(sizes: Any, said: str) -> None:
+    with pytest.raises(moesaic.ConfigError, match=said):
+        moesaic.MoE(*sizes)
+
+
+def test_wrong_inputs_and_states() -> None:
+    layer = moesaic.MoE(8, 8, 4, 2)
+    with pytest.raises(moesaic.ConfigError, match="x has 9 channels"):
+        layer(torch.randn(3, 9))
+    state = moesaic.MoE(8, 16, 4, 2).state_dict()
+    with pytest.raises(moesaic.ConfigError, match=r"experts\.0\.gate_proj\.weight has shape"):
+        layer.load_state_dict(state)

@@ -1,0 +1,212 @@
+"""The expert layer in a user's own loop on several ranks: DDP, FSDP2, and plain loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moesaic
+from moesaic.dist.state import is_dtensor
+from moesaic.dist.world import World
+from moesaic.testing.ranks import RankPool
+
+HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 12, 20, 8, 2, 24
+
+
+class Model(nn.Module):
+    """Two expert layers between linear layers."""
+
+    def __init__(self, group: Any, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        make = {"group": group, "z_loss": 0.1, "dtype": torch.float64, **options}
+        self.first = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+        self.moes = nn.ModuleList(
+            moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K, **make) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for moe in self.moes:
+            x = x + moe(x)
+        return x
+
+
+def loss_of(model: nn.Module, moes: nn.ModuleList, x: Tensor) -> Tensor:
+    return model(x).square().mean() + sum(one.aux_loss for one in moes)
+
+
+def batch() -> Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(5)).double()
+
+
+def experts_of(model: Model, *, grad: bool) -> dict[str, Tensor]:
+    """Return this rank's expert matrices, or their gradients, by name."""
+    found = {}
+    for number, moe in enumerate(model.moes):
+        rows = moe.experts.arena.grad if grad else moe.experts.arena.detach()
+        for expert, matrix, view in moe.experts.matrices(rows):
+            found[f"{number}.{expert}.{matrix}"] = view.clone()
+    return found
+
+
+def alone(
+    world: World, micro_batches: int, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], Any, float]:
+    """Return gradients, the gradient norm and the loss of one process."""
+    del world
+    model = Model(None, **options)
+    loss = torch.zeros(())
+    for x in batch().chunk(micro_batches):
+        loss = loss_of(model, model.moes, x) / micro_batches
+        loss.backward()
+    grads = experts_of(model, grad=True) | {
+        name: p.grad for name, p in model.named_parameters() if "experts" not in name
+    }
+    return grads, float(moesaic.clip_grad_norm_(model, 1e-3)), float(loss.detach())
+
+
+def make_group(world: World, replicas: int) -> Any:
+    if replicas == 1:
+        return moesaic.ExpertGroup(world.group)
+    shape = (replicas, world.size // replicas)
+    return moesaic.ExpertGroup(init_device_mesh("cpu", shape, mesh_dim_names=("same", "expert")))
+
+
+def together(
+    world: World, wrapper: str, replicas: int, micro_batches: int, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], float, float]:
+    """Return gradients, the gradient norm and the loss of ranks with a part of the batch each."""
+    model = Model(make_group(world, replicas), **options)
+    wrapped: nn.Module = model
+    if wrapper == "ddp":
+        moesaic.exclude_experts(model)
+        wrapped = DistributedDataParallel(model)
+    elif wrapper == "fsdp":
+        mesh = init_device_mesh("cpu", (world.size,))
+        fully_shard(model, mesh=mesh, ignored_params=moesaic.expert_parameters(model))
+    loss = torch.zeros(())
+    for x in batch().chunk(micro_batches):
+        loss = loss_of(wrapped, model.moes, x.chunk(world.size)[world.rank]) / micro_batches
+        loss.backward()
+    grads = experts_of(model, grad=True)
+    for name, p in model.named_parameters():
+        if "experts" not in name:
+            assert p.grad is not None
+            grads[name] = p.grad.full_tensor() if is_dtensor(p.grad) else p.grad
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return grads, float(moesaic.clip_grad_norm_(model, 1e-3)), float(loss) / world.size
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "wrapper", "micro_batches", "options"),
+    [
+        (2, 1, "ddp", 1, {}),
+        (4, 2, "ddp", 3, {}),
+        (4, 4, "ddp", 1, {}),
+        (2, 1, "fsdp", 3, {}),
+        (4, 2, "fsdp", 1, {}),
+        (4, 2, "ddp", 1, {"capacity_factor": 0.8}),
+    ],
+)
+def test_gradients_equal_one_process(
+    ranks: RankPool, size: int, replicas: int, wrapper: str, micro_batches: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    ((expected, norm, loss),) = ranks.run(1, alone, micro_batches, options)
+    seen = set[str]()
+    found = ranks.run(size, together, wrapper, replicas, micro_batches, options)
+    for grads, actual_norm, actual_loss in found:
+        assert actual_norm == pytest.approx(norm, rel=1e-9)
+        assert actual_loss == pytest.approx(loss, rel=1e-9)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-12)
+        seen |= set(grads)
+    assert seen == set(expected)
+
+
+def save_and_load(world: World, directory: Path, loading: bool) -> dict[str, Tensor]:
+    """Save an initial layer, or load it into another one, over the ranks of this world."""
+    torch.manual_seed(9 if loading else 2)
+    group = None if world.size == 1 else make_group(world, 1)
+    layer = moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K, group=group)
+    state = layer.state_dict()
+    if loading:
+        dcp.load(state, checkpoint_id=directory, process_group=world.group)
+        layer.load_state_dict(state)
+    else:
+        dcp.save(state, checkpoint_id=directory, process_group=world.group)
+    return {key: value.clone() for key, value in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
+def test_a_checkpoint_loads_in_another_size(
+    ranks: RankPool, tmp_path: Path, before: int, after: int
+) -> None:
+    saved: dict[str, Tensor] = {}
+    for state in ranks.run(before, save_and_load, tmp_path, False):
+        saved |= state
+    assert len(saved) == 1 + 3 * EXPERTS
+    for state in ranks.run(after, save_and_load, tmp_path, True):
+        assert len(state) == 1 + 3 * EXPERTS // after
+        assert all(torch.equal(value, saved[key]) for key, value in state.items())
+
+
+def load_whole(world: World, state: dict[str, Tensor]) -> list[str]:
+    layer = moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K, group=world.group)
+    layer.load_state_dict(state)
+    own = layer.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in own.items())
+    return list(own)
+
+
+def test_a_rank_takes_its_experts_from_a_whole_state_dict(ranks: RankPool) -> None:
+    state = moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K).state_dict()
+    found = ranks.run(2, load_whole, state)
+    assert set(found[0]) | set(found[1]) == set(state)
+
+
+def mistake(world: World, name: str) -> str:
+    """Make a mistake, and return what the error says."""
+    x = batch()
+    try:
+        if name == "small group":
+            moesaic.MoE(8, 8, 4, 2, group=dist.new_group([0, 1]))
+        elif name == "experts":
+            moesaic.MoE(8, 8, 3, 2, group=world.group)
+        elif name == "mesh":
+            moesaic.MoE(8, 8, 4, 2, group=init_device_mesh("cpu", (1, 2, 2)))
+        elif name == "ddp":
+            DistributedDataParallel(Model(world.group))(x)
+        elif name == "fsdp":
+            model = Model(world.group)
+            fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+            model(x)
+    except moesaic.ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("small group", "a group of all ranks, or a device mesh"),
+        ("experts", "experts = 3 do not split evenly over 4 ranks"),
+        ("mesh", "group is a device mesh of 3 dimensions"),
+        ("ddp", "moesaic.exclude_experts(model) before DistributedDataParallel"),
+        ("fsdp", "ignored_params=moesaic.expert_parameters(model)"),
+    ],
+)
+def test_mistakes_are_errors(ranks: RankPool, name: str, said: str) -> None:
+    for found in ranks.run(4, mistake, name):
+        assert said in found
