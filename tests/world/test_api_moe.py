@@ -70,7 +70,7 @@ def alone(
         loss = loss_of(model, model.moes, x) / micro_batches
         loss.backward()
     grads = experts_of(model, grad=True) | {
-        name: p.grad for name, p in model.named_parameters() if "experts" not in name
+        name: p.grad.clone() for name, p in model.named_parameters() if "experts" not in name
     }
     return grads, float(moesaic.clip_grad_norm_(model, 1e-3)), float(loss.detach())
 
@@ -102,7 +102,7 @@ def together(
     for name, p in model.named_parameters():
         if "experts" not in name:
             assert p.grad is not None
-            grads[name] = p.grad.full_tensor() if is_dtensor(p.grad) else p.grad
+            grads[name] = p.grad.full_tensor() if is_dtensor(p.grad) else p.grad.clone()
     loss = loss.detach()
     dist.all_reduce(loss)
     return grads, float(moesaic.clip_grad_norm_(model, 1e-3)), float(loss) / world.size
