@@ -11,17 +11,19 @@ if TYPE_CHECKING:
     from moesaic.api.expert_group import ExpertGroup
     from moesaic.api.experts import clip_grad_norm_, exclude_experts, expert_parameters
     from moesaic.api.moe import MoE
+    from moesaic.api.upcycle import aux_loss, upcycle
     from moesaic.base.errors import ConfigError
 
 __version__ = "0.1.0"
 __all__ = [
-    "ConfigError", "ExpertGroup", "MoE", "clip_grad_norm_", "exclude_experts", "expert_parameters",
+    "ConfigError", "ExpertGroup", "MoE", "aux_loss", "clip_grad_norm_", "exclude_experts",
+    "expert_parameters", "upcycle",
 ]  # fmt: skip
 
 _MODULES = {
     "ConfigError": "base.errors", "ExpertGroup": "api.expert_group", "MoE": "api.moe",
     "clip_grad_norm_": "api.experts", "exclude_experts": "api.experts",
-    "expert_parameters": "api.experts",
+    "aux_loss": "api.upcycle", "expert_parameters": "api.experts", "upcycle": "api.upcycle",
 }  # fmt: skip
 """Module of each public name."""
 

@@ -117,6 +117,7 @@ def together(
         (2, 1, "fsdp", 3, {}),
         (4, 2, "fsdp", 1, {}),
         (4, 2, "ddp", 1, {"capacity_factor": 0.8}),
+        (4, 2, "ddp", 2, {"activation": "gelu", "bias": True}),
     ],
 )
 def test_gradients_equal_one_process(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from moesaic.nn.aux_loss import AuxLoss
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.mlp import ActivationName, MLPBank
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE as ExpertLayer
+from moesaic.nn.reports import MoEReport
 from moesaic.nn.router import Router
 
 _INIT_STD = 0.02
@@ -41,7 +44,8 @@ class MoE(nn.Module):
         top_k: int,
         *,
         group: dist.ProcessGroup | DeviceMesh | ExpertGroup | None = None,
-        activation: Literal["swiglu"] = "swiglu",
+        activation: Literal["swiglu"] | ActivationName = "swiglu",
+        bias: bool = False,
         renormalise: bool = True,
         capacity_factor: float | None = None,
         balance_loss: float = 0.01,
@@ -58,7 +62,9 @@ class MoE(nn.Module):
             top_k: experts that compute each token.
             group: ranks that split the experts; None: this rank has all, and they are like any
                 other parameters.
-            activation: network of an expert. swiglu: down(silu(gate(x)) * up(x)).
+            activation: swiglu: an expert is down(silu(gate(x)) * up(x)). Others: an expert is
+                down(activation(up(x))).
+            bias: give up and down a bias; not with swiglu.
             renormalise: divide the weights of a token's experts by their sum.
             capacity_factor: drop what exceeds so many times an even share of an expert, in
                 training; None: drop nothing.
@@ -84,11 +90,12 @@ class MoE(nn.Module):
         owned = range(groups.ep_rank * each, (groups.ep_rank + 1) * each)
         with torch.device(device or torch.get_default_device()):
             self.router = Router(0, hidden, experts, top_k, renormalise=renormalise)
-            self.experts = ExpertBank(owned, hidden, ffn)
-        layer = ExpertLayer(self.router, self.experts, Dispatcher(experts, groups, capacity_factor))
+            self.experts = _make_bank(owned, hidden, ffn, activation, bias=bias)
+        bank = cast("ExpertBank", self.experts)  # An MLPBank does what the layer asks of it.
+        layer = ExpertLayer(self.router, bank, Dispatcher(experts, groups, capacity_factor))
         self._layer = (layer,)  # A tuple, so that its modules are registered once.
         self._aux: AuxLoss | None = None
-        self._known_arena = ()
+        self._known_arena: tuple[Tensor, ...] = ()
         self.to(dtype=dtype or torch.get_default_dtype())
         self.register_state_dict_post_hook(_split_experts)
         self.register_load_state_dict_pre_hook(_join_experts)
@@ -104,8 +111,11 @@ class MoE(nn.Module):
         else:
             seed = self.group.broadcast_seed(self.router.weight.device)
         _fill_normal(self.router.weight, seed, "router")
-        for expert, matrix, view in self.experts.matrices(self.experts.arena):
-            _fill_normal(view, seed, f"experts.{expert}.{matrix}")
+        for expert, name, view in self.experts.matrices(self.experts.arena):
+            if name.endswith(".bias"):
+                view.zero_()
+            else:
+                _fill_normal(view, seed, f"experts.{expert}.{name}")
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, in the shape of `x`."""
@@ -115,7 +125,8 @@ class MoE(nn.Module):
             )
         self._check_experts_are_excluded()
         (layer,) = self._layer
-        out, report = layer(x, Inputs(_NO_ROTARY, training=self.training))
+        result: tuple[Tensor, MoEReport] = layer(x, Inputs(_NO_ROTARY, training=self.training))
+        out, report = result
         if self._aux is not None:
             self._aux.wait()
         all_group = None if self.group is None else self.group.all_group
@@ -151,7 +162,7 @@ class MoE(nn.Module):
     def __setstate__(self, state: Any) -> None:
         """Restore a copy of a layer, whose parameters are new."""
         super().__setstate__(state)
-        self._known_arena: tuple[nn.Parameter, ...] = ()
+        self._known_arena = ()
         self._hook_arena()
 
     def _hook_arena(self) -> None:
@@ -181,6 +192,25 @@ class MoE(nn.Module):
 _NO_ROTARY = Rotary(torch.empty(0), torch.empty(0))
 
 
+def _make_bank(
+    experts: Sequence[int],
+    hidden: int,
+    ffn: int,
+    activation: Literal["swiglu"] | ActivationName,
+    *,
+    bias: bool,
+) -> ExpertBank | MLPBank:
+    """Return the parameters of `experts`."""
+    names = ("swiglu", *get_args(ActivationName))
+    if activation not in names:
+        raise ConfigError(f"activation = {activation!r} is not one of {', '.join(names)}")
+    if activation != "swiglu":
+        return MLPBank(experts, hidden, ffn, activation, bias=bias)
+    if bias:
+        raise ConfigError('bias = True needs another activation than "swiglu"')
+    return ExpertBank(experts, hidden, ffn)
+
+
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
@@ -196,10 +226,14 @@ def _fill_normal(out: Tensor, seed: int, name: str) -> None:
 
 def _keys(layer: MoE, prefix: str, rows: Tensor) -> dict[str, Tensor]:
     """Return views of the experts in `rows`, by their keys in a state dict."""
-    return {
-        f"{prefix}experts.{expert}.{matrix}_proj.weight": view
-        for expert, matrix, view in layer.experts.matrices(rows)
-    }
+    parameters = layer.experts.matrices(rows)
+    return {f"{prefix}experts.{expert}.{_key(name)}": view for expert, name, view in parameters}
+
+
+def _key(name: str) -> str:
+    """Return the key of an expert's parameter, such as "up_proj.weight", in a state dict."""
+    matrix, _, kind = name.partition(".")
+    return f"{matrix}_proj.{kind or 'weight'}"
 
 
 def _split_experts(layer: MoE, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -222,7 +256,8 @@ def _join_experts(layer: MoE, state: dict[str, Any], prefix: str, *details: Any)
             )
         else:
             view.copy_(value)
+    names = {_key(name) for _, name, _ in layer.experts.matrices(arena)}
     for expert in range(layer.num_experts):
-        for matrix in ("gate", "up", "down"):
-            state.pop(f"{prefix}experts.{expert}.{matrix}_proj.weight", None)
+        for name in names:
+            state.pop(f"{prefix}experts.{expert}.{name}", None)
     state[f"{prefix}experts.arena"] = arena
