@@ -95,14 +95,14 @@ def _dense_ffns(model: nn.Module) -> Iterator[tuple[nn.Module, str, _DenseFFN]]:
 
 def _read_gated(module: nn.Module) -> _DenseFFN | None:
     """Return the network of Llama and its like: down(silu(gate(x)) * up(x))."""
-    keys = ("gate", "up", "down")
-    layers = [getattr(module, f"{key}_proj", None) for key in keys]
-    linears: list[nn.Linear] = [
-        one for one in layers if isinstance(one, nn.Linear) and one.bias is None
-    ]
-    if len(linears) < 3 or _activation_name(getattr(module, "act_fn", None)) != "silu":
+    if _activation_name(getattr(module, "act_fn", None)) != "silu":
         return None
-    weights = {f"{key}.weight": one.weight for key, one in zip(keys, linears, strict=True)}
+    weights = dict[str, Tensor]()
+    for key in ("gate", "up", "down"):
+        found = _linear_parameters(getattr(module, f"{key}_proj", None))
+        if set(found) != {"weight"}:
+            return None
+        weights[f"{key}.weight"] = found["weight"]
     return _DenseFFN("swiglu", weights, 0.0)
 
 
@@ -147,7 +147,7 @@ def _two_layers(
     return _DenseFFN(name, parameters, dropout)
 
 
-def _linear_parameters(layer: nn.Module) -> dict[str, Tensor]:
+def _linear_parameters(layer: object) -> dict[str, Tensor]:
     """Return weight [out, in] and bias of a linear layer; nothing for other modules."""
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     is_transposed = type(layer).__name__ == "Conv1D"  # GPT-2 of transformers.

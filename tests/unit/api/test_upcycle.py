@@ -14,7 +14,9 @@ import moesaic
 SIZES = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODELS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(hidden_size=16, intermediate_size=24, **SIZES),
-    "qwen3": transformers.Qwen3Config(hidden_size=16, intermediate_size=24, head_dim=8, **SIZES),
+    "qwen3": transformers.Qwen3Config(
+        hidden_size=16, intermediate_size=24, head_dim=8, num_key_value_heads=2, **SIZES
+    ),
     "gpt2": transformers.GPT2Config(vocab_size=61, n_layer=2, n_head=2, n_embd=16),
     "gpt_neox": transformers.GPTNeoXConfig(hidden_size=16, intermediate_size=24, **SIZES),
     "phi": transformers.PhiConfig(hidden_size=16, intermediate_size=24, **SIZES),
