@@ -136,6 +136,28 @@ def test_gradients_equal_one_process(
     assert seen == set(expected)
 
 
+def step_with_replicas(world: World, balance: str) -> tuple[int, Tensor, Tensor]:
+    """Return the replicas of a skewed step, the output, and the arena's gradient."""
+    torch.manual_seed(0)
+    layer = moesaic.MoE(
+        64, 128, EXPERTS, TOP_K, group=world.group, balance=balance, dtype=torch.float64
+    )
+    with torch.no_grad():
+        layer.router.weight[0] += 1.0
+    x = torch.randn(2000, 64, dtype=torch.float64).abs()
+    out = layer(x)
+    (out.square().mean() + layer.aux_loss).backward()
+    assert layer.experts.arena.grad is not None
+    return layer.num_replicas, out.detach(), layer.experts.arena.grad
+
+
+def test_replicas_change_no_result(ranks: RankPool) -> None:
+    plain, balanced = (ranks.run(2, step_with_replicas, name) for name in ("none", "quota"))
+    for (none, out, grad), (some, *found) in zip(plain, balanced, strict=True):
+        assert (none, some > 0) == (0, True)
+        torch.testing.assert_close(found, [out, grad], rtol=1e-9, atol=1e-12)
+
+
 def save_and_load(world: World, directory: Path, loading: bool) -> dict[str, Tensor]:
     """Save an initial layer, or load it into another one, over the ranks of this world."""
     torch.manual_seed(9 if loading else 2)

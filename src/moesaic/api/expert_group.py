@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -9,12 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.dist.all_to_all import GroupAllToAll, Transport
 from moesaic.dist.collectives import all_reduce_
 from moesaic.dist.shm_all_to_all import make_transport
 from moesaic.dist.world import Group
+from moesaic.facts.job import Job
+from moesaic.facts.job.balance import Policy as BalancePolicy
+from moesaic.facts.plan import Plan
+from moesaic.kernels import device as devices
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.policy.balance import LayerBalancer, RankDevice, default_prices, layer_problem
+
+_PRECISIONS = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
+"""Precision of a job by dtype of the experts."""
 
 
 class ExpertGroup:
@@ -80,6 +93,40 @@ class ExpertGroup:
             transports=() if transport is None else (transport,),
             replica_transport=transport,
         )
+
+    def make_balancer(
+        self, model: Mapping[str, int], policy: BalancePolicy, dtype: torch.dtype
+    ) -> LayerBalancer:
+        """Return the balancer of one layer; every rank must call this.
+
+        Args:
+            model: hidden, ffn, experts and top_k of the layer.
+            policy: the policy.
+            dtype: dtype of the experts.
+        """
+        attention = {"vocab": 1, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2}
+        job = parse(
+            Job,
+            {
+                "model": {"family": "mixtral", **attention, **model},
+                "balance": {"policy": policy},
+                "data": {"path": "none", "sequence": 2},
+                "train": {"steps": 1, "batch": 1, "precision": _PRECISIONS[dtype]},
+            },
+            "the layer",
+        )
+        plan = Plan(ranks=self.num_ranks, ep=self.ep_size, dp_shard=1, experts=job.model.experts)
+        local = RankDevice(platform.node(), self._device_kind(), torch.get_num_threads())
+        ranks = [local] * self.num_ranks
+        dist.all_gather_object(ranks, local, group=self.all_group)
+        costs = default_prices(job, plan, ranks)
+        balancer = LayerBalancer(job.balance, layer_problem(job, plan, job.balance, costs, 0))
+        balancer.warm_up(lambda _: None)
+        return balancer
+
+    def _device_kind(self) -> str:
+        backend = dist.get_backend(self.ep_group)
+        return devices.kind(torch.device("cpu" if backend == "gloo" else "cuda"))
 
     def __deepcopy__(self, memo: object) -> ExpertGroup:
         """Return this object: copies of a layer share its ranks."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moesaic.api.ddp import is_averaged_by_ddp
 from moesaic.api.expert_group import ExpertGroup
 from moesaic.base.errors import ConfigError
+from moesaic.facts.job.balance import Policy as BalancePolicy
 from moesaic.kernels.randomness import normal
 from moesaic.nn.aux_loss import AuxLoss
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
@@ -23,6 +24,7 @@ from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE as ExpertLayer
 from moesaic.nn.reports import MoEReport
 from moesaic.nn.router import Router
+from moesaic.policy.balance import LayerBalancer
 
 _INIT_STD = 0.02
 
@@ -48,6 +50,7 @@ class MoE(nn.Module):
         bias: bool = False,
         renormalise: bool = True,
         capacity_factor: float | None = None,
+        balance: BalancePolicy = "none",
         balance_loss: float = 0.01,
         z_loss: float = 0.0,
         device: torch.device | str | None = None,
@@ -68,6 +71,8 @@ class MoE(nn.Module):
             renormalise: divide the weights of a token's experts by their sum.
             capacity_factor: drop what exceeds so many times an even share of an expert, in
                 training; None: drop nothing.
+            balance: policy that gives busy experts replicas on other ranks for one step, in
+                training (see docs/balance.md); needs a group and activation "swiglu".
             balance_loss: weight of the load-balance loss in `aux_loss`.
             z_loss: weight of the router's z-loss in `aux_loss`.
             device: device of the parameters; default: torch's.
@@ -94,6 +99,10 @@ class MoE(nn.Module):
         bank = cast("ExpertBank", self.experts)  # An MLPBank does what the layer asks of it.
         layer = ExpertLayer(self.router, bank, Dispatcher(experts, groups, capacity_factor))
         self._layer = (layer,)  # A tuple, so that its modules are registered once.
+        if balance != "none":
+            layer.balancer = self._make_balancer(balance, dtype or torch.get_default_dtype())
+        self.num_replicas = 0
+        """Replicas of experts in the last forward pass in training."""
         self._aux: AuxLoss | None = None
         self._known_arena: tuple[Tensor, ...] = ()
         self.to(dtype=dtype or torch.get_default_dtype())
@@ -129,6 +138,9 @@ class MoE(nn.Module):
         out, report = result
         if self._aux is not None:
             self._aux.wait()
+        if isinstance(layer.balancer, LayerBalancer) and self.training:
+            decisions = layer.balancer.take_decisions()
+            self.num_replicas = sum(len(one.outcome.replicas) for one in decisions)
         all_group = None if self.group is None else self.group.all_group
         self._aux = AuxLoss([report], all_group) if self.training else None
         return out
@@ -144,6 +156,16 @@ class MoE(nn.Module):
         balance, z = self._aux.losses()
         num_ranks = 1 if self.group is None else self.group.num_ranks
         return num_ranks * (self.balance_loss * balance + self.z_loss * z)
+
+    def _make_balancer(self, policy: BalancePolicy, dtype: torch.dtype) -> LayerBalancer:
+        """Return the balancer of this layer; every rank must call this."""
+        if self.group is None or not isinstance(self.experts, ExpertBank):
+            raise ConfigError(
+                f'balance = "{policy}" needs a group and activation = "swiglu": give both, or '
+                'balance = "none"'
+            )
+        sizes = {"hidden": self.hidden, "ffn": self.experts.ffn, "experts": self.num_experts}
+        return self.group.make_balancer({**sizes, "top_k": self.router.top_k}, policy, dtype)
 
     def extra_repr(self) -> str:
         """Return sizes for `print(model)`."""
