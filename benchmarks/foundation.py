@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
-from benchmarks import checkpoint, measure
+from benchmarks import checkpoint, measure, own_loop
 from benchmarks.apart import Apart
 from benchmarks.on_ranks import in_turn, on_ranks
 from benchmarks.race import TOLERANCE, race
@@ -55,4 +55,7 @@ def timed(world: World, rounds: int, root: int) -> measure.Times | None:
     return in_turn(world, calls, rounds, root)
 
 
-PARTS = {"training": training, "two-ranks": two_ranks, "checkpoint": checkpoint.rows}
+PARTS = {
+    "training": training, "two-ranks": two_ranks, "own-loop": own_loop.rows,
+    "checkpoint": checkpoint.rows,
+}  # fmt: skip
