@@ -16,6 +16,7 @@ import moesaic
 from benchmarks import measure
 from benchmarks.on_ranks import in_turn, on_ranks
 from benchmarks.training import olmoe
+from moesaic.api.ddp import exclude_from_ddp
 from moesaic.dist.world import World
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
@@ -75,7 +76,8 @@ class ByHand(nn.Module):
         self.gate, self.up, self.down = (nn.Parameter(torch.stack(views[i::3])) for i in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = (x @ self.router.T).softmax(-1).topk(self.top_k, dim=-1)
+        probabilities = (x @ self.router.T).softmax(-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
         received = torch.empty_like(counts)
@@ -97,8 +99,7 @@ class ByHand(nn.Module):
             0, order // self.top_k, back * weights.flatten()[order, None]
         )
         fraction = counts / counts.sum()
-        probabilities = (x @ self.router.T).softmax(-1).mean(0)
-        self.aux_loss = 0.01 * self.num_experts * (fraction * probabilities).sum()
+        self.aux_loss = 0.01 * self.num_experts * (fraction * probabilities.mean(0)).sum()
         return out
 
 
@@ -120,7 +121,8 @@ def timed(world: World, rounds: int, root: int) -> measure.Times | None:
     by_hand = ByHand(layer)
     moesaic.exclude_experts(layer)
     ddp = DistributedDataParallel(layer)
-    by_hand_ddp = DistributedDataParallel(_exclude(by_hand, ("gate", "up", "down")))
+    exclude_from_ddp(by_hand, ("gate", "up", "down"))
+    by_hand_ddp = DistributedDataParallel(by_hand)
     draw = torch.Generator().manual_seed(world.rank)
     x = torch.randn(TOKENS, model.hidden, generator=draw, requires_grad=True)
 
@@ -153,9 +155,3 @@ def timed(world: World, rounds: int, root: int) -> measure.Times | None:
     torch.testing.assert_close(calls["moesaic.MoE"](), expected, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(calls["written by hand"](), expected, rtol=1e-2, atol=1e-5)
     return in_turn(world, calls, rounds, root)
-
-
-def _exclude(module: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """Make DDP leave the parameters called `names` alone."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-    return module

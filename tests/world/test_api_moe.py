@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,11 @@ def together(
             grads[name] = p.grad.full_tensor() if is_dtensor(p.grad) else p.grad.clone()
     loss = loss.detach()
     dist.all_reduce(loss)
-    return grads, float(moesaic.clip_grad_norm_(model, 1e-3)), float(loss) / world.size
+    norm = moesaic.clip_grad_norm_(model, 1e-3)
+    torch.testing.assert_close(
+        moesaic.clip_grad_norm_(model, 1.0), norm.new_tensor(1e-3), rtol=1e-3, atol=0.0
+    )
+    return grads, float(norm), float(loss) / world.size
 
 
 @pytest.mark.parametrize(
@@ -185,6 +190,28 @@ def test_a_checkpoint_loads_in_another_size(
         assert all(torch.equal(value, saved[key]) for key, value in state.items())
 
 
+def copied_gradients(world: World) -> bool:
+    """Return whether a copied and a thawed layer average the gradients of their experts."""
+    group = make_group(world, world.size)
+    torch.manual_seed(0)
+    layer = moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K, group=group)
+    layer.requires_grad_(False)
+    copied = copy.deepcopy(layer).requires_grad_(True)
+    layer.requires_grad_(True)
+    for one in (layer, copied):
+        one(torch.randn(TOKENS, HIDDEN) + world.rank).sum().backward()
+        grad = one.experts.arena.grad
+        assert grad is not None
+        mean = grad.clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / world.size, grad)
+    return True
+
+
+def test_copied_and_thawed_layers_average_gradients(ranks: RankPool) -> None:
+    assert ranks.run(2, copied_gradients) == [True, True]
+
+
 def load_whole(world: World, state: dict[str, Tensor]) -> list[str]:
     layer = moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K, group=world.group)
     layer.load_state_dict(state)
@@ -209,8 +236,15 @@ def mistake(world: World, name: str) -> str:
             moesaic.MoE(8, 8, 3, 2, group=world.group)
         elif name == "mesh":
             moesaic.MoE(8, 8, 4, 2, group=init_device_mesh("cpu", (1, 2, 2)))
+        elif name == "part of a mesh":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+            moesaic.MoE(8, 8, 4, 2, group=mesh["expert"])
         elif name == "ddp":
             DistributedDataParallel(Model(world.group))(x)
+        elif name == "ddp around":
+            model = Model(world.group)
+            moesaic.exclude_experts(model)
+            DistributedDataParallel(nn.Sequential(model))(x)
         elif name == "fsdp":
             model = Model(world.group)
             fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
@@ -224,6 +258,8 @@ def mistake(world: World, name: str) -> str:
     ("name", "said"),
     [
         ("small group", "a group of all ranks, or a device mesh"),
+        ("part of a mesh", "a device mesh that names the ranks that hold the same experts"),
+        ("ddp around", "with the same model"),
         ("experts", "experts = 3 do not split evenly over 4 ranks"),
         ("mesh", "group is a device mesh of 3 dimensions"),
         ("ddp", "moesaic.exclude_experts(model) before DistributedDataParallel"),

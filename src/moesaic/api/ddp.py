@@ -1,4 +1,7 @@
-"""Private API of torch's DDP: parameters that it leaves alone. Tested with torch 2.11 to 2.13."""
+"""Private API of torch's DDP for parameters that it does not average.
+
+Tested with torch 2.11 to 2.13.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
-    """Make DDP leave the parameters called `names` alone, and those excluded before."""
+    """Exclude the parameters called `names` from DDP, besides those excluded before."""
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *names])
 
@@ -17,4 +20,4 @@ def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
 def is_averaged_by_ddp(parameter: Tensor) -> bool:
     """Return whether the forward pass of DDP that runs now averages `parameter`."""
     active = DistributedDataParallel._get_active_ddp_module()
-    return active is not None and not getattr(parameter, "_ddp_ignored", False)
+    return active is not None and any(one is parameter for one in active._module_parameters)

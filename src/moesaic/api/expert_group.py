@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Mapping
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,18 @@ from moesaic.dist.collectives import all_reduce_
 from moesaic.dist.shm_all_to_all import make_transport
 from moesaic.dist.world import Group
 from moesaic.facts.job import Job
-from moesaic.facts.job.balance import Policy as BalancePolicy
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
-from moesaic.policy.balance import LayerBalancer, RankDevice, default_prices, layer_problem
+from moesaic.policy.balance import (
+    LayerBalancer,
+    RankDevice,
+    compile_notice,
+    default_prices,
+    layer_problem,
+)
 
+_log = logging.getLogger(__name__)
 _PRECISIONS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
@@ -46,24 +52,23 @@ class ExpertGroup:
             timeout_s: seconds after which a rank that waits for another one raises an error.
         """
         self._timeout_s = timeout_s
+        self._transports = dict[str, Transport]()
         if isinstance(group, DeviceMesh):
             if group.ndim > 2:
                 raise ConfigError(
                     f"group is a device mesh of {group.ndim} dimensions: give the two of replicas "
                     'and of ranks that split the experts, such as mesh["replicate", "expert"]'
                 )
+            if group.ndim == 1 and group.size() < dist.get_world_size():
+                raise _unnamed_replicas()
             self.ep_group: Group = group.get_group(group.ndim - 1)
-            self.replica_group: Group | None = group.get_group(0) if group.ndim == 2 else None
+            self.replicate_group: Group | None = group.get_group(0) if group.ndim == 2 else None
             self.all_group: Group = _group_of(group.mesh)
         elif isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
             self.ep_group = self.all_group = group
-            self.replica_group = None
+            self.replicate_group = None
         else:
-            raise ConfigError(
-                "group must be a group of all ranks, or a device mesh that names the ranks that "
-                'hold the same experts, such as init_device_mesh("cpu", (replicas, ranks), '
-                'mesh_dim_names=("replicate", "expert"))'
-            )
+            raise _unnamed_replicas()
 
     @property
     def ep_size(self) -> int:
@@ -75,16 +80,9 @@ class ExpertGroup:
         """All ranks: those that split the experts, times their replicas."""
         return self.all_group.size()
 
-    @cached_property
-    def dispatch_groups(self) -> DispatchGroups:
-        """Groups and transport of the dispatch of tokens."""
-        transport: Transport | None = None
-        if self.ep_size > 1:
-            transport = (
-                make_transport(self.ep_group, self._timeout_s)
-                if dist.get_backend(self.ep_group) == "gloo"
-                else GroupAllToAll(self.ep_group)
-            )
+    def dispatch_groups(self, device: torch.device) -> DispatchGroups:
+        """Return groups and transport of the dispatch of tokens on `device`."""
+        transport = self._transport(device.type) if self.ep_size > 1 else None
         return DispatchGroups(
             ep_rank=self.ep_group.rank(),
             ep_size=self.ep_size,
@@ -95,13 +93,14 @@ class ExpertGroup:
         )
 
     def make_balancer(
-        self, model: Mapping[str, int], policy: BalancePolicy, dtype: torch.dtype
+        self, model: Mapping[str, int], policy: str, device: torch.device, dtype: torch.dtype
     ) -> LayerBalancer:
         """Return the balancer of one layer; every rank must call this.
 
         Args:
             model: hidden, ffn, experts and top_k of the layer.
             policy: the policy.
+            device: device of the experts.
             dtype: dtype of the experts.
         """
         attention = {"vocab": 1, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2}
@@ -116,21 +115,33 @@ class ExpertGroup:
             "the layer",
         )
         plan = Plan(ranks=self.num_ranks, ep=self.ep_size, dp_shard=1, experts=job.model.experts)
-        local = RankDevice(platform.node(), self._device_kind(), torch.get_num_threads())
+        local = RankDevice(platform.node(), devices.kind(device), torch.get_num_threads())
         ranks = [local] * self.num_ranks
         dist.all_gather_object(ranks, local, group=self.all_group)
         costs = default_prices(job, plan, ranks)
         balancer = LayerBalancer(job.balance, layer_problem(job, plan, job.balance, costs, 0))
-        balancer.warm_up(lambda _: None)
+        balancer.warm_up(lambda is_cached: _log.warning(compile_notice(is_cached)))
         return balancer
-
-    def _device_kind(self) -> str:
-        backend = dist.get_backend(self.ep_group)
-        return devices.kind(torch.device("cpu" if backend == "gloo" else "cuda"))
 
     def __deepcopy__(self, memo: object) -> ExpertGroup:
         """Return this object: copies of a layer share its ranks."""
         return self
+
+    def _transport(self, device_type: str) -> Transport:
+        """Return the transport of all layers on such a device, created on first use."""
+        if device_type not in self._transports:
+            self._transports[device_type] = (
+                make_transport(self.ep_group, self._timeout_s)
+                if device_type == "cpu"
+                else GroupAllToAll(self.ep_group)
+            )
+        return self._transports[device_type]
+
+    def close(self) -> None:
+        """Close connections; layers with this group compute no more."""
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
 
     def average_gradient(self, gradient: Tensor) -> Tensor:
         """Return an expert gradient averaged over all ranks, as data parallelism does for dense
@@ -138,13 +149,21 @@ class ExpertGroup:
 
         The exchange of tokens has summed it over the ranks that split the experts.
         """
-        return all_reduce_(gradient / self.num_ranks, self.replica_group)
+        return all_reduce_(gradient / self.num_ranks, self.replicate_group)
 
-    def broadcast_seed(self, device: torch.device) -> int:
+    def broadcast_seed(self) -> int:
         """Return a seed from torch's generator on the first rank."""
-        seed = torch.randint(2**62, (1,)).to(device)
-        dist.broadcast(seed, group=self.all_group, group_src=0)
-        return int(seed)
+        seed = [int(torch.randint(2**62, ()))]
+        dist.broadcast_object_list(seed, group=self.all_group, group_src=0)
+        return seed[0]
+
+
+def _unnamed_replicas() -> ConfigError:
+    return ConfigError(
+        "group must be a group of all ranks, or a device mesh that names the ranks that hold the "
+        'same experts, such as init_device_mesh("cpu", (copies, ranks), '
+        'mesh_dim_names=("replicate", "expert"))'
+    )
 
 
 def _group_of(ranks: Tensor) -> Group:

@@ -46,8 +46,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         total = total.full_tensor()
     total = total.double().square()
     for layer in layers:
-        grad, group = layer.experts.arena.grad, layer.group
-        squared = total.new_zeros(()) if grad is None else grad.double().square().sum()
+        grad, group, squared = layer.experts.arena.grad, layer.group, total.new_zeros(())
+        if grad is not None:
+            squared += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
         assert group is not None
         dist.all_reduce(squared, group=group.ep_group)
         total = total + squared

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moesaic.api.ddp import is_averaged_by_ddp
 from moesaic.api.expert_group import ExpertGroup
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job.balance import Policy as BalancePolicy
 from moesaic.kernels.randomness import normal
 from moesaic.nn.aux_loss import AuxLoss
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
@@ -50,7 +50,7 @@ class MoE(nn.Module):
         bias: bool = False,
         renormalise: bool = True,
         capacity_factor: float | None = None,
-        balance: BalancePolicy = "none",
+        balance: Literal["none", "quota"] = "none",
         balance_loss: float = 0.01,
         z_loss: float = 0.0,
         device: torch.device | str | None = None,
@@ -63,27 +63,29 @@ class MoE(nn.Module):
             ffn: channels of an expert.
             experts: experts of the layer.
             top_k: experts that compute each token.
-            group: ranks that split the experts; None: this rank has all, and they are like any
+            group: ranks that split the experts. Give all layers of a model one `ExpertGroup`, so
+                that they share connections. None: this rank has all experts, which are like any
                 other parameters.
             activation: swiglu: an expert is down(silu(gate(x)) * up(x)). Others: an expert is
                 down(activation(up(x))).
             bias: give up and down a bias; not with swiglu.
             renormalise: divide the weights of a token's experts by their sum.
-            capacity_factor: drop what exceeds so many times an even share of an expert, in
-                training; None: drop nothing.
-            balance: policy that gives busy experts replicas on other ranks for one step, in
-                training (see docs/balance.md); needs a group and activation "swiglu".
+            capacity_factor: most assignments of an expert in training, as a multiple of the mean;
+                further ones are dropped. None: no limit.
+            balance: quota: busy experts get replicas on other ranks for one step, in training (see
+                docs/balance.md). It needs a group and activation "swiglu".
             balance_loss: weight of the load-balance loss in `aux_loss`.
             z_loss: weight of the router's z-loss in `aux_loss`.
             device: device of the parameters; default: torch's.
             dtype: dtype of the parameters; default: torch's.
         """
         super().__init__()
-        _check_sizes(hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
+        _check_sizes(capacity_factor, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
         if group is not None and not isinstance(group, ExpertGroup):
             group = ExpertGroup(group)
         self.group = group
-        groups = DispatchGroups() if group is None else group.dispatch_groups
+        device = torch.empty(0, device=device).device
+        groups = DispatchGroups() if group is None else group.dispatch_groups(device)
         if experts % groups.ep_size:
             raise ConfigError(
                 f"experts = {experts} do not split evenly over {groups.ep_size} ranks: give a "
@@ -93,14 +95,14 @@ class MoE(nn.Module):
         self.balance_loss, self.z_loss = balance_loss, z_loss
         each = experts // groups.ep_size
         owned = range(groups.ep_rank * each, (groups.ep_rank + 1) * each)
-        with torch.device(device or torch.get_default_device()):
+        with device:
             self.router = Router(0, hidden, experts, top_k, renormalise=renormalise)
             self.experts = _make_bank(owned, hidden, ffn, activation, bias=bias)
         bank = cast("ExpertBank", self.experts)  # An MLPBank does what the layer asks of it.
         layer = ExpertLayer(self.router, bank, Dispatcher(experts, groups, capacity_factor))
         self._layer = (layer,)  # A tuple, so that its modules are registered once.
         if balance != "none":
-            layer.balancer = self._make_balancer(balance, dtype or torch.get_default_dtype())
+            layer.balancer = self._make_balancer(balance)
         self.num_replicas = 0
         """Replicas of experts in the last forward pass in training."""
         self._aux: AuxLoss | None = None
@@ -108,17 +110,19 @@ class MoE(nn.Module):
         self.to(dtype=dtype or torch.get_default_dtype())
         self.register_state_dict_post_hook(_split_experts)
         self.register_load_state_dict_pre_hook(_join_experts)
-        self.register_load_state_dict_post_hook(lambda one, _: one._hook_arena())
+        self.register_load_state_dict_post_hook(_hook_loaded)
         if not self.router.weight.is_meta:
             self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise router and experts from torch's generator, equally for any number of ranks."""
+        if isinstance(self.experts.arena, DTensor):
+            raise ConfigError("FSDP shards the layer: call reset_parameters() before fully_shard")
         if self.group is None:
             seed = int(torch.randint(2**62, ()))
         else:
-            seed = self.group.broadcast_seed(self.router.weight.device)
+            seed = self.group.broadcast_seed()
         _fill_normal(self.router.weight, seed, "router")
         for expert, name, view in self.experts.matrices(self.experts.arena):
             if name.endswith(".bias"):
@@ -153,11 +157,16 @@ class MoE(nn.Module):
         """
         if self._aux is None:
             raise ConfigError("aux_loss follows a forward pass in training: call train() first")
+        if torch.is_grad_enabled() and self.router.weight.requires_grad > self._aux.has_gradient:
+            raise ConfigError(
+                "aux_loss has no gradient, because the forward pass ran without: checkpoint layers "
+                "with use_reentrant=False, and read aux_loss under no_grad() for a pass under it"
+            )
         balance, z = self._aux.losses()
         num_ranks = 1 if self.group is None else self.group.num_ranks
         return num_ranks * (self.balance_loss * balance + self.z_loss * z)
 
-    def _make_balancer(self, policy: BalancePolicy, dtype: torch.dtype) -> LayerBalancer:
+    def _make_balancer(self, policy: str) -> LayerBalancer:
         """Return the balancer of this layer; every rank must call this."""
         if self.group is None or not isinstance(self.experts, ExpertBank):
             raise ConfigError(
@@ -165,7 +174,8 @@ class MoE(nn.Module):
                 'balance = "none"'
             )
         sizes = {"hidden": self.hidden, "ffn": self.experts.ffn, "experts": self.num_experts}
-        return self.group.make_balancer({**sizes, "top_k": self.router.top_k}, policy, dtype)
+        arena, sizes = self.experts.arena, {**sizes, "top_k": self.router.top_k}
+        return self.group.make_balancer(sizes, policy, arena.device, arena.dtype)
 
     def extra_repr(self) -> str:
         """Return sizes for `print(model)`."""
@@ -181,6 +191,10 @@ class MoE(nn.Module):
         self._hook_arena()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, without losses of the last forward pass."""
+        return {**self.__dict__, "_aux": None}
+
     def __setstate__(self, state: Any) -> None:
         """Restore a copy of a layer, whose parameters are new."""
         super().__setstate__(state)
@@ -190,7 +204,9 @@ class MoE(nn.Module):
     def _hook_arena(self) -> None:
         """Average the arena's gradient over ranks, if that is not done yet."""
         arena = self.experts.arena
-        if self.group is not None and not (self._known_arena and self._known_arena[0] is arena):
+        if self.group is None or not arena.requires_grad:
+            return
+        if not (self._known_arena and self._known_arena[0] is arena):
             arena.register_hook(self.group.average_gradient)
             self._known_arena = (arena,)  # A tuple, so that it is registered once.
 
@@ -199,15 +215,19 @@ class MoE(nn.Module):
         if self.group is None:
             return
         arena = self.experts.arena
-        if arena is not self._known_arena[0]:
+        if not self._known_arena:
+            self._hook_arena()  # It was frozen before.
+        if self._known_arena and arena is not self._known_arena[0]:
             raise ConfigError(
-                "FSDP shards the experts of a moesaic.MoE, which its group splits already: call "
-                "fully_shard(module, ignored_params=moesaic.expert_parameters(model))"
+                "the experts of a moesaic.MoE were replaced. If FSDP shards the model, call "
+                "fully_shard(module, ignored_params=moesaic.expert_parameters(model)), because its "
+                "group splits the experts already"
             )
         if is_averaged_by_ddp(arena):
             raise ConfigError(
                 "DDP averages the experts of a moesaic.MoE, which differ from rank to rank: call "
-                "moesaic.exclude_experts(model) before DistributedDataParallel(model)"
+                "moesaic.exclude_experts(model) before DistributedDataParallel(model), with the "
+                "same model"
             )
 
 
@@ -233,10 +253,12 @@ def _make_bank(
     return ExpertBank(experts, hidden, ffn)
 
 
-def _check_sizes(**sizes: int) -> None:
+def _check_sizes(capacity_factor: float | None, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} = {size} must be an integer of at least 1")
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ConfigError(f"capacity_factor = {capacity_factor} must be above 0, or None")
     if sizes["top_k"] > sizes["experts"]:
         raise ConfigError("top_k = {top_k} exceeds experts = {experts}".format(**sizes))
 
@@ -258,15 +280,25 @@ def _key(name: str) -> str:
     return f"{matrix}_proj.{kind or 'weight'}"
 
 
+def _hook_loaded(layer: MoE, _: object) -> None:
+    layer._hook_arena()
+
+
 def _split_experts(layer: MoE, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace the arena in a state dict by one tensor per matrix of each expert."""
-    arena = state.pop(f"{prefix}experts.arena")
-    state |= _keys(layer, prefix, arena)
+    """Replace the arena in a state dict by one tensor per matrix of each expert, unless FSDP shards
+    it."""
+    if not isinstance(layer.experts.arena, DTensor):
+        state |= _keys(layer, prefix, state.pop(f"{prefix}experts.arena"))
 
 
 def _join_experts(layer: MoE, state: dict[str, Any], prefix: str, *details: Any) -> None:
     """Replace this rank's experts in a state dict by their arena, and drop other ranks' experts."""
-    arena, missing = layer.experts.arena.detach().clone(), details[2]
+    if isinstance(layer.experts.arena, DTensor):
+        return
+    arena, missing = layer.experts.arena.detach(), details[2]
+    values = (state[key] for key in _keys(layer, prefix, arena) if key in state)
+    device = next((value.device for value in values), arena.device)
+    arena = torch.empty_like(arena, device=device) if arena.is_meta else arena.clone()
     for key, view in _keys(layer, prefix, arena).items():
         value = state.get(key)
         if value is None:

@@ -19,6 +19,12 @@ _LINEAR_PAIRS = (("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"), ("fc1",
 """Names of the two layers in feed-forward networks of Hugging Face models."""
 
 
+_ACTIVATION_TYPES = {
+    "GELU", "GELUActivation", "GELUTanh", "NewGELUActivation", "ReLU", "SiLU", "SiLUActivation",
+}  # fmt: skip
+"""Types of activations in torch and `transformers`."""
+
+
 class _DenseFFN(NamedTuple):
     """Feed-forward network: its parameters by name, each [out, in] or [out]."""
 
@@ -71,13 +77,34 @@ def upcycle(
                 key = matrix if "." in matrix else f"{matrix}.weight"
                 view.copy_(dense.parameters[key])
         replacement = nn.Sequential(layer, nn.Dropout(dense.dropout)) if dense.dropout else layer
+        _check_equal(getattr(parent, name), replacement, f"{type(parent).__name__}.{name}")
         setattr(parent, name, replacement.train(parent.training))
     return model
 
 
+@torch.no_grad()
+def _check_equal(dense: nn.Module, layer: nn.Module, name: str) -> None:
+    """Raise unless `layer` computes what `dense` does."""
+    weight = next(dense.parameters())
+    if weight.is_meta:
+        return
+    was_training = dense.training
+    width = next(one.hidden for one in layer.modules() if isinstance(one, MoE))
+    x = torch.randn(4, width, device=weight.device, dtype=weight.dtype)
+    expected, found = dense.eval()(x), layer.eval()(x)
+    dense.train(was_training)
+    tolerance = 1e-5 if weight.dtype.itemsize >= 4 else 2e-2
+    if expected.shape != found.shape or not torch.allclose(
+        expected, found, rtol=tolerance, atol=tolerance
+    ):
+        raise ConfigError(
+            f"{name} computes more than its two or three linear layers say: build the model's "
+            "layers with moesaic.MoE"
+        )
+
+
 def aux_loss(model: nn.Module) -> Tensor:
-    """Return the sum of the auxiliary losses of all MoE layers of `model`, to be added to its
-    loss."""
+    """Return the sum of `MoE.aux_loss` over all layers of `model`, to be added to its loss."""
     layers = [one for one in model.modules() if isinstance(one, MoE)]
     if not layers:
         raise ConfigError(f"{type(model).__name__} has no moesaic.MoE layer")
@@ -108,15 +135,13 @@ def _read_gated(module: nn.Module) -> _DenseFFN | None:
 
 def _read_pair(module: nn.Module) -> _DenseFFN | None:
     """Return a network of two named layers: down(activation(up(x)))."""
-    activation = next(
-        (getattr(module, name) for name in ("act", "activation_fn") if hasattr(module, name)), None
-    )
-    for names in _LINEAR_PAIRS:
-        up, down = (getattr(module, name, None) for name in names)
-        if isinstance(up, nn.Module) and isinstance(down, nn.Module):
-            dropout = getattr(module, "dropout", None)
+    children = dict(module.named_children())
+    dropout = children.pop("dropout", None)
+    activation = children.pop("act", None) or children.pop("activation_fn", None)
+    for up, down in _LINEAR_PAIRS:
+        if set(children) == {up, down}:
             rate = dropout.p if isinstance(dropout, nn.Dropout) else 0.0
-            return _two_layers(up, activation, down, rate)
+            return _two_layers(children[up], activation, children[down], rate)
     return None
 
 
@@ -144,6 +169,8 @@ def _two_layers(
         return None
     if ("up.bias" in parameters) != ("down.bias" in parameters):
         return None
+    if parameters["up.weight"].shape != parameters["down.weight"].T.shape:
+        return None
     return _DenseFFN(name, parameters, dropout)
 
 
@@ -159,7 +186,7 @@ def _linear_parameters(layer: object) -> dict[str, Tensor]:
 
 def _activation_name(activation: object) -> ActivationName | None:
     """Return the name of an activation, found by what it computes; None for another one."""
-    if not callable(activation):
+    if type(activation).__name__ not in _ACTIVATION_TYPES or not callable(activation):
         return None
     x = torch.linspace(-4.0, 4.0, 33)
     y = activation(x)

@@ -47,7 +47,7 @@ class AuxLoss:
             if any(getattr(one, name) is not one.requested for one in reports)
         ]
         counts = [torch.stack([getattr(one, name) for one in reports]) for name in self._fields]
-        num_tokens = counts[0].new_tensor([reports[0].num_tokens])
+        num_tokens = counts[0].new_full((1,), reports[0].num_tokens)
         self._summed = torch.cat((*(one.flatten() for one in counts), num_tokens))
         self._work: Any = None
         if group is not None:
@@ -57,7 +57,6 @@ class AuxLoss:
         """Wait for the sums of all ranks, and return them."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
         tables = self._summed[:-1].view(len(self._fields), *self._probability_LE.shape)
         found = dict(zip(self._fields, tables, strict=True))
         requested = found["requested"]
@@ -68,25 +67,30 @@ class AuxLoss:
             self._summed[-1],
         )
 
-    def balance_gradient(self) -> Tensor:
-        """Return the gradient of the summed balance losses in the probability sums, [L, E].
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the summed losses: of the balance losses in the probability sums,
+        [L, E], and of the z-losses in the z-sums, [L].
 
-        A layer's loss is E * sum(fraction of assignments * mean probability): 1 when even.
+        A layer's balance loss is E * sum(fraction of assignments * mean probability): 1 when even.
+        Its z-loss is a mean over tokens.
         """
         counts = self.wait()
         balanced_LE = counts.balanced_LE.to(self._probability_LE.dtype)
         fraction_LE = balanced_LE / balanced_LE.sum(1, keepdim=True).clamp(min=1)
-        return fraction_LE * balanced_LE.shape[1] / counts.num_tokens.clamp(min=1)
-
-    def z_gradient(self) -> Tensor:
-        """Return the gradient of the summed z-losses in the z-sums, [L]; each loss is a mean."""
-        return torch.ones_like(self._z_L) / self.wait().num_tokens.clamp(min=1)
+        num_tokens = counts.num_tokens.clamp(min=1)
+        balance_LE = fraction_LE * balanced_LE.shape[1] / num_tokens
+        return balance_LE, torch.ones_like(self._z_L) / num_tokens
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """Return this rank's terms of the balance losses and z-losses, summed over layers. They
         have a gradient, unless it is attached to another tensor."""
-        balance = (self._probability_LE * self.balance_gradient()).sum()
-        return balance, (self._z_L * self.z_gradient()).sum()
+        balance_LE, z_L = self.gradients()
+        return (self._probability_LE * balance_LE).sum(), (self._z_L * z_L).sum()
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if the losses have a gradient."""
+        return self._probability_LE.requires_grad
 
     def attach(self, x: Tensor, balance_weight: float, z_weight: float) -> Tensor:
         """Return `x`; its backward adds the gradients of the weighted losses.
@@ -125,5 +129,5 @@ class _AddGradients(torch.autograd.Function):
         """Wait for the counts of all ranks; return the gradient of `x` unchanged, and those of the
         losses."""
         balance_weight, z_weight = ctx.weights
-        balance = balance_weight * ctx.losses.balance_gradient()
-        return grads[0], balance, z_weight * ctx.losses.z_gradient(), None, None, None
+        balance_LE, z_L = ctx.losses.gradients()
+        return grads[0], balance_weight * balance_LE, z_weight * z_L, None, None, None

@@ -68,8 +68,37 @@ def test_sequential_networks(activation: nn.Module, bias: bool) -> None:
     assert model.train()(x).shape == x.shape
 
 
-def test_a_model_without_a_known_network() -> None:
-    with pytest.raises(moesaic.ConfigError, match="LSTM has no feed-forward layer"):
-        moesaic.upcycle(nn.LSTM(4, 4))
+class Normed(nn.Module):
+    """Network that computes more than its layers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(self.fc2(self.act(self.fc1(x))))
+
+
+def test_other_networks_stay_or_are_refused() -> None:
+    head = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    conv = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+    known = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = nn.ModuleList([head, norm, conv, known])
+    moesaic.upcycle(model, experts=2, top_k=1)
+    assert list(model)[:3] == [head, norm, conv]
+    assert isinstance(model[3], moesaic.MoE)
+    opt = transformers.OPTConfig(
+        vocab_size=61, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
+        word_embed_proj_dim=16,
+    )  # fmt: skip
+    for unknown in (transformers.AutoModelForCausalLM.from_config(opt), nn.LSTM(4, 4)):
+        with pytest.raises(moesaic.ConfigError, match="has no feed-forward layer"):
+            moesaic.upcycle(unknown)
+    with pytest.raises(moesaic.ConfigError, match="computes more than"):
+        moesaic.upcycle(nn.Sequential(Normed()))
+
+
+def test_a_model_without_experts_has_no_auxiliary_loss() -> None:
     with pytest.raises(moesaic.ConfigError, match="Linear has no moesaic"):
         moesaic.aux_loss(nn.Linear(4, 4))

@@ -42,6 +42,10 @@ class DispatchGroups:
     tp: TensorParallel = NO_TP
     """Ranks that shard the matrices of the same experts."""
 
+    def __deepcopy__(self, memo: object) -> DispatchGroups:
+        """Return this object: copies of a layer share its groups."""
+        return self
+
     def local_slot_counts(self, counts_RS: Tensor) -> Tensor:
         """Return the rows of each rank for each slot of this rank, [ranks, slots]."""
         local = self.local_slots(counts_RS.shape[1])

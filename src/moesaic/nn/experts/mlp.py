@@ -1,7 +1,7 @@
 """Experts without a gate: down(activation(up(x))), with biases on demand.
 
-Upcycled models have such experts. They take torch's own operations, slot by slot, and neither
-replicas, tensor parallelism nor places.
+Upcycled models have such experts. Torch's own operations compute them, one slot after the other.
+They have no replicas, and support neither tensor parallelism nor eviction.
 """
 
 from __future__ import annotations

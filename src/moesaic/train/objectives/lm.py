@@ -211,7 +211,9 @@ class LanguageModelObjective:
     def _step_stats(self, result: StepResult, phases: PhaseTimer) -> LMStepStats:
         total, loss, balance, z, mismatches = self._reduce_losses(result.losses)
         counts = _copy_to_host(_sum_by_layer(result.losses, "kept_LE"))
-        requested = _copy_to_host(_sum_by_layer(result.losses, "requested_LE"))
+        requested = counts
+        if self.job.routing.capacity_factor is not None:
+            requested = _copy_to_host(_sum_by_layer(result.losses, "requested_LE"))
         dropped = {layer: int((requested[layer] - kept).sum()) for layer, kept in counts.items()}
         by_rank: dict[int, Tensor] = {}
         if self.job.log.is_sampled(result.step):

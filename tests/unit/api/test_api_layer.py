@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import moesaic
 
@@ -94,7 +96,32 @@ def test_initial_values_follow_torchs_seed() -> None:
     torch.manual_seed(3)
     meta.reset_parameters()
     assert torch.equal(meta.experts.arena, first.experts.arena)
+    first(torch.randn(3, 8))
     assert torch.equal(copy.deepcopy(first).experts.arena, first.experts.arena)
+    buffer = io.BytesIO()
+    torch.save(first, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert torch.equal(loaded.experts.arena, first.experts.arena)
+
+
+def test_a_meta_layer_takes_over_a_state_dict() -> None:
+    layer, meta = moesaic.MoE(8, 8, 4, 2), moesaic.MoE(8, 8, 4, 2, device="meta")
+    meta.load_state_dict(layer.state_dict(), assign=True)
+    x = torch.randn(5, 8)
+    assert torch.equal(meta(x), layer(x))
+
+
+def test_aux_loss_raises_rather_than_lose_its_gradient() -> None:
+    layer = moesaic.MoE(8, 8, 4, 2)
+    with torch.no_grad():
+        layer(torch.randn(5, 8))
+        assert layer.aux_loss > 0
+    with pytest.raises(moesaic.ConfigError, match="aux_loss has no gradient"):
+        _ = layer.aux_loss
+    x = torch.randn(5, 8, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert layer.aux_loss.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -108,6 +135,12 @@ def test_initial_values_follow_torchs_seed() -> None:
 def test_wrong_sizes(sizes: Any, said: str) -> None:
     with pytest.raises(moesaic.ConfigError, match=said):
         moesaic.MoE(*sizes)
+    with pytest.raises(moesaic.ConfigError, match="capacity_factor = 0 must be above 0"):
+        moesaic.MoE(8, 8, 4, 2, capacity_factor=0)
+    with pytest.raises(moesaic.ConfigError, match="needs a group"):
+        moesaic.MoE(8, 8, 4, 2, balance="quota")
+    with pytest.raises(moesaic.ConfigError, match="activation = 'tanh' is not one of swiglu, "):
+        moesaic.MoE(8, 8, 4, 2, activation="tanh")  # type: ignore[arg-type]
 
 
 def test_wrong_inputs_and_states() -> None:
