@@ -71,9 +71,8 @@ class ByHand(nn.Module):
         super().__init__()
         self.top_k, self.num_experts = like.router.top_k, like.num_experts
         self.router = nn.Parameter(like.router.weight.detach().clone())
-        arena = like.experts.arena.detach()
-        views = [view.clone() for _, _, view in like.experts.matrices(arena)]
-        self.gate, self.up, self.down = (nn.Parameter(torch.stack(views[i::3])) for i in range(3))
+        weights = [parameter.detach() for parameter in like.experts.parameters()]
+        self.gate, self.up, self.down = (nn.Parameter(torch.stack(weights[i::3])) for i in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         probabilities = (x @ self.router.T).softmax(-1)
@@ -117,7 +116,10 @@ def timed(world: World, rounds: int, root: int) -> measure.Times | None:
     )  # fmt: skip
     with torch.no_grad():
         layer.router.weight.copy_(inner.router.weight)
-        layer.experts.arena.copy_(inner.bank.arena)
+        for parameter, (*_, view) in zip(
+            layer.experts.parameters(), inner.bank.matrices(inner.bank.arena), strict=True
+        ):
+            parameter.copy_(view)
     by_hand = ByHand(layer)
     moesaic.exclude_experts(layer)
     ddp = DistributedDataParallel(layer)

@@ -50,14 +50,10 @@ def batch() -> Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(5)).double()
 
 
-def experts_of(model: Model, *, grad: bool) -> dict[str, Tensor]:
-    """Return this rank's expert matrices, or their gradients, by name."""
-    found = {}
-    for number, moe in enumerate(model.moes):
-        rows = moe.experts.arena.grad if grad else moe.experts.arena.detach()
-        for expert, matrix, view in moe.experts.matrices(rows):
-            found[f"{number}.{expert}.{matrix}"] = view.clone()
-    return found
+def experts_of(model: Model) -> dict[str, Tensor]:
+    """Return the gradients of this rank's experts by name."""
+    named = model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if "experts" in name and p.grad is not None}
 
 
 def alone(
@@ -70,7 +66,7 @@ def alone(
     for x in batch().chunk(micro_batches):
         loss = loss_of(model, model.moes, x) / micro_batches
         loss.backward()
-    grads = experts_of(model, grad=True) | {
+    grads = experts_of(model) | {
         name: p.grad.clone() for name, p in model.named_parameters() if "experts" not in name
     }
     return grads, float(moesaic.clip_grad_norm_(model, 1e-3)), float(loss.detach())
@@ -99,7 +95,7 @@ def together(
     for x in batch().chunk(micro_batches):
         loss = loss_of(wrapped, model.moes, x.chunk(world.size)[world.rank]) / micro_batches
         loss.backward()
-    grads = experts_of(model, grad=True)
+    grads = experts_of(model)
     for name, p in model.named_parameters():
         if "experts" not in name:
             assert p.grad is not None
@@ -152,8 +148,8 @@ def step_with_replicas(world: World, balance: str) -> tuple[int, Tensor, Tensor]
     x = torch.randn(2000, 64, dtype=torch.float64).abs()
     out = layer(x)
     (out.square().mean() + layer.aux_loss).backward()
-    assert layer.experts.arena.grad is not None
-    return layer.num_replicas, out.detach(), layer.experts.arena.grad
+    grads = [p.grad.flatten() for p in layer.experts.parameters() if p.grad is not None]
+    return layer.num_replicas, out.detach(), torch.cat(grads)
 
 
 def test_replicas_change_no_result(ranks: RankPool) -> None:
@@ -200,11 +196,11 @@ def copied_gradients(world: World) -> bool:
     layer.requires_grad_(True)
     for one in (layer, copied):
         one(torch.randn(TOKENS, HIDDEN) + world.rank).sum().backward()
-        grad = one.experts.arena.grad
-        assert grad is not None
-        mean = grad.clone()
-        dist.all_reduce(mean)
-        torch.testing.assert_close(mean / world.size, grad)
+        for parameter in one.experts.parameters():
+            assert parameter.grad is not None
+            mean = parameter.grad.clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(mean / world.size, parameter.grad)
     return True
 
 

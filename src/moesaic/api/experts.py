@@ -21,7 +21,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 
     Their gradients are averaged over all ranks by the layers themselves.
     """
-    return {layer.experts.arena for layer in _split_layers(model)}
+    return {one for layer in _split_layers(model) for one in layer.experts.parameters()}
 
 
 def exclude_experts(model: nn.Module) -> None:
@@ -39,18 +39,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     once. Every rank must call it.
     """
     layers = _split_layers(model)
-    experts = {layer.experts.arena for layer in layers}
+    experts = expert_parameters(model)
     dense = [p.grad for p in model.parameters() if p.grad is not None and p not in experts]
     total = torch.nn.utils.get_total_norm(dense)
     if isinstance(total, DTensor):
         total = total.full_tensor()
     total = total.double().square()
     for layer in layers:
-        grad, group, squared = layer.experts.arena.grad, layer.group, total.new_zeros(())
-        if grad is not None:
-            squared += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        assert group is not None
-        dist.all_reduce(squared, group=group.ep_group)
+        grads = [one.grad for one in layer.experts.parameters() if one.grad is not None]
+        squared = torch.nn.utils.get_total_norm(grads).to(total).square()
+        assert layer.group is not None
+        dist.all_reduce(squared, group=layer.group.ep_group)
         total = total + squared
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

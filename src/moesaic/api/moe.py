@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.api.ddp import is_averaged_by_ddp
 from moesaic.api.expert_group import ExpertGroup
+from moesaic.api.expert_parameters import ExpertParameters
 from moesaic.base.errors import ConfigError
 from moesaic.kernels.randomness import normal
 from moesaic.nn.aux_loss import AuxLoss
@@ -86,49 +87,45 @@ class MoE(nn.Module):
         self.group = group
         device = torch.empty(0, device=device).device
         groups = DispatchGroups() if group is None else group.dispatch_groups(device)
-        if experts % groups.ep_size:
-            raise ConfigError(
-                f"experts = {experts} do not split evenly over {groups.ep_size} ranks: give a "
-                "multiple, or a group of another size"
-            )
         self.hidden, self.num_experts = hidden, experts
         self.balance_loss, self.z_loss = balance_loss, z_loss
-        each = experts // groups.ep_size
-        owned = range(groups.ep_rank * each, (groups.ep_rank + 1) * each)
+        owned = _owned_experts(experts, groups)
         with device:
             self.router = Router(0, hidden, experts, top_k, renormalise=renormalise)
-            self.experts = _make_bank(owned, hidden, ffn, activation, bias=bias)
-        bank = cast("ExpertBank", self.experts)  # An MLPBank does what the layer asks of it.
-        layer = ExpertLayer(self.router, bank, Dispatcher(experts, groups, capacity_factor))
+            bank = _make_bank(owned, hidden, ffn, activation, bias=bias)
+        bank.to(dtype=dtype)
+        self.router.to(dtype=dtype)
+        self.ffn, self.activation = ffn, activation
+        average = None if group is None else group.average_gradient
+        self.experts = ExpertParameters(bank, average)
+        # An MLPBank does what the layer asks of a bank.
+        gated = cast("ExpertBank", bank)
+        layer = ExpertLayer(self.router, gated, Dispatcher(experts, groups, capacity_factor))
         self._layer = (layer,)  # A tuple, so that its modules are registered once.
+        self._aux: AuxLoss | None = None
+        self.register_load_state_dict_pre_hook(_check_state)
+        if not self.router.weight.is_meta:
+            self.reset_parameters()
         if balance != "none":
             layer.balancer = self._make_balancer(balance)
         self.num_replicas = 0
         """Replicas of experts in the last forward pass in training."""
-        self._aux: AuxLoss | None = None
-        self._known_arena: tuple[Tensor, ...] = ()
-        self.to(dtype=dtype or torch.get_default_dtype())
-        self.register_state_dict_post_hook(_split_experts)
-        self.register_load_state_dict_pre_hook(_join_experts)
-        self.register_load_state_dict_post_hook(_hook_loaded)
-        if not self.router.weight.is_meta:
-            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise router and experts from torch's generator, equally for any number of ranks."""
-        if isinstance(self.experts.arena, DTensor):
+        if isinstance(self.router.weight, DTensor):
             raise ConfigError("FSDP shards the layer: call reset_parameters() before fully_shard")
         if self.group is None:
             seed = int(torch.randint(2**62, ()))
         else:
             seed = self.group.broadcast_seed()
         _fill_normal(self.router.weight, seed, "router")
-        for expert, name, view in self.experts.matrices(self.experts.arena):
-            if name.endswith(".bias"):
-                view.zero_()
+        for name, parameter in self.experts.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
             else:
-                _fill_normal(view, seed, f"experts.{expert}.{name}")
+                _fill_normal(parameter, seed, f"experts.{name}")
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, in the shape of `x`."""
@@ -136,9 +133,15 @@ class MoE(nn.Module):
             raise ConfigError(
                 f"x has {x.shape[-1]} channels, but the layer has hidden = {self.hidden}"
             )
-        self._check_experts_are_excluded()
+        if self.group is not None and is_averaged_by_ddp(next(self.experts.parameters())):
+            raise ConfigError(
+                "DDP averages the experts of a moesaic.MoE, which differ from rank to rank: call "
+                "moesaic.exclude_experts(model) before DistributedDataParallel(model), with the "
+                "same model"
+            )
         (layer,) = self._layer
-        result: tuple[Tensor, MoEReport] = layer(x, Inputs(_NO_ROTARY, training=self.training))
+        with self.experts.computing():
+            result: tuple[Tensor, MoEReport] = layer(x, Inputs(_NO_ROTARY, training=self.training))
         out, report = result
         if self._aux is not None:
             self._aux.wait()
@@ -168,70 +171,43 @@ class MoE(nn.Module):
 
     def _make_balancer(self, policy: str) -> LayerBalancer:
         """Return the balancer of this layer; every rank must call this."""
-        if self.group is None or not isinstance(self.experts, ExpertBank):
+        if self.group is None or self.activation != "swiglu":
             raise ConfigError(
                 f'balance = "{policy}" needs a group and activation = "swiglu": give both, or '
                 'balance = "none"'
             )
-        sizes = {"hidden": self.hidden, "ffn": self.experts.ffn, "experts": self.num_experts}
-        arena, sizes = self.experts.arena, {**sizes, "top_k": self.router.top_k}
-        return self.group.make_balancer(sizes, policy, arena.device, arena.dtype)
+        sizes = {
+            "hidden": self.hidden, "ffn": self.ffn, "experts": self.num_experts,
+            "top_k": self.router.top_k,
+        }  # fmt: skip
+        weight = self.router.weight
+        return self.group.make_balancer(sizes, policy, weight.device, weight.dtype)
 
     def extra_repr(self) -> str:
         """Return sizes for `print(model)`."""
         groups = self._layer[0].dispatcher.groups
         return (
-            f"{self.hidden}, {self.experts.ffn}, experts={self.num_experts}, "
+            f"{self.hidden}, {self.ffn}, experts={self.num_experts}, "
             f"top_k={self.router.top_k}, ranks={groups.ep_size}"
         )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
-        """Move or cast the layer, which may replace parameters."""
-        super()._apply(fn, recurse)
-        self._hook_arena()
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without losses of the last forward pass."""
         return {**self.__dict__, "_aux": None}
 
-    def __setstate__(self, state: Any) -> None:
-        """Restore a copy of a layer, whose parameters are new."""
-        super().__setstate__(state)
-        self._known_arena = ()
-        self._hook_arena()
-
-    def _hook_arena(self) -> None:
-        """Average the arena's gradient over ranks, if that is not done yet."""
-        arena = self.experts.arena
-        if self.group is None or not arena.requires_grad:
-            return
-        if not (self._known_arena and self._known_arena[0] is arena):
-            arena.register_hook(self.group.average_gradient)
-            self._known_arena = (arena,)  # A tuple, so that it is registered once.
-
-    def _check_experts_are_excluded(self) -> None:
-        """Raise if FSDP or DDP treats the experts as dense parameters."""
-        if self.group is None:
-            return
-        arena = self.experts.arena
-        if not self._known_arena:
-            self._hook_arena()  # It was frozen before.
-        if self._known_arena and arena is not self._known_arena[0]:
-            raise ConfigError(
-                "the experts of a moesaic.MoE were replaced. If FSDP shards the model, call "
-                "fully_shard(module, ignored_params=moesaic.expert_parameters(model)), because its "
-                "group splits the experts already"
-            )
-        if is_averaged_by_ddp(arena):
-            raise ConfigError(
-                "DDP averages the experts of a moesaic.MoE, which differ from rank to rank: call "
-                "moesaic.exclude_experts(model) before DistributedDataParallel(model), with the "
-                "same model"
-            )
-
 
 _NO_ROTARY = Rotary(torch.empty(0), torch.empty(0))
+
+
+def _owned_experts(experts: int, groups: DispatchGroups) -> range:
+    """Return the experts of this rank."""
+    each, rest = divmod(experts, groups.ep_size)
+    if rest:
+        raise ConfigError(
+            f"experts = {experts} do not split evenly over {groups.ep_size} ranks: give a "
+            "multiple, or a group of another size"
+        )
+    return range(groups.ep_rank * each, (groups.ep_rank + 1) * each)
 
 
 def _make_bank(
@@ -268,50 +244,21 @@ def _fill_normal(out: Tensor, seed: int, name: str) -> None:
     out.copy_(values.mul_(_INIT_STD))
 
 
-def _keys(layer: MoE, prefix: str, rows: Tensor) -> dict[str, Tensor]:
-    """Return views of the experts in `rows`, by their keys in a state dict."""
-    parameters = layer.experts.matrices(rows)
-    return {f"{prefix}experts.{expert}.{_key(name)}": view for expert, name, view in parameters}
-
-
-def _key(name: str) -> str:
-    """Return the key of an expert's parameter, such as "up_proj.weight", in a state dict."""
-    matrix, _, kind = name.partition(".")
-    return f"{matrix}_proj.{kind or 'weight'}"
-
-
-def _hook_loaded(layer: MoE, _: object) -> None:
-    layer._hook_arena()
-
-
-def _split_experts(layer: MoE, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace the arena in a state dict by one tensor per matrix of each expert, unless FSDP shards
-    it."""
-    if not isinstance(layer.experts.arena, DTensor):
-        state |= _keys(layer, prefix, state.pop(f"{prefix}experts.arena"))
-
-
-def _join_experts(layer: MoE, state: dict[str, Any], prefix: str, *details: Any) -> None:
-    """Replace this rank's experts in a state dict by their arena, and drop other ranks' experts."""
-    if isinstance(layer.experts.arena, DTensor):
-        return
-    arena, missing = layer.experts.arena.detach(), details[2]
-    values = (state[key] for key in _keys(layer, prefix, arena) if key in state)
-    device = next((value.device for value in values), arena.device)
-    arena = torch.empty_like(arena, device=device) if arena.is_meta else arena.clone()
-    for key, view in _keys(layer, prefix, arena).items():
-        value = state.get(key)
-        if value is None:
-            missing.append(key)
-        elif value.shape != view.shape:
+def _check_state(layer: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raise if a state dict has other sizes; drop experts of other ranks from it."""
+    own = {f"{prefix}{name}": value for name, value in layer.state_dict().items()}
+    for key, value in own.items():
+        if key in state and state[key].shape != value.shape:
             raise ConfigError(
-                f"{key} has shape {list(value.shape)} in the state dict, but the layer needs "
-                f"{list(view.shape)}: create the layer with the sizes of the saved one"
+                f"{key} has shape {list(state[key].shape)} in the state dict, but the layer needs "
+                f"{list(value.shape)}: create the layer with the sizes of the saved one"
             )
-        else:
-            view.copy_(value)
-    names = {_key(name) for _, name, _ in layer.experts.matrices(arena)}
-    for expert in range(layer.num_experts):
-        for name in names:
-            state.pop(f"{prefix}experts.{expert}.{name}", None)
-    state[f"{prefix}experts.arena"] = arena
+    foreign = [
+        key
+        for expert in range(layer.num_experts)
+        if str(expert) not in layer.experts
+        for key in state
+        if key.startswith(f"{prefix}experts.{expert}.")
+    ]
+    for key in foreign:
+        del state[key]

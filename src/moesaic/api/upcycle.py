@@ -73,9 +73,9 @@ def upcycle(
             device=up.device, dtype=up.dtype,
         )  # fmt: skip
         with torch.no_grad():
-            for _, matrix, view in layer.experts.matrices(layer.experts.arena):
-                key = matrix if "." in matrix else f"{matrix}.weight"
-                view.copy_(dense.parameters[key])
+            for key, parameter in layer.experts.named_parameters():
+                _, matrix, kind = key.split(".")
+                parameter.copy_(dense.parameters[f"{matrix.removesuffix('_proj')}.{kind}"])
         replacement = nn.Sequential(layer, nn.Dropout(dense.dropout)) if dense.dropout else layer
         _check_equal(getattr(parent, name), replacement, f"{type(parent).__name__}.{name}")
         setattr(parent, name, replacement.train(parent.training))

@@ -51,8 +51,9 @@ def test_an_upcycled_model_learns() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0] - 1
-    arena = next(one for one in model.modules() if isinstance(one, moesaic.MoE)).experts.arena
-    assert not torch.equal(arena[0], arena[1])
+    state = next(one for one in model.modules() if isinstance(one, moesaic.MoE)).state_dict()
+    first, second = (state[f"experts.{expert}.up_proj.weight"] for expert in (0, 1))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.ReLU(), nn.SiLU()])

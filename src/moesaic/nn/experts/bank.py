@@ -63,7 +63,7 @@ class ExpertBank(nn.Module):
         """
         super().__init__()
         self.experts, self.tp, self.backend = list(experts), tp, backend
-        self.hidden, self.ffn = hidden, ffn // tp.size
+        self.hidden, self.ffn, self.names = hidden, ffn // tp.size, ("gate", "up", "down")
         width, num_experts = 3 * self.ffn * hidden, len(self.experts)
         self.places: Places | None = None
         """Memory of some experts; None if the arena has all of them."""

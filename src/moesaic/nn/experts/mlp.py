@@ -48,6 +48,7 @@ class MLPBank(nn.Module):
         super().__init__()
         self.experts, self.hidden, self.ffn = list(experts), hidden, ffn
         self.activation, self.bias = activation, bias
+        self.names = ("up.weight", "down.weight") + bias * ("up.bias", "down.bias")
         width = 2 * ffn * hidden + bias * (ffn + hidden)
         self.arena = nn.Parameter(torch.empty(len(self.experts), width))
 
