@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -160,17 +161,30 @@ def test_replicas_change_no_result(ranks: RankPool) -> None:
 
 
 def save_and_load(world: World, directory: Path, loading: bool) -> dict[str, Tensor]:
-    """Save an initial layer, or load it into another one, over the ranks of this world."""
+    """Save layer and optimizer after a step, or load them into others, over the ranks of this
+    world; return all tensors."""
     torch.manual_seed(9 if loading else 2)
     group = None if world.size == 1 else make_group(world, 1)
     layer = moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K, group=group)
-    state = layer.state_dict()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    x = torch.randn(TOKENS, HIDDEN)
+    (layer(x).square().mean() + layer.aux_loss).backward()
+    if world.size > 1:  # As DDP does.
+        dist.all_reduce(layer.router.weight.grad)
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(layer, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
     if loading:
         dcp.load(state, checkpoint_id=directory, process_group=world.group)
-        layer.load_state_dict(state)
+        set_state_dict(
+            layer, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
     else:
         dcp.save(state, checkpoint_id=directory, process_group=world.group)
-    return {key: value.clone() for key, value in layer.state_dict().items()}
+    tensors = dict(layer.state_dict())
+    for name, parameter in layer.named_parameters():
+        tensors[f"{name}, first moment"] = optimizer.state[parameter]["exp_avg"]
+    return {key: value.clone() for key, value in tensors.items()}
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
@@ -180,10 +194,30 @@ def test_a_checkpoint_loads_in_another_size(
     saved: dict[str, Tensor] = {}
     for state in ranks.run(before, save_and_load, tmp_path, False):
         saved |= state
-    assert len(saved) == 1 + 3 * EXPERTS
+    assert len(saved) == 2 * (1 + 3 * EXPERTS)
     for state in ranks.run(after, save_and_load, tmp_path, True):
-        assert len(state) == 1 + 3 * EXPERTS // after
+        assert len(state) == 2 * (1 + 3 * EXPERTS // after)
         assert all(torch.equal(value, saved[key]) for key, value in state.items())
+
+
+def sharded_without_group(world: World) -> None:
+    """Check that FSDP may shard a layer without a group: outputs, gradients and state dict."""
+    torch.manual_seed(0)
+    layer = moesaic.MoE(HIDDEN, FFN, EXPERTS, TOP_K, dtype=torch.float64)
+    plain = copy.deepcopy(layer)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (world.size,)))
+    for one in (layer, plain):
+        loss = one(batch()).square().mean() + one.aux_loss
+        loss.backward()
+    for actual, expected in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert is_dtensor(actual.grad)
+        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-9, atol=1e-12)
+    sizes = {name: value.shape for name, value in plain.state_dict().items()}
+    assert {name: value.shape for name, value in layer.state_dict().items()} == sizes
+
+
+def test_fsdp_shards_a_layer_without_a_group(ranks: RankPool) -> None:
+    ranks.run(2, sharded_without_group)
 
 
 def copied_gradients(world: World) -> bool:
