@@ -24,6 +24,7 @@ from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import parameters
 from moesaic.facts.workload.parameters import A, B, adapter_prefix, adapters
+from moesaic.models.chat import ChatTemplate
 from moesaic.models.hf.config import CONFIG_NAME, describe_path, read_config
 from moesaic.models.hf.reader import DTYPES, HFSource
 from moesaic.models.hf.shards import TensorReader
@@ -168,14 +169,9 @@ def _learnt_token_ids(directory: Path, job: Mapping[str, Any]) -> dict[str, Any]
     too."""
     special = special_token_ids(directory)
     if (job.get("data") or {}).get("format") == "chat":
-        # Imports Jinja, which other formats do not need.
-        from moesaic.models.chat import ChatTemplate, end_of_turn_id
-
         with suppress(DataError):  # The files may have changed since the run.
             tokenizer = FileTokenizer(str(directory))
-            turn_end = end_of_turn_id(
-                ChatTemplate(directory, "restore it", has_clock=False), tokenizer
-            )
+            turn_end = ChatTemplate(directory, has_clock=False).end_of_turn_id(tokenizer)
             if turn_end not in (None, tokenizer.end_id):
                 special[EOS_KEY] = [tokenizer.end_id, turn_end]
     return special

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.base.errors import DataError
-from moesaic.models.tokenizer import read_json_object
+from moesaic.models.tokenizer import TOKENIZER_FILE, read_json_object, special_tokens
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 EOS_KEY = "eos_token_id"
@@ -18,23 +18,13 @@ GENERATION_CONFIG_NAME = "generation_config.json"
 
 def special_token_ids(directory: Path) -> dict[str, Any]:
     """Return those of bos_token_id, eos_token_id and pad_token_id that the tokenizer files name."""
-    settings = read_json_object(directory / "tokenizer_config.json")
-    older = read_json_object(directory / "special_tokens_map.json")
-    tokenizer = read_json_object(directory / "tokenizer.json")
-    ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    tokenizer = read_json_object(directory / TOKENIZER_FILE)
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    result: dict[str, Any] = {}
-    for role in SPECIAL_TOKENS:
-        # Tokenizers look up the end token in both files.
-        for stated in (settings, older) if f"{role}_id" == EOS_KEY else (settings,):
-            token = stated.get(role)
-            text = token.get("content") if isinstance(token, dict) else token
-            number = ids.get(text)
-            if number is None and isinstance(vocabulary, dict):
-                number = vocabulary.get(text)
-            if isinstance(number, int):
-                result.setdefault(f"{role}_id", number)
-    return result
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    texts = special_tokens(directory)
+    found = {f"{role}_id": ids.get(texts.get(role)) for role in SPECIAL_TOKENS}
+    return {key: number for key, number in found.items() if number is not None}
 
 
 def as_ids(value: Any, origin: str) -> list[int]:

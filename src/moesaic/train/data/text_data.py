@@ -193,17 +193,16 @@ def _make_samples(
             f"data.sequence = {config.sequence} tokens: raise it"
         )
         if len(samples):
-            log(f"{origin}: {_describe_conversations(conversations, corpus, config.sequence)}")
+            log(f"{origin}: {_describe_conversations(conversations, config.sequence)}")
     if not len(samples):
         raise DataError(f"{origin} {problem}")
     return samples
 
 
-def _describe_conversations(samples: ConversationSamples, corpus: Corpus, sequence: int) -> str:
+def _describe_conversations(samples: ConversationSamples, sequence: int) -> str:
     """Return how many conversations there are, and how many were truncated or dropped."""
     text = (
-        f"{samples.num_conversations:,} conversations "
-        f"({', '.join(corpus.chat_formats)}) in {len(samples):,} samples, "
+        f"{samples.num_conversations:,} conversations in {len(samples):,} samples, "
         f"{samples.fill_ratio:.0%} full"
     )
     if samples.num_truncated or samples.num_dropped:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from moesaic.cli.main import main
-from moesaic.models.chat import ChatTemplate, end_of_turn_id
+from moesaic.models.chat import ChatTemplate
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.hf.special_tokens import special_token_ids
 from moesaic.models.tokenizer import FileTokenizer
@@ -135,7 +135,7 @@ def test_end_of_turn_token(name: str, marks: bool, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template)
     tokenizer = FileTokenizer(str(tmp_path))
     expected = TURN if name == "chatml" else END
-    assert end_of_turn_id(ChatTemplate(tmp_path, "restore it"), tokenizer) == expected
+    assert ChatTemplate(tmp_path).end_of_turn_id(tokenizer) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_end_of_turn_token(name: str, marks: bool, tmp_path: Path) -> None:
 def test_templates_without_an_end_of_turn(template: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template)
     tokenizer = FileTokenizer(str(tmp_path))
-    assert end_of_turn_id(ChatTemplate(tmp_path, "restore it"), tokenizer) is None
+    assert ChatTemplate(tmp_path).end_of_turn_id(tokenizer) is None
 
 
 JOB = """
@@ -252,5 +252,5 @@ def test_end_token_of_special_tokens_map(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     write(tmp_path / "tokenizer_config.json", eos_token=None)
     write(tmp_path / "special_tokens_map.json", eos_token="<|end|>", bos_token="<|start|>")
-    assert special_token_ids(tmp_path) == {"bos_token_id": FIRST, "eos_token_id": TURN}
+    assert special_token_ids(tmp_path) == {"bos_token_id": START, "eos_token_id": TURN}
     assert FileTokenizer(str(tmp_path)).end_id == TURN

@@ -32,7 +32,7 @@ def make_corpus(talks: list[Talk], vocab: int = 1 << 16) -> Corpus:
     bounds = np.concatenate([[0], np.cumsum([len(talk) for talk in talks])]).astype(np.int64)
     counted = np.concatenate([np.array(talk, np.bool_) for talk in talks])
     tokens = (np.arange(bounds[-1]) % vocab).astype(np.uint16)
-    return Corpus(tokens, bounds, "", counted, {"messages": len(talks)})
+    return Corpus(tokens, bounds, "", counted)
 
 
 def slow_fit(talks: list[Talk], corpus: Corpus, sequence: int) -> list[list[tuple[int, int]]]:
