@@ -184,7 +184,7 @@ def test_a_case_is_held_against_its_limit_and_transformers(dtype: str, skewed: b
     assert peer.name == "small, forward and backward, against transformers"
     assert min(limit.value, peer.value) > 0
     assert work.passes.x.grad is None
-    assert work.layer.bank.arena.grad is None
+    assert work.layer.moe.bank.arena.grad is None
 
 
 def test_decoding_reads_what_its_calls_multiply(monkeypatch: pytest.MonkeyPatch) -> None:

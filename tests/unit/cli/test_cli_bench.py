@@ -11,7 +11,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.models.expert_benchmark import DeviceLimit, ExpertLayerBenchmark, PreparedBatch
+from moesaic.models.expert_benchmark import DeviceLimit, ExpertLayerBenchmark, Passes
 from moesaic.models.hf.config import config_text
 
 LINE = ["bench", "layer", "--model", "tiny-mixtral", "--set", "seconds=5"]
@@ -56,13 +56,13 @@ def test_rows_are_printed_at_once(
 ) -> None:
     """A later lack of memory does not hide earlier results."""
 
-    def fail(layer: ExpertLayerBenchmark, dtype: str, tokens: int, max_s: float) -> PreparedBatch:
+    def fail(layer: ExpertLayerBenchmark, dtype: str, tokens: int) -> Passes:
         if tokens > 8:
             raise RuntimeError("no memory")
-        return original(layer, dtype, tokens, max_s)
+        return original(layer, dtype, tokens)
 
-    original = ExpertLayerBenchmark.prepare_batch
-    monkeypatch.setattr(ExpertLayerBenchmark, "prepare_batch", fail)
+    original = ExpertLayerBenchmark.passes
+    monkeypatch.setattr(ExpertLayerBenchmark, "passes", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         main([*LINE, *FEW])
     heading, _, limits, _, _, row = capfd.readouterr().out.splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -23,16 +25,6 @@ from moesaic.models.expert_benchmark import (
 LIMIT = DeviceLimit("fp32", 1e9, 1e9)
 
 
-class _Through:
-    def __init__(self, layer: Paced, pass_s: float) -> None:
-        self._layer, self.first_pass_s = layer, pass_s
-        layer.now_s += pass_s
-
-    def measure(self, budget_s: float) -> tuple[float, float]:
-        self._layer.now_s += 12 * self.first_pass_s + budget_s
-        return self.first_pass_s, 3 * self.first_pass_s
-
-
 class Paced:
     """A layer that takes 1 ms per token, and at best half of that."""
 
@@ -50,8 +42,13 @@ class Paced:
     def roofline(self, limit: DeviceLimit, tokens: int) -> Roofline:
         return Roofline(limit.dtype, tokens, tokens, tokens * 5e-4, tokens * 1.5e-3, "matmul")
 
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> _Through:
-        return _Through(self, tokens * 1e-3)
+    def passes(self, dtype: str, tokens: int) -> SimpleNamespace:
+        def advance(pass_s: float) -> None:
+            self.now_s += pass_s
+
+        return SimpleNamespace(
+            forward=partial(advance, tokens * 1e-3), step=partial(advance, tokens * 3e-3)
+        )
 
 
 def in_time(sizes: list[int], budget_s: float) -> tuple[list[MeasuredSpeed | SkippedBatch], float]:
