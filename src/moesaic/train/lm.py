@@ -19,7 +19,7 @@ from moesaic.models.init import InitialSource
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.policy.balance import reason_not_to_balance
 from moesaic.train.assemble import LMRun, assemble
-from moesaic.train.data import TextData
+from moesaic.train.data.text_data import TextData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 from moesaic.train.topology import check_topology, resolve_dispatch

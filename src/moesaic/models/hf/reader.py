@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-_ROWS_COMPARED = 4096
 
 
 @dataclass(frozen=True)
@@ -60,34 +58,25 @@ class HFSource:
         self._open_file: tuple[Path, Any] | None = None
         self._entry_offsets: dict[Path, dict[str, tuple[TensorEntry, int]]] = {}
         chosen = names.choose_slices(model, self._headers)
-        _check_weights(directory, model, self._headers, chosen)
         self._slices = {name: source for name, source in chosen.items() if source is not None}
-        self.notes: list[str] = []
-        """Messages about skipped tensors on file, with the reason."""
         used = {source.tensor for source in self._slices.values()}
+        used |= _scale_names(used, self._headers)
         unused: dict[str | None, list[str]] = {}
-        for tensor in sorted(self._headers.keys() - used - _scale_names(used, self._headers)):
+        for tensor in sorted(self._headers.keys() - used):
             unused.setdefault(_reason_to_skip(model, self._headers, tensor), []).append(tensor)
-        for reason, tensors in unused.items():
-            self.notes.append(
-                f"'{directory}': {_describe_tensors(tensors)} left out, and no export will have "
-                f"{'it' if len(tensors) == 1 else 'them'}: {reason}"
-            )
+        written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
+        missing = [written[name] for name, source in chosen.items() if source is None]
+        _check_complete(directory, missing, unused.pop(None, []))
+        for source in self._slices.values():
+            _check_header(source, self._headers)
+        self.notes = [
+            f"'{directory}': {_describe_tensors(tensors)} left out, and no export will have "
+            f"{'it' if len(tensors) == 1 else 'them'}: {reason}"
+            for reason, tensors in unused.items()
+        ]
+        """Messages about skipped tensors on file, with the reason."""
         if model.tied and names.HEAD in self._headers:
             self._check_tied(directory)
-
-    def __enter__(self) -> HFSource:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self.close()
-
-    def close(self) -> None:
-        """Close the mapped file; the source stays usable."""
-        self._open_file = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `read` returns a parameter: as on file, fp32 for fp8 blocks."""
@@ -112,7 +101,7 @@ class HFSource:
                 raise ValueError(f"{shard.key}: a model directory holds parameters only")
             if shard.num_elements:
                 self._fill(shard)
-        self.close()
+        self._open_file = None
 
     def _fill(self, shard: TensorShard) -> None:
         source = self._slices[shard.name]
@@ -158,21 +147,14 @@ class HFSource:
         return self._open_file[1]
 
     def _check_tied(self, directory: Path) -> None:
-        rows = self._headers[names.EMBEDDING].shape[0]
-        for first in range(0, rows, _ROWS_COMPARED):
-            count = min(_ROWS_COMPARED, rows - first)
-            left, right = (
-                self._read_slice(
-                    name, [slice(first, first + count), slice(0, self._headers[name].shape[1])]
-                )
-                for name in (names.EMBEDDING, names.HEAD)
+        box = [slice(0, extent) for extent in self._headers[names.EMBEDDING].shape]
+        left, right = (self._read_slice(name, box) for name in (names.EMBEDDING, names.HEAD))
+        if not torch.equal(left, right.to(left.dtype)):
+            raise WeightsError(
+                f"'{directory}': config.json ties the head, but tensor '{names.HEAD}' differs "
+                f"from '{names.EMBEDDING}': set tie_word_embeddings to false, or remove it"
             )
-            if not torch.equal(left, right.to(left.dtype)):
-                raise WeightsError(
-                    f"'{directory}': config.json ties the head, but tensor '{names.HEAD}' differs "
-                    f"from '{names.EMBEDDING}': set tie_word_embeddings to false, or remove it"
-                )
-        self.close()
+        self._open_file = None
 
 
 def _parameter_size(source: names.StoredSlice) -> tuple[int, ...]:
@@ -232,10 +214,9 @@ def _weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
     files = [directory / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.is_file():
-            count = sum(name == file.name for name in weight_map.values())
             raise WeightsError(
-                f"'{index}' names the file '{file.name}' for {count} tensors, but it is not there: "
-                "fetch the missing file"
+                f"'{index}' names the file '{file.name}', but it is not there: fetch the missing "
+                "file"
             )
     return files, weight_map
 
@@ -245,14 +226,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         raw = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"'{index}' cannot be read as JSON ({error}): restore it") from None
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict):
-        raise WeightsError(f"'{index}' has no table 'weight_map', as an index has: restore it")
-    plain = all(isinstance(n, str) and Path(n).name == n for n in weight_map.values())
-    if not plain or not weight_map:
+    weight_map: Any = raw.get("weight_map") if isinstance(raw, dict) else None
+    names_of_files = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not names_of_files or not all(
+        isinstance(name, str) and Path(name).name == name for name in names_of_files
+    ):
         raise WeightsError(f"'{index}' must map tensors to files beside it: restore it")
-    result: dict[str, str] = weight_map
-    return result
+    return dict(weight_map)
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -273,43 +253,35 @@ def _reason_to_skip(
     return names.reason_to_skip(model, tensor)
 
 
-def _check_weights(
-    directory: Path,
-    model: ModelConfig,
-    headers: Mapping[str, TensorHeader],
-    slices: Mapping[str, names.StoredSlice | None],
-) -> None:
-    written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
-    missing = [written[name] for name, source in slices.items() if source is None]
-    placed = {source.tensor: source for source in slices.values() if source is not None}
-    used = placed.keys() | _scale_names(placed, headers)
-    unused = [t for t in headers if t not in used and _reason_to_skip(model, headers, t) is None]
+def _check_complete(directory: Path, missing: Sequence[str], unknown: Sequence[str]) -> None:
     problems = []
     if missing:
         problems.append(f"{_describe_tensors(missing)} missing")
-    if unused:
-        problems.append(f"{_describe_tensors(sorted(unused))} not part of the model")
+    if unknown:
+        problems.append(f"{_describe_tensors(unknown)} not part of the model")
     if problems:
         raise WeightsError(
             f"'{directory}': {'; '.join(problems)}: "
             "the weights and config.json must belong to one model"
         )
-    for tensor, source in placed.items():
-        header = headers[tensor]
-        if header.shape != source.shape:
-            count = sum(headers[t].shape != p.shape for t, p in placed.items())
-            raise WeightsError(
-                f"'{header.file}': tensor '{tensor}' has shape {list(header.shape)}, but "
-                f"config.json implies {list(source.shape)} ({count} of {len(placed)} "
-                "tensors differ): the weights and config.json must belong to one model"
-            )
-        if header.dtype == fp8.DTYPE:
-            _check_scales(tensor, headers)
-        elif header.dtype not in DTYPES:
-            raise WeightsError(
-                f"'{header.file}': tensor '{tensor}' is of dtype {header.dtype}, which is not "
-                f"supported: convert the model to one of {', '.join(DTYPES)}"
-            )
+
+
+def _check_header(source: names.StoredSlice, headers: Mapping[str, TensorHeader]) -> None:
+    """Raise if the tensor of `source` has another shape, or a dtype that is not supported."""
+    tensor, header = source.tensor, headers[source.tensor]
+    if header.shape != source.shape:
+        raise WeightsError(
+            f"'{header.file}': tensor '{tensor}' has shape {list(header.shape)}, but "
+            f"config.json implies {list(source.shape)}: the weights and config.json must belong "
+            "to one model"
+        )
+    if header.dtype == fp8.DTYPE:
+        _check_scales(tensor, headers)
+    elif header.dtype not in DTYPES:
+        raise WeightsError(
+            f"'{header.file}': tensor '{tensor}' is of dtype {header.dtype}, which is not "
+            f"supported: convert the model to one of {', '.join(DTYPES)}"
+        )
 
 
 def _scale_names(tensors: Iterable[str], headers: Mapping[str, TensorHeader]) -> set[str]:

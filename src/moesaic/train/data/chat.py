@@ -27,7 +27,8 @@ from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
 from moesaic.models.chat import TOOL_CALLS, ChatTemplate, TextSpan, function_of
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer
-from moesaic.train.data.text import TextSource, read_records
+from moesaic.train.data.sources import TextSource
+from moesaic.train.data.text import read_records
 
 CHAT_FORMATS = ("messages", "conversations", "prompt")
 """Key of each format; the first one that a line has decides."""

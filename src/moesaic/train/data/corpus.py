@@ -28,7 +28,8 @@ from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.base.safetensors_file import sync_directory
 from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.data.chat import ChatEncoder, EncodedDocuments
-from moesaic.train.data.text import TextSource, fingerprint, read_text
+from moesaic.train.data.sources import TextSource, fingerprint
+from moesaic.train.data.text import read_text
 
 FORMAT = 3
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"

@@ -23,7 +23,7 @@ from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
 from moesaic.train.data.rank_zero_first import run_rank_zero_first
-from moesaic.train.data.text import TextSource, find_text
+from moesaic.train.data.sources import TextSource, find_sources
 
 _CHUNK = 1 << 20
 _MESSAGE_S = 2.0
@@ -73,19 +73,12 @@ class TextData:
         check_vocabulary(vocab, self.tokenizer)
 
 
-def check_text(config: DataConfig) -> None:
-    """Raise the errors of opening `config` that show without reading text."""
-    _find_sources(config)
-    if config.format == "chat":
-        ChatEncoder(config, open_tokenizer(config.tokenizer, config.end_token))
-
-
 def _open(
     config: DataConfig, seed: int, heartbeat: Callable[[], None], log: Callable[[str], None]
 ) -> TextData:
     tokenizer = open_tokenizer(config.tokenizer, config.end_token)
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
-    sources = _find_sources(config)
+    sources = find_sources(config)
     chat = ChatEncoder(config, tokenizer) if config.format == "chat" else None
     corpora = [
         open_corpus(source, tokenizer, cache, _make_progress_callback(source, heartbeat, log), chat)
@@ -101,20 +94,6 @@ def _open(
     ]  # fmt: skip
     digest = hashlib.sha256("\n".join(map(str, fields)).encode()).hexdigest()
     return TextData(tokenizer, samples[0], validation, digest)
-
-
-def _find_sources(config: DataConfig) -> list[TextSource]:
-    """Return the training text and, if it is separate, the validation text."""
-    kind, text_key = config.format, config.text_key
-    sources = [find_text("data.path", config.path, kind, text_key, config.split)]
-    if config.validation_path is not None:
-        sources.append(
-            find_text(
-                "data.validation_path", config.validation_path, kind, text_key,
-                config.validation_split,
-            )
-        )  # fmt: skip
-    return sources
 
 
 def _make_progress_callback(

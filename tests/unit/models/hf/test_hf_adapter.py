@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,23 +225,6 @@ def test_dry_run_counts_adapter_parameters(
     assert main(call) == 0
     written = load_file(Path("adapter", ADAPTER_WEIGHTS_NAME))
     assert output["parameters"] == {"total": sum(tensor.numel() for tensor in written.values())}
-
-
-def test_max_shard_bytes_warns_for_adapters(base: None, capfd: pytest.CaptureFixture[str]) -> None:
-    run_job(["experts"], steps=1)
-    words = 'warning: max_shard_bytes has no effect: to = "adapter" writes one file\n'
-    for to, sets, more, said in (
-        ("adapter", ["max_shard_bytes=9"], ["--dry-run"], 1),
-        ("adapter", ["max_shard_bytes=9"], [], 1),
-        ("adapter", [], ["--dry-run"], 0),
-        ("checkpoint", ["max_shard_bytes=9"], ["--dry-run"], 0),
-    ):
-        given = [word for item in (f"to={to}", *sets) for word in ("--set", item)]
-        capfd.readouterr()
-        assert main(["convert", "run", "--out", "adapter", *given, *more]) == 0
-        assert capfd.readouterr().err.count(words) == said, (to, sets, more)
-        assert Path("adapter").exists() == (not more)
-        shutil.rmtree("adapter", ignore_errors=True)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from directories import put_sharded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -139,11 +140,7 @@ def test_scales_in_another_file_and_fused_experts(tmp_path: Path) -> None:
     tensors[f"{at}.gate_up_proj"] = torch.stack(bits)
     tensors[f"{at}.gate_up_proj_scale_inv"] = torch.stack(scales)
     (tmp_path / SINGLE_NAME).unlink()
-    file_of = {name: f"{'scale' in name}.safetensors" for name in tensors}
-    for file in set(file_of.values()):
-        save_file({n: t for n, t in tensors.items() if file_of[n] == file}, tmp_path / file)
-    index = {"weight_map": file_of}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    put_sharded(tmp_path, tensors, lambda _, name: f"{'scale' in name}.safetensors")
     source = HFSource(tmp_path, RAGGED)
     for name, expected in expected_values.items():
         assert torch.equal(source.read(name), expected), name

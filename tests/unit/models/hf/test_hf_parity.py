@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from directories import InMemoryTensors, digests
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf.config import read_config
 from moesaic.models.hf.names import choose_slices
 from moesaic.models.hf.reader import HFSource
-from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import local_params, tensor_shards
@@ -59,12 +58,6 @@ def run(model: LanguageModel, tokens: Tensor) -> Tensor:
 
 def export(model: LanguageModel, target: Path, **options: Any) -> None:
     write_model(target, model.config, InMemoryTensors(tensor_shards(model)), **options)
-
-
-def digests(directory: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
-    }
 
 
 @pytest.mark.parametrize("case", CASES)

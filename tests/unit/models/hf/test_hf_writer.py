@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from directories import InMemoryTensors, random_tensors, read_back
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
-from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
-from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
 from moesaic.models.hf.settings import Precision
-from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 
 OLMOE = ModelConfig(
@@ -28,23 +25,8 @@ OLMOE = ModelConfig(
 )  # fmt: skip
 
 
-def weights(
-    dtype: torch.dtype = torch.float32, wide: Iterable[str] = (), model: ModelConfig = OLMOE
-) -> InMemoryTensors:
-    tensor_shards = []
-    for p in parameters(model):
-        values = torch.randn(p.shape, dtype=torch.float32 if p.kind in wide else dtype)
-        tensor_shards.append(
-            TensorShard.of_tensor(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,))
-        )
-    return InMemoryTensors(tensor_shards)
-
-
-def read_back(directory: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+def weights() -> InMemoryTensors:
+    return random_tensors(OLMOE)
 
 
 def same(directory: Path, tensors: InMemoryTensors, model: ModelConfig = OLMOE) -> None:
@@ -88,7 +70,7 @@ def test_tensors_are_aligned_and_config_names_the_main_dtype(tmp_path: Path) -> 
     odd = ModelConfig(
         family="llama", vocab=3, hidden=7, layers=1, heads=1, kv_heads=1, head_dim=2, ffn=3
     )
-    tensors = weights(torch.bfloat16, wide=("norm",), model=odd)
+    tensors = random_tensors(odd, torch.bfloat16, wide=("norm",))
     write_model(tmp_path / "out", odd, tensors)
     same(tmp_path / "out", tensors, odd)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -136,7 +118,7 @@ def test_fp16_overflow_is_rejected(tmp_path: Path) -> None:
 def test_overflow_is_rejected_and_infinities_are_kept(
     dtype: torch.dtype, value: float, precision: Precision, tmp_path: Path
 ) -> None:
-    tensors = weights(dtype=dtype)
+    tensors = random_tensors(OLMOE, dtype)
     tensors.read("head.weight").view(-1)[3] = float("inf")
     write_model(tmp_path / "kept", OLMOE, tensors, dtype=precision)
     assert read_back(tmp_path / "kept")["lm_head.weight"].isinf().sum() == 1

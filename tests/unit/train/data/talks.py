@@ -13,7 +13,7 @@ from moesaic.base.config import parse
 from moesaic.facts.job import DataConfig
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.train.data.chat import ChatEncoder
-from moesaic.train.data.text import find_text
+from moesaic.train.data.sources import find_text
 
 Record = dict[str, Any]
 Rows = list[tuple[list[int], list[int]]]

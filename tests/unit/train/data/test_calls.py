@@ -24,8 +24,8 @@ from moesaic.dist.world import World
 from moesaic.models.hf.writer import copy_companions, find_companions
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.chat_templates import CHATML, TEMPLATES, write_tokenizer
-from moesaic.train.data import TextData
 from moesaic.train.data.chat import ChatEncoder
+from moesaic.train.data.text_data import TextData
 
 TOOLS = """{%- set first = messages[0].content + '\\n' if messages[0].role == 'system' else '' %}
 {%- if tools %}

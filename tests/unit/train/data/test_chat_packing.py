@@ -15,7 +15,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import tiny_job
 from moesaic.train.assemble import assemble
-from moesaic.train.data import Batch, split_documents
+from moesaic.train.data.batch import Batch, split_documents
 from moesaic.train.data.chat_packing import ConversationSamples, best_fit_pack
 from moesaic.train.data.corpus import Corpus
 from moesaic.train.data.shuffle import Shuffle

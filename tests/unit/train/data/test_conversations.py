@@ -21,7 +21,8 @@ from moesaic.testing.chat_templates import (
     without_generation_marks,
     write_tokenizer,
 )
-from moesaic.train.data import TextData, check_text
+from moesaic.train.data.sources import find_sources
+from moesaic.train.data.text_data import TextData
 
 
 def say(*contents: str, system: str | None = None) -> Record:
@@ -198,9 +199,8 @@ def test_requirements_of_conversations(tmp_path: Path) -> None:
     config = configure(write_lines(tmp_path / "a.jsonl", [say("Hi", "Hello")]))
     write_tokenizer(tmp_path / "tok")
     with pytest.raises(DataError, match=r"has no chat template: choose another one"):
-        check_text(config)
+        TextData.open(config, 0, World.solo())
     write_tokenizer(tmp_path / "tok", "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}hi")
-    check_text(config)
     with pytest.raises(DataError, match=r"line 1 of .*marks nothing of this conversation"):
         TextData.open(config, 0, World.solo())
     for changes, words in (
@@ -212,7 +212,7 @@ def test_requirements_of_conversations(tmp_path: Path) -> None:
             configure(tmp_path / "a.jsonl", **changes)
         assert words in str(caught.value)
     with pytest.raises(DataError, match=r"holds no file named \*\.jsonl, \*\.ndjson, \*\.parquet"):
-        check_text(configure(tmp_path / "tok"))
+        find_sources(configure(tmp_path / "tok"))
 
 
 def test_batch_size_does_not_change_the_corpus(

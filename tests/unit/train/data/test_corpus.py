@@ -13,7 +13,7 @@ from moesaic.base.errors import DataError, StoreError
 from moesaic.models.tokenizer import ByteTokenizer
 from moesaic.train.data import corpus as corpora
 from moesaic.train.data.corpus import Corpus, open_corpus
-from moesaic.train.data.text import TextSource, find_text
+from moesaic.train.data.sources import TextSource, find_text
 
 TEXTS = ["alpha", "", "beta gamma", "\u00e9"]
 

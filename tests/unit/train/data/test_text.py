@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from moesaic.base.errors import DataError
-from moesaic.train.data.text import TextSource, find_text, read_text
+from moesaic.train.data.sources import TextSource, find_text
+from moesaic.train.data.text import read_text
 
 DOCUMENTS = ["first", "zwéite\r\n\nZeile", "third \U0001f408"]
 

@@ -12,10 +12,10 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
-from moesaic.train.data import PackedSamples, Samples, TextData, check_text
-from moesaic.train.data.batch import make_token_stream
+from moesaic.train.data.batch import PackedSamples, Samples, make_token_stream
 from moesaic.train.data.corpus import Corpus
-from moesaic.train.data.text_data import select_held_out
+from moesaic.train.data.sources import find_sources
+from moesaic.train.data.text_data import TextData, select_held_out
 
 NUM = 200
 
@@ -140,14 +140,14 @@ def test_too_little_text(tmp_path: Path) -> None:
         open_data(tmp_path, validation_path=str(tmp_path / "b.jsonl"))
 
 
-def test_check_reads_and_writes_nothing(tmp_path: Path) -> None:
+def test_sources_are_found_without_reading(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("not JSON")
-    check_text(configure(tmp_path))
+    find_sources(configure(tmp_path))
     with pytest.raises(DataError, match=r"data\.validation_path = 'none' does not exist"):
-        check_text(configure(tmp_path, validation_path="none"))
+        find_sources(configure(tmp_path, validation_path="none"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=r"pipe' is neither a file nor a directory: give"):
-        check_text(configure(tmp_path, path=str(tmp_path / "pipe")))
+        find_sources(configure(tmp_path, path=str(tmp_path / "pipe")))
     (tmp_path / "pipe").unlink()
     with pytest.raises(DataError, match=r"data\.path = 'none' does not exist"):
         open_data(tmp_path, path="none")
