@@ -4,7 +4,7 @@ or reading the experts' weights. `moesaic bench layer` and the benchmarks both m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
@@ -33,14 +33,10 @@ _MIN_PASSES = 13
 which count threefold."""
 _MAX_PASSES = 60
 """Passes after which the median is stable."""
-_UNTRIED_FACTOR = 3
-"""Assumed time of a batch that was not tried, over its least time."""
 _FIRST_PASS_FACTOR = 3
 """Factor by which a first pass may exceed a later one."""
 _LIMIT_TIMEOUT_S = 10.0
 """Seconds for a limit in any case."""
-_SAFETY_FACTOR = 1.3
-"""Factor of time for a machine whose speed varies."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ class SkippedBatch:
     reason: Literal["time", "memory"]
     """The resource that does not suffice."""
     needed: float
-    """Seconds needed, or bytes beside the experts."""
+    """Least seconds of all its passes, or bytes beside the experts."""
 
 
 def measure_speeds(
@@ -127,7 +123,7 @@ def measure_speeds(
             continue
         least_s = _MIN_PASSES * least.forward_s
         if least_s > left_s:  # Not even at best: no need to try.
-            yield SkippedBatch(least, "time", _UNTRIED_FACTOR * least_s)
+            yield SkippedBatch(least, "time", least_s)
             continue
         start, passes = layer.clock(), layer.passes(limit.dtype, tokens)
         first_s = _first_pass_s(passes, layer.clock, _FIRST_PASS_FACTOR * left_s / _MIN_PASSES)
@@ -154,27 +150,6 @@ def _first_pass_s(passes: Passes, clock: Callable[[], float], max_s: float) -> f
     start = clock()
     passes.forward()
     return min(first_s, clock() - start)
-
-
-def required_s(found: Sequence[MeasuredSpeed | SkippedBatch]) -> float:
-    """Return seconds in which all of these batches can be measured."""
-    return _SAFETY_FACTOR * sum(
-        _MIN_PASSES * one.forward_s if isinstance(one, MeasuredSpeed) else one.needed
-        for one in found
-        if isinstance(one, MeasuredSpeed) or one.reason == "time"
-    )
-
-
-def max_limits(
-    first_limits: Sequence[DeviceLimit], second_limits: Sequence[DeviceLimit]
-) -> list[DeviceLimit]:
-    """Return the higher of limits measured twice: the machine may have been busy."""
-    read = max(limit.bytes_per_s for limit in (*first_limits, *second_limits))
-    pairs = zip(first_limits, second_limits, strict=True)
-    return [
-        DeviceLimit(first.dtype, max(first.flops_per_s, other.flops_per_s), read)
-        for first, other in pairs
-    ]
 
 
 class ExpertLayerBenchmark:
@@ -252,16 +227,6 @@ class ExpertLayerBenchmark:
             max(products_s, read_s), max(3 * products_s, 2 * read_s + written_s),
             "matmul" if products_s > read_s else "memory",
         )  # fmt: skip
-
-    def with_limits(
-        self, limits: Sequence[DeviceLimit], speeds: Sequence[MeasuredSpeed]
-    ) -> list[MeasuredSpeed]:
-        """Return `speeds` against these limits."""
-        by_dtype = {limit.dtype: limit for limit in limits}
-        return [
-            replace(one, roofline=self.roofline(by_dtype[one.roofline.dtype], one.roofline.tokens))
-            for one in speeds
-        ]
 
     @property
     def free_bytes(self) -> int:

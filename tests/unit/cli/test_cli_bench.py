@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -74,9 +73,8 @@ def test_rows_are_printed_at_once(
 def test_batches_without_time_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--set", "seconds=1e-6", "--set", 'dtypes=["fp32"]']) == 0
     text = capfd.readouterr().out
-    assert "\nskipped: fp32 with 1, 16, 128, 512, 2,048 tokens: a batch takes up to " in text
-    (seconds,) = re.findall(r"; add --set seconds=(\d+)\n$", text)
-    assert 0 < int(seconds) <= 3600
+    assert "\nskipped: fp32 with 1, 16, 128, 512, 2,048 tokens: a batch takes " in text
+    assert "; raise seconds (--set seconds=...)" in text
 
 
 def test_batches_without_memory_are_named(
@@ -88,22 +86,6 @@ def test_batches_without_memory_are_named(
     text = capfd.readouterr().out
     assert "\nskipped: fp32 with 100,000 tokens: a batch needs up to " in text
     assert text.endswith("use fewer tokens (--set tokens=...)\n")
-
-
-def test_a_higher_second_limit_counts(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The machine was busy at first, so efficiencies were a thousand times too high."""
-    limits = iter([[DeviceLimit("fp32", 1e8, 1e9)], [DeviceLimit("fp32", 1e15, 1e15)]])
-    monkeypatch.setattr(ExpertLayerBenchmark, "measure_limits", lambda *_: next(limits))
-    assert main([*LINE, "--set", "tokens=[1]", "--set", 'dtypes=["fp32"]']) == 0
-    captured = capfd.readouterr()
-    first, second = [line for line in captured.out.splitlines() if line.startswith("fp32")]
-    assert first.split()[-1] == "matmul"
-    assert second.split()[-2] == "0%"
-    words = "\nmeasured again, the limits are higher\nlimits: matmul fp32 1e+03 "
-    assert words in captured.out
-    assert "of the matmul limit" not in captured.err
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,7 @@ from moesaic.models.expert_benchmark import (
     MeasuredSpeed,
     Roofline,
     SkippedBatch,
-    max_limits,
     measure_speeds,
-    required_s,
 )
 
 LIMIT = DeviceLimit("fp32", 1e9, 1e9)
@@ -67,26 +65,11 @@ def test_batches_stay_within_the_time_budget(budget_s: float) -> None:
     assert measured_sizes == [size for size in (1, 10, 100, 1000) if 13e-3 * size <= budget_s / 1.2]
 
 
-@pytest.mark.parametrize("sizes", [[1, 10, 100, 1000], [1000, 1], [300, 300]])
-def test_required_time_suffices(sizes: list[int]) -> None:
-    found, _ = in_time(sizes, 0.05)
-    assert any(isinstance(one, SkippedBatch) for one in found)
-    found, _ = in_time(sizes, required_s(found))
-    assert all(isinstance(one, MeasuredSpeed) for one in found)
-
-
 def test_batches_beyond_memory_are_skipped() -> None:
     (small, large), took_s = in_time([1, 1001], 50.0)
     assert isinstance(small, MeasuredSpeed)
     assert large == SkippedBatch(Paced().roofline(LIMIT, 1001), "memory", 1001)
     assert took_s < 1
-
-
-def test_max_limits_takes_the_higher_limit() -> None:
-    one, two = [DeviceLimit("fp32", 1.0, 5.0), DeviceLimit("bf16", 4.0, 5.0)], [
-        DeviceLimit("fp32", 2.0, 3.0), DeviceLimit("bf16", 3.0, 3.0),
-    ]  # fmt: skip
-    assert max_limits(one, two) == [DeviceLimit("fp32", 2.0, 5.0), DeviceLimit("bf16", 4.0, 5.0)]
 
 
 def test_limits_use_large_matmuls_at_any_budget(
