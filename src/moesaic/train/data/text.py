@@ -97,7 +97,7 @@ def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dic
     with _wrap_read_errors(file, "Parquet"), pq.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         known = [name for name in columns if name in schema.names] or schema.names
-        read = _make_converter(pa.struct([_unique_field(schema, name, file) for name in known]), "")
+        read = _make_converter(pa.struct([schema.field(name) for name in known]), "")
         for batch in parquet.iter_batches(_BATCH_ROWS, columns=known):
             for row in batch.to_pylist():
                 number += 1
@@ -107,12 +107,6 @@ def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dic
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from None
                 yield where, record
-
-
-def _unique_field(schema: pa.Schema, name: str, file: Path) -> pa.Field:
-    if schema.names.count(name) > 1:
-        raise DataError(f"'{file}' has more than one column '{name}': rename all but one")
-    return schema.field(name)
 
 
 def _make_converter(kind: pa.DataType, name: str) -> Callable[[Any], Any]:
@@ -158,7 +152,7 @@ def _read_parquet(file: Path, source: TextSource) -> Iterator[str]:
         schema = parquet.schema_arrow
         if source.text_key not in schema.names:
             raise DataError(_missing_column_message(f"'{file}'", source.text_key, schema.names))
-        _check_type(_unique_field(schema, source.text_key, file).type, f"'{file}'", source.text_key)
+        _check_type(schema.field(source.text_key).type, f"'{file}'", source.text_key)
         for batch in parquet.iter_batches(_BATCH_ROWS, columns=[source.text_key]):
             yield from (text or "" for text in batch.column(0).to_pylist())
 
@@ -189,24 +183,24 @@ def _read_dataset(source: TextSource, cache: Path) -> Iterator[str]:
     # Exceptions of `datasets` vary; these are its own and those of its readers.
     library_error = datasets.exceptions.DatasetsError
     read_errors = (library_error, ValueError, OSError, pa.ArrowException, StopIteration)
-    with _without_progress_bars(datasets):
-        try:
-            is_saved = any((directory / name).is_file() for name in DATASET_FILES)
-            dataset = (
-                datasets.load_from_disk(str(directory))
-                if is_saved
-                else datasets.load_dataset(str(directory), streaming=True, cache_dir=str(cache))
-            )
-            rows = _choose_split(dataset, source.split, label)
-            yield from _read_rows(rows, source.text_key, label)
-        except DataError:
-            raise
-        except read_errors as error:
-            detail = " ".join(str(error).split())
-            raise DataError(
-                f"{label} cannot be read ({type(error).__name__}: {detail}): save it anew, or "
-                "give a glob of its files and data.format"
-            ) from None
+    datasets.disable_progress_bars()  # The caller draws one.
+    try:
+        is_saved = any((directory / name).is_file() for name in DATASET_FILES)
+        dataset = (
+            datasets.load_from_disk(str(directory))
+            if is_saved
+            else datasets.load_dataset(str(directory), streaming=True, cache_dir=str(cache))
+        )
+        rows = _choose_split(dataset, source.split, label)
+        yield from _read_rows(rows, source.text_key, label)
+    except DataError:
+        raise
+    except read_errors as error:
+        detail = " ".join(str(error).split())
+        raise DataError(
+            f"{label} cannot be read ({type(error).__name__}: {detail}): save it anew, or "
+            "give a glob of its files and data.format"
+        ) from None
 
 
 def _choose_split(dataset: Any, split: str, label: str) -> Any:
@@ -229,15 +223,3 @@ def _read_rows(rows: Any, text_key: str, label: str) -> Iterator[str]:
     for table in rows.select_columns([text_key]).with_format("arrow").iter(_BATCH_ROWS):
         _check_type(table.schema.field(text_key).type, label, text_key)
         yield from (text or "" for text in table.column(text_key).to_pylist())
-
-
-@contextmanager
-def _without_progress_bars(datasets: Any) -> Iterator[None]:
-    """Disable the library's progress bars, because the caller draws one."""
-    was_enabled = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            datasets.enable_progress_bars()

@@ -17,8 +17,8 @@ from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.kernels.randomness import uniform
 from moesaic.models.hf.origin import TOKENIZER
-from moesaic.models.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
-from moesaic.train.data.batch import PackedSamples, Samples, make_token_stream
+from moesaic.models.tokenizer import Tokenizer, open_tokenizer
+from moesaic.train.data.batch import PackedSamples, Samples
 from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
@@ -67,10 +67,6 @@ class TextData:
     def files(self) -> dict[str, bytes]:
         """Return the tokenizer's files, by path in a run's directory."""
         return {f"{TOKENIZER}/{name}": data for name, data in self.tokenizer.files().items()}
-
-    def check_vocab(self, vocab: int) -> None:
-        """Raise unless a model with `vocab` embeddings covers every token."""
-        check_vocabulary(vocab, self.tokenizer)
 
 
 def _open(
@@ -159,10 +155,10 @@ def _make_samples(
             "change data.validation_share, or name data.validation_path"
         )
     if corpus.loss_mask is None:
-        stream = make_token_stream(corpus, selected)
-        samples: Samples = PackedSamples(stream, config.sequence, config.packing, seed)
+        packed = PackedSamples(corpus, selected, config.sequence, config.packing, seed)
+        samples: Samples = packed
         problem = (
-            f"gives {stream.num_tokens} tokens, but one sample takes data.sequence + 1 = "
+            f"gives {packed.num_tokens} tokens, but one sample takes data.sequence + 1 = "
             f"{config.sequence + 1}: give more text, or shorten data.sequence"
         )
     else:

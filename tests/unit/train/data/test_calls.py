@@ -471,9 +471,6 @@ def test_errors_of_a_table(tmp_path: Path) -> None:
     words = r"row 2 of .*: column 'tools' holds '\[{', which is not JSON \(.*: mend the file"
     with pytest.raises(DataError, match=words):
         ours(path)
-    pq.write_table(whole.rename_columns(["prompt", "completion", "prompt"]), path)
-    with pytest.raises(DataError, match=r"a\.parquet' has more than one column 'prompt': rename"):
-        ours(path)
     dated = [{"name": "f", "since": date(2026, 1, 2)}]
     pq.write_table(pa.table({"prompt": ["a"], "completion": ["c"], "tools": [dated]}), path)
     with pytest.raises(DataError, match=r"row 1 of .* fails \(TypeError: .*date is not JSON"):

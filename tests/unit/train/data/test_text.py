@@ -128,7 +128,6 @@ def test_saved_dataset(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert documents(tmp_path / "both") == DOCUMENTS[:2]
     assert documents(tmp_path / "both", split="validation") == DOCUMENTS[2:]
     assert capfd.readouterr() == ("", "")
-    assert datasets.is_progress_bar_enabled()
 
 
 def test_dataset_repository(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

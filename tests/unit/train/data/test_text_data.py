@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError, DataError
+from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
-from moesaic.train.data.batch import PackedSamples, Samples, make_token_stream
+from moesaic.train.data.batch import PackedSamples, Samples
 from moesaic.train.data.corpus import Corpus
 from moesaic.train.data.sources import find_sources
 from moesaic.train.data.text_data import TextData, select_held_out
@@ -154,16 +154,10 @@ def test_sources_are_found_without_reading(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
 
-def test_vocabulary_of_opened_data(tmp_path: Path) -> None:
-    data = open_data(write(tmp_path / "a.jsonl").parent)
-    data.check_vocab(257)
-    with pytest.raises(ConfigError, match=r"model\.vocab = 256"):
-        data.check_vocab(256)
-
-
 def test_far_samples_of_a_million_documents() -> None:
     bounds = np.arange(0, 10_000_001, 10)
     corpus = Corpus(np.zeros(10_000_000, np.uint16), bounds, "")
-    stream = make_token_stream(corpus, select_held_out(1_000_000, 0, 0.5))
-    batch = PackedSamples(stream, 64, "documents", 0).batch(range(10**12, 10**12 + 8))
+    held_out = select_held_out(1_000_000, 0, 0.5)
+    samples = PackedSamples(corpus, held_out, 64, "documents", 0)
+    batch = samples.batch(range(10**12, 10**12 + 8))
     assert batch.inputs.shape == (8, 64)
