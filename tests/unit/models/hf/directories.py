@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moesaic.cli.main import main
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import Parameter, parameters
@@ -18,6 +19,44 @@ from moesaic.models.hf import names
 from moesaic.models.hf.config import config_text
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
 from moesaic.testing.states import live_values
+
+TUNE_JOB = """
+[model]
+from = "base"
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 4
+batch = 4
+device = "cpu"
+
+[optimizer]
+lr = 0.03
+
+[log]
+tensorboard = false
+"""
+
+
+def tune(*sets: str, out: str = "run", flags: Sequence[str] = ()) -> int:
+    """Train over the directory `base` in the working directory, with the items of `sets`."""
+    if not Path("text.txt").exists():
+        Path("text.txt").write_text("Of mosaics and their stones. " * 40)
+    Path("job.toml").write_text(TUNE_JOB)
+    arguments = [word for item in sets for word in ("--set", item)]
+    return main(["train", "job.toml", "--out", out, *arguments, *flags])
+
+
+def lora(targets: Sequence[str]) -> tuple[str, ...]:
+    """Return the items that train adapters of rank 4 of `targets`."""
+    return (
+        'finetune.method="lora"', "finetune.rank=4", "finetune.alpha=6.5",
+        f"finetune.targets={json.dumps(targets)}",
+    )  # fmt: skip
 
 
 class InMemoryTensors:

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from directories import tune
 
 from moesaic.cli.main import main
 from moesaic.models.chat import ChatTemplate
@@ -152,30 +153,7 @@ def test_templates_without_an_end_of_turn(template: str, tmp_path: Path) -> None
     assert ChatTemplate(tmp_path).end_of_turn_id(tokenizer) is None
 
 
-JOB = """
-[model]
-from = "base"
-
-[data]
-path = "talks.jsonl"
-format = "chat"
-sequence = 64
-cache = "cache"
-
-[optimizer]
-lr = 0.01
-
-[schedule]
-warmup = 1
-
-[train]
-steps = 60
-batch = 4
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
+CHAT = ('data.format="chat"', 'data.path="talks.jsonl"', "data.sequence=64")
 TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
 
 
@@ -186,9 +164,9 @@ def test_chat_stops_at_the_end_of_turn(
     monkeypatch.chdir(base.parent)
     write(base / "generation_config.json", top_k=5)
     Path("talks.jsonl").write_text(f"{json.dumps({'messages': TALK})}\n" * 4)
-    Path("job.toml").write_text(JOB)
+    assert tune(*CHAT, "train.steps=60", "schedule.warmup=1", "optimizer.lr=0.01") == 0
     for line in (
-        "train job.toml --out run", "convert run --out hf", "convert hf --out again",
+        "convert run --out hf", "convert hf --out again",
         "convert run --out bare --set to=checkpoint", "convert bare --out back",
     ):  # fmt: skip
         assert main(line.split()) == 0, capfd.readouterr().err
@@ -207,8 +185,7 @@ def test_chat_stops_at_the_end_of_turn(
     Path("hf/generation_config.json").unlink()
     assert ours("hf --chat", capfd, "Hi?") == answer
     shutil.rmtree("base")
-    goes_on = "train job.toml --out run --resume --set train.steps=61"
-    assert main(goes_on.split()) == 0, capfd.readouterr().err
+    assert tune(*CHAT, "train.steps=61", flags=["--resume"]) == 0, capfd.readouterr().err
     assert json.loads(Path("run/job.json").read_text())["data"]["tokenizer"] == "run/tokenizer"
 
 
@@ -219,9 +196,6 @@ def test_tokenizer_of_a_run_takes_precedence_over_its_base(
     monkeypatch.chdir(base.parent)
     other = write_tokenizer(Path("other"), bos_token="<|start|>", eos_token="<|end|>")
     kept = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
-    text = JOB.replace('format = "chat"\n', "").replace("steps = 60", "steps = 1")
-    Path("talks.jsonl").write_text('{"text": "some text of which little is learnt"}\n' * 8)
-    Path("job.toml").write_text(text)
     file = base / "generation_config.json"
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("", [5, END], kept | {"bos_token_id": FIRST, "eos_token_id": [5, END]}),
@@ -232,8 +206,8 @@ def test_tokenizer_of_a_run_takes_precedence_over_its_base(
         write(base / "config.json", eos_token_id=ends)
         file.write_text(json.dumps({"top_k": 5, "bos_token_id": 1, "eos_token_id": ends}))
         run, out, same = f"run-{number}", f"out-{number}", f"same-{number}"
-        sets = ["--set", item] if item else []
-        assert main(["train", "job.toml", "--out", run, *sets]) == 0, capfd.readouterr().err
+        sets = [item] if item else []
+        assert tune(*sets, "train.steps=1", out=run) == 0, capfd.readouterr().err
         for line in (f"convert {run} --out {out}", f"convert {base} --out {same}"):
             assert main(line.split()) == 0, capfd.readouterr().err
         config = json.loads(Path(out, "config.json").read_text())
