@@ -14,6 +14,7 @@ from moesaic.cli.main import main
 from moesaic.models.chat import ChatTemplate, Messages
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.chat_templates import write_tokenizer as put
+from moesaic.testing.jobs import RUN_JOB
 
 CHATML = """{%- for message in messages %}
     {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}
@@ -101,31 +102,6 @@ def test_unusable_templates_are_rejected(
         assert word in str(caught.value)
 
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-vocab = 260
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
-
-[data]
-path = "text.txt"
-tokenizer = "tokenizer"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 1
-batch = 2
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
-
-
 def ask(line: str, capfd: pytest.CaptureFixture[str]) -> list[int]:
     capfd.readouterr()
     sets = ["--set", "temperature=0", "--set", "max_tokens=2", "--json", "--prompt", "Why?"]
@@ -143,9 +119,9 @@ def test_chat_with_the_template_of_an_export(
     put(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML)
     Path("text.txt").write_text("Because it is so. " * 40)
-    Path("job.toml").write_text(JOB)
+    Path("job.toml").write_text(RUN_JOB)
     for line in (
-        "train job.toml --out run",
+        "train job.toml --out run --set model.vocab=260 --set data.tokenizer=tokenizer",
         "convert run --out hf",
         "convert hf --out again",
         "convert hf --out bare --set to=checkpoint",

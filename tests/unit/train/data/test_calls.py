@@ -149,20 +149,15 @@ def write_table(path: Path, records: list[Record], **more: Any) -> Path:
 def test_calls_are_trained_but_not_tools_or_results(template: str, tmp_path: Path) -> None:
     expected = theirs(write_tokenizer(tmp_path / "tok", TOOLS), RECORDS)
     write_tokenizer(tmp_path / "tok", template)
+    packed = [{**RECORDS[0], "tools": json.dumps(RECORDS[0]["tools"])}, *RECORDS[1:]]
     rows = ours(write_lines(tmp_path / "a.jsonl", RECORDS))
-    assert rows == expected
+    assert rows == ours(write_lines(tmp_path / "b.jsonl", packed)) == expected
     tokenizer = open_tokenizer(str(tmp_path / "tok"))
     trained = [[i for i, c in zip(*row, strict=True) if c] for row in rows]
     assert [tokenizer.decode(ids, with_special_tokens=True) for ids in trained] == LEARNT
     whole = tokenizer.decode(rows[0][0], with_special_tokens=True)
     for text in ('"description": "Where?"', '<tool_response of="c2">\n{"t": 25, "sun"', 'of="add"'):
         assert text in whole
-
-
-def test_tools_as_text(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tok", TOOLS)
-    packed = [{**RECORDS[0], "tools": json.dumps(RECORDS[0]["tools"])}, *RECORDS[1:]]
-    assert ours(write_lines(tmp_path / "a.jsonl", packed)) == theirs(tmp_path / "tok", RECORDS)
 
 
 def test_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
@@ -463,9 +458,6 @@ def test_errors_of_a_table(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 1 of .* holds no conversation but id, text: give"):
         ours(path)
     json_text = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[]", "[{"]))
-    pq.write_table(pa.table({"prompt": ["a", "b"], "tools": json_text}), path)
-    with pytest.raises(DataError, match=r"row 1 of .* holds no conversation but prompt, tools"):
-        ours(path)
     whole = pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "tools": json_text})
     pq.write_table(whole, path)
     words = r"row 2 of .*: column 'tools' holds '\[{', which is not JSON \(.*: mend the file"
@@ -474,10 +466,6 @@ def test_errors_of_a_table(tmp_path: Path) -> None:
     dated = [{"name": "f", "since": date(2026, 1, 2)}]
     pq.write_table(pa.table({"prompt": ["a"], "completion": ["c"], "tools": [dated]}), path)
     with pytest.raises(DataError, match=r"row 1 of .* fails \(TypeError: .*date is not JSON"):
-        ours(path)
-    deep = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[" * 200_000]))
-    pq.write_table(pa.table({"prompt": ["a"], "completion": ["c"], "tools": deep}), path)
-    with pytest.raises(DataError, match=r"row 1 of .*: column 'tools' holds '\[\[.* is not JSON"):
         ours(path)
     pq.write_table(whole, path)
     path.write_bytes(path.read_bytes()[:-9])
