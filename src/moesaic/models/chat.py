@@ -60,8 +60,6 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class _CompiledTemplate(NamedTuple):
-    """Compiled template."""
-
     origin: str
     """Its source, for messages."""
     template: Template
@@ -153,7 +151,6 @@ class ChatTemplate:
                 )
 
     def _template_for(self, tools: Tools) -> _CompiledTemplate:
-        """Return the template for conversations with or without `tools`."""
         return self._templates[0 if tools is None else -1]
 
     def _find_answer(

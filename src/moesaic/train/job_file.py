@@ -229,7 +229,6 @@ def _initial_tokenizer(source: str, run: Path | None) -> str | None:
 
 
 def _initial_model(source: str, run: Path | None) -> dict[str, Any] | None:
-    """Return the model of a run that began with `source`."""
     job = _initial_job(source, run)
     return None if job is None else dict(job["model"])
 

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
-from moesaic.facts.job.model import FAMILY_KEYS, Family
+from moesaic.facts.job.model import FAMILY_KEYS, Family, LatentConfig
 from moesaic.models.hf import fp8
 from moesaic.models.hf.families import FAMILIES
 from moesaic.models.hf.special_tokens import TOKEN_ID_KEYS, token_ids
@@ -44,20 +44,18 @@ TOKEN_DEFAULTS: dict[str, Any] = {
 NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts")
 """Alternative keys for the number of experts."""
 
+LATENT_KEYS = tuple(LatentConfig.model_fields)
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-ROPE_KINDS: dict[str, dict[str, str]] = {
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor", ORIGINAL_LENGTH: "original_max_positions",
-        "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-    },
-    "yarn": {
-        "factor": "factor", ORIGINAL_LENGTH: "original_max_positions",
-        "beta_slow": "beta_slow", "beta_fast": "beta_fast", "attention_factor": "attention_factor",
-        "mscale": "mscale", "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
-    },
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", ORIGINAL_LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor", ORIGINAL_LENGTH, "beta_slow", "beta_fast", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
 }  # fmt: skip
-"""Keys of a rotary table by `rope_type`, and their fields in `model.rope_scaling`."""
+"""Keys of a rotary table by `rope_type`; `model.rope_scaling` has fields of the same names, but
+`original_max_positions` for `ORIGINAL_LENGTH`."""
 UNSET_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Keys of rotary tables that transformers treats as absent if they are 0."""
 
@@ -88,8 +86,9 @@ MODEL_KEYS = frozenset(
         "clip_qkv", "head_dim", "hidden_size", "initializer_range", "max_position_embeddings",
         "model_type", "norm_topk_prob", "num_attention_heads", "num_experts",
         "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts",
-        "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
-        "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window", "vocab_size",
+        "original_max_position_embeddings", "qk_head_dim", "qk_nope_head_dim", "rms_norm_eps",
+        "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings",
+        "use_sliding_window", "vocab_size", *LATENT_KEYS,
     )
 )  # fmt: skip
 """Keys of several families with a field in ModelConfig."""
@@ -154,7 +153,7 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         "renormalise": family == "mixtral",
         **keys.rope(),
         **keys.family_fields(),
-        **(keys.latent() if FAMILIES[family].latent_fields else keys.attention()),
+        **(keys.latent() if family in FAMILY_KEYS["latent"] else keys.attention()),
     }
     for key in TOKEN_ID_KEYS:
         token_ids(raw.get(key), key, origin)
@@ -245,8 +244,8 @@ class _ConfigKeys:
         for key, allowed in derived.items():
             self._check_value(key, self.given.get(key), (allowed,))
         latent = {
-            field: self.nullable(key, None) if key == "q_lora_rank" else self.required(key)
-            for key, field in self._family.latent_fields.items()
+            key: self.nullable(key, None) if key == "q_lora_rank" else self.required(key)
+            for key in LATENT_KEYS
         }
         return {
             "hidden": self.required("hidden_size"), "heads": heads, "kv_heads": heads,
@@ -328,8 +327,9 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
     defaults = {**keys.export_defaults, **TOKEN_DEFAULTS, "architectures": [keys.architecture]}
     extras: dict[str, Any] = {}
     warnings: list[str] = []
+    known = FIXED_VALUES.keys() | MODEL_KEYS | OUTDATED | keys.model_keys
     for key, value in {**keys.token_defaults, **raw}.items():
-        if key in MODEL_KEYS or key in FIXED_VALUES or key in OUTDATED or keys.is_model_key(key):
+        if key in known:
             continue
         if key == "architectures":
             names = value if isinstance(value, list) else [value]
@@ -376,7 +376,7 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     if model.latent is not None:
         result |= {
-            **{key: getattr(model.latent, field) for key, field in keys.latent_fields.items()},
+            **model.latent.model_dump(),
             "intermediate_size": model.ffn if model.dense_ffn is None else model.dense_ffn,
             # Export writes no prediction layers, even if the source file had some.
             "num_nextn_predict_layers": 0,
@@ -397,11 +397,10 @@ def _rope_keys(model: ModelConfig) -> dict[str, Any]:
     base = {"rope_theta": model.rope_theta}
     if model.rope_scaling is None:
         return {**base, "rope_parameters": {**base, "rope_type": "default"}}
-    kind, scaling = model.rope_scaling.kind, {}
-    for key, field in ROPE_KINDS[kind].items():
-        value = getattr(model.rope_scaling, field)
-        if value is not None:
-            scaling[key] = value
+    kind = model.rope_scaling.kind
+    fields = model.rope_scaling.model_dump(exclude_none=True)
+    fields[ORIGINAL_LENGTH] = fields.pop("original_max_positions")
+    scaling = {key: fields[key] for key in ROPE_KINDS[kind] if key in fields}
     scaling["rope_type"] = kind
     return {
         **base, "rope_parameters": {**base, **scaling}, "rope_scaling": {**scaling, "type": kind},
@@ -414,9 +413,9 @@ def config_text(model: ModelConfig, dtype: str) -> str:
 
 
 def _check_writable(model: ModelConfig) -> None:
-    model_keys = FIXED_VALUES.keys() | MODEL_KEYS | {fp8.QUANTIZATION_KEY}
+    model_keys = FIXED_VALUES.keys() | MODEL_KEYS | FAMILIES[model.family].model_keys
     for key in model.extras:
-        if key in model_keys or FAMILIES[model.family].is_model_key(key):
+        if key in model_keys or key == fp8.QUANTIZATION_KEY:
             raise ConfigError(
                 f"model.extras.{key} = {json.dumps(model.extras[key])} changes the "
                 "model: remove it, and set the corresponding key of [model]"

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import WeightsError
-from moesaic.base.safetensors_file import TensorEntry
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import fp8, names
@@ -41,6 +40,8 @@ class TensorHeader:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int
+    """Offset of its data in the file."""
 
 
 class HFSource:
@@ -56,14 +57,15 @@ class HFSource:
         self._reads_once = reads_once
         self._headers = scan_weights(directory)
         self._open_file: tuple[Path, Any] | None = None
-        self._entry_offsets: dict[Path, dict[str, tuple[TensorEntry, int]]] = {}
         chosen = names.choose_slices(model, self._headers)
         self._slices = {name: source for name, source in chosen.items() if source is not None}
         used = {source.tensor for source in self._slices.values()}
         used |= _scale_names(used, self._headers)
         unused: dict[str | None, list[str]] = {}
         for tensor in sorted(self._headers.keys() - used):
-            unused.setdefault(_reason_to_skip(model, self._headers, tensor), []).append(tensor)
+            is_empty = 0 in self._headers[tensor].shape  # Such as shared experts of width 0.
+            reason = "empty tensors" if is_empty else names.reason_to_skip(model, tensor)
+            unused.setdefault(reason, []).append(tensor)
         written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
         missing = [written[name] for name, source in chosen.items() if source is None]
         _check_complete(directory, missing, unused.pop(None, []))
@@ -86,8 +88,8 @@ class HFSource:
     def read(self, name: str) -> Tensor:
         """Return one whole parameter; it may be a view of the mapped file."""
         source = self._slices[name]
-        box = [slice(o, o + n) for o, n in zip(source.offset, source.size, strict=True)]
-        return self._read_slice(source.tensor, box).reshape(_parameter_size(source))
+        size = source.size[1:] if len(source.size) == 3 else source.size
+        return self._read_box(name, (0,) * len(size), size)
 
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write values into `shards`, file by file."""
@@ -100,18 +102,18 @@ class HFSource:
             if shard.kind != PARAMETER:
                 raise ValueError(f"{shard.key}: a model directory holds parameters only")
             if shard.num_elements:
-                self._fill(shard)
+                with shard.borrow() as tensor:
+                    tensor.copy_(self._read_box(shard.name, shard.offset, shard.size))
         self._open_file = None
 
-    def _fill(self, shard: TensorShard) -> None:
-        source = self._slices[shard.name]
-        lead = len(source.shape) - len(shard.shape)
-        offset = (*source.offset[:lead], *_add_offsets(source.offset[lead:], shard.offset))
-        size = (*source.size[:lead], *shard.size)
-        box = [slice(o, o + n) for o, n in zip(offset, size, strict=True)]
-        values = self._read_slice(source.tensor, box).reshape(shard.size)
-        with shard.borrow() as tensor:
-            tensor.copy_(values)
+    def _read_box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return a box of a parameter."""
+        source = self._slices[name]
+        lead = len(source.shape) - len(size)
+        starts = (a + b for a, b in zip(source.offset, (*(0,) * lead, *offset), strict=True))
+        extents = (*source.size[:lead], *size)
+        box = [slice(start, start + n) for start, n in zip(starts, extents, strict=True)]
+        return self._read_slice(source.tensor, box).reshape(*size)
 
     def _read_slice(self, tensor: str, box: Sequence[slice]) -> Tensor:
         if self._headers[tensor].dtype != fp8.DTYPE:
@@ -123,22 +125,9 @@ class HFSource:
         stored = self._headers[tensor]
         whole = all(s.stop - s.start == n for s, n in zip(box, stored.shape, strict=True))
         if self._reads_once and whole and stored.dtype in DTYPES:
-            return self._read_whole(tensor, stored)
+            return _read_whole(stored)
         part: Tensor = self._mapped_file(stored.file).get_slice(tensor)[tuple(box)]
         return part
-
-    def _read_whole(self, tensor: str, header: TensorHeader) -> Tensor:
-        if header.file not in self._entry_offsets:
-            self._entry_offsets[header.file] = safetensors_file.read_entries(header.file)
-        _, start = self._entry_offsets[header.file][tensor]
-        dtype = DTYPES[header.dtype]
-        if 0 in header.shape:
-            return torch.empty(header.shape, dtype=dtype)
-        data = direct_io.read(header.file, start, math.prod(header.shape) * dtype.itemsize)
-        raw = torch.frombuffer(data, dtype=torch.uint8)
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()  # The header of the file has an odd length.
-        return raw.view(dtype).view(header.shape)
 
     def _mapped_file(self, path: Path) -> Any:
         if self._open_file is None or self._open_file[0] != path:
@@ -157,12 +146,15 @@ class HFSource:
         self._open_file = None
 
 
-def _parameter_size(source: names.StoredSlice) -> tuple[int, ...]:
-    return source.size[1:] if len(source.size) == 3 else source.size
-
-
-def _add_offsets(left: Iterable[int], right: Iterable[int]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+def _read_whole(header: TensorHeader) -> Tensor:
+    dtype = DTYPES[header.dtype]
+    if 0 in header.shape:
+        return torch.empty(header.shape, dtype=dtype)
+    data = direct_io.read(header.file, header.start, math.prod(header.shape) * dtype.itemsize)
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()  # The header of the file has an odd length.
+    return raw.view(dtype).view(header.shape)
 
 
 def scan_weights(directory: Path) -> dict[str, TensorHeader]:
@@ -170,14 +162,13 @@ def scan_weights(directory: Path) -> dict[str, TensorHeader]:
     files, index = _weight_files(directory)
     stored: dict[str, TensorHeader] = {}
     for file in files:
-        opened = _open_safetensors(file)
-        for name in opened.keys():  # noqa: SIM118 - a file is no mapping
+        _open_safetensors(file)  # It is complete.
+        for name, (entry, start) in safetensors_file.read_entries(file).items():
             if name in stored:
                 raise WeightsError(
                     f"tensor '{name}' is both in '{stored[name].file}' and in '{file}': remove one"
                 )
-            header = opened.get_slice(name)
-            stored[name] = TensorHeader(file, tuple(header.get_shape()), str(header.get_dtype()))
+            stored[name] = TensorHeader(file, entry.shape, entry.dtype, start)
     for name, file_name in index.items():
         if name not in stored or stored[name].file.name != file_name:
             raise WeightsError(
@@ -242,15 +233,6 @@ def _open_safetensors(path: Path) -> Any:
         raise WeightsError(
             f"'{path}' is not a complete safetensors file ({error}): fetch it again"
         ) from None
-
-
-def _reason_to_skip(
-    model: ModelConfig, headers: Mapping[str, TensorHeader], tensor: str
-) -> str | None:
-    """Return why a tensor that belongs to no parameter may be skipped; None if it may not."""
-    if 0 in headers[tensor].shape:  # Such as shared experts of width 0.
-        return "empty tensors"
-    return names.reason_to_skip(model, tensor)
 
 
 def _check_complete(directory: Path, missing: Sequence[str], unknown: Sequence[str]) -> None:

@@ -97,10 +97,7 @@ class PackedSamples:
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
         """Return the samples of the global `indices`; see `Samples`."""
-        samples = np.asarray(indices, np.int64).reshape(-1)
-        if len(samples) and (samples.min() < 0 or (not shuffled and samples.max() >= self._length)):
-            raise IndexError(f"samples {samples.min()} to {samples.max()} of {self._length}")
-        windows = self._shuffle(samples) if shuffled else samples
+        samples, windows = self._shuffle.windows(indices, shuffled=shuffled)
         tokens, documents, positions = self._gather(windows)
         targets = tokens[:, 1:].copy()  # Inputs share the memory.
         if self._packing == "documents":

@@ -224,15 +224,11 @@ def _open(directory: Path) -> Corpus:
         if _FILES[2] in facts["files"]:
             loss_mask = np.asarray(np.memmap(directory / _FILES[2], np.bool_, "r"))
             is_complete = is_complete and len(loss_mask) == len(tokens)
+        if not is_complete:
+            raise ValueError("files shorter or longer than they were written")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(_damage_message(directory, str(error))) from None
-    if not is_complete:
         raise StoreError(
-            _damage_message(directory, "files shorter or longer than they were written")
-        )
+            f"tokenised text in '{directory}' is damaged ({error}): remove it, and it is made anew"
+        ) from None
     # Plain arrays over the same pages: slicing a memmap object is slow.
     return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask)
-
-
-def _damage_message(directory: Path, reason: str) -> str:
-    return f"tokenised text in '{directory}' is damaged ({reason}): remove it, and it is made anew"
