@@ -53,14 +53,10 @@ def test_bytes_round_trip(text: str) -> None:
     )
 
 
-def test_bytes_decode_any_ids() -> None:
+def test_bytes_of_documents_and_of_any_ids() -> None:
     tokenizer = open_tokenizer("bytes")
     assert tokenizer.decode([104, 319, 105, 0xC3]) == "h\ufffdi\ufffd"
-    assert tokenizer.decode([]) == ""
-
-
-def test_bytes_of_documents() -> None:
-    tokens, lengths = open_tokenizer("bytes").encode_documents(["ab", "", "é\x00"])
+    tokens, lengths = tokenizer.encode_documents(["ab", "", "é\x00"])
     assert tokens.tolist() == [97, 98, 256, 256, 0xC3, 0xA9, 0, 256]
     assert lengths.tolist() == [3, 1, 4]
 

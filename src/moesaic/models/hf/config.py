@@ -61,7 +61,7 @@ UNSET_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 BOOKKEEPING = frozenset(
     (
-        *TOKEN_DEFAULTS, "add_cross_attention", "architectures", "aux_loss_alpha",
+        *TOKEN_DEFAULTS, "add_cross_attention", "aux_loss_alpha",
         "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "intermediate_size",
         "is_decoder", "is_encoder_decoder", "label2id", "max_window_layers", "num_labels",
         "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
@@ -75,8 +75,8 @@ BOOKKEEPING = frozenset(
 
 OUTDATED = frozenset(
     (
-        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "auto_map",
-        "dtype", "torch_dtype", fp8.QUANTIZATION_KEY,
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+        "auto_map", "dtype", "torch_dtype", fp8.QUANTIZATION_KEY,
     )
 )  # fmt: skip
 """Keys about how a file was loaded, or that export writes anew; not kept."""
@@ -324,20 +324,12 @@ class _ConfigKeys:
 def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:
     """Return the keys to keep that have no field in ModelConfig, and warnings about them."""
     keys = FAMILIES[family]
-    defaults = {**keys.export_defaults, **TOKEN_DEFAULTS, "architectures": [keys.architecture]}
+    defaults = {**keys.export_defaults, **TOKEN_DEFAULTS}
     extras: dict[str, Any] = {}
     warnings: list[str] = []
     known = FIXED_VALUES.keys() | MODEL_KEYS | OUTDATED | keys.model_keys
     for key, value in {**keys.token_defaults, **raw}.items():
         if key in known:
-            continue
-        if key == "architectures":
-            names = value if isinstance(value, list) else [value]
-            if value and keys.architecture not in names:
-                warnings.append(
-                    f"{origin}: architectures = {json.dumps(value)} is read as "
-                    f"{keys.architecture}, which model_type = '{family}' means"
-                )
             continue
         if key not in BOOKKEEPING:
             warnings.append(

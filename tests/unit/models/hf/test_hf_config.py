@@ -98,15 +98,6 @@ def test_null_is_false_as_in_transformers() -> None:
     assert parse({k: v for k, v in DEEPSEEK.items() if k != "norm_topk_prob"}).renormalise
 
 
-@pytest.mark.parametrize("value", [5, "Other", ["Other"], {"a": 1}])
-def test_other_architectures_give_a_warning(value: Any) -> None:
-    model, (warning,) = from_huggingface({**MIXTRAL, "architectures": value}, "config.json")
-    assert "is read as MixtralForCausalLM" in warning
-    assert to_huggingface(model, "float32")["architectures"] == ["MixtralForCausalLM"]
-    _, warnings = from_huggingface({**MIXTRAL, "architectures": "MixtralForCausalLM"}, "c")
-    assert not warnings
-
-
 def test_adapter_beside_a_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     read_config(tmp_path)
