@@ -247,50 +247,50 @@ def test_a_call_is_trained_or_refused(content: Record, tmp_path: Path) -> None:
             ours(path)
 
 
-def test_tools_and_results_are_read_or_refused(tmp_path: Path) -> None:
-    tools = RECORDS[0]["tools"]
-    result = [
-        *answered(content="add(2, 3)"),
-        {"role": "tool", "content": "5"},
-        {"role": "assistant", "content": "5"},
-    ]
-    path = tmp_path / "a.jsonl"
-    unread = {"messages": answered(content="weather, add"), "tools": tools}
-    for template, record, words in (
-        (CHATML, unread, "tool 'weather'"),
-        (TOOLS.replace("in tools", "in tools[:1]"), {**RECORDS[3], "tools": tools}, "tool 'add'"),
-        (TEMPLATES["system first"], {"messages": result}, "message 3, which is of the role tool"),
-    ):
-        write_tokenizer(tmp_path / "tok", template)
-        write_lines(path, [RECORDS[2], record])
-        with pytest.raises(
-            DataError, match=rf"line 2 of .*: chat_template of .*leaves out .*{words}"
-        ):
-            ours(path)
-    write_tokenizer(tmp_path / "tok", CHATML)
-    write_lines(path, [{"messages": result, "tools": []}])
-    assert ours(path) == theirs(tmp_path / "tok", [{"messages": result}])
+NO_SYSTEM = CHATML.replace(
+    "for message in messages", "for message in messages if message.role != 'system'"
+)
+RESULT = [
+    *answered(content="add(2, 3)"),
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "5"},
+]
+SYSTEM = [{"role": "system", "content": "Speak French."}, *answered(content="yes")]
 
 
-def test_system_messages_are_rendered_or_refused(tmp_path: Path) -> None:
-    """The system message comes from the line or from the job; of tools only the names are
-    checked."""
-    template = CHATML.replace(
-        "for message in messages", "for message in messages if message.role != 'system'"
-    )
-    assert template != CHATML
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": answered(content="yes")}])
+@pytest.mark.parametrize(
+    ("template", "record", "words"),
+    [
+        (
+            CHATML, {"messages": answered(content="weather"), "tools": RECORDS[0]["tools"]},
+            "the tool 'weather'",
+        ),
+        (
+            TOOLS.replace("in tools", "in tools[:1]"),
+            {**RECORDS[3], "tools": RECORDS[0]["tools"]}, "the tool 'add'",
+        ),
+        (TEMPLATES["system first"], {"messages": RESULT}, "message 3, which is of the role tool"),
+        (NO_SYSTEM, {"messages": SYSTEM}, "message 1, which is of the role system"),
+    ],
+)  # fmt: skip
+def test_what_a_template_leaves_out_is_refused(
+    template: str, record: Record, words: str, tmp_path: Path
+) -> None:
     write_tokenizer(tmp_path / "tok", template)
-    assert ours(path)
-    words = r"leaves out message 1, which is of the role system: use a model"
-    with pytest.raises(DataError, match=words):
-        ours(path, system="Speak French.")
-    messages = [{"role": "system", "content": "Speak French."}, *answered(content="yes")]
-    write_lines(path, [{"messages": messages}])
-    with pytest.raises(DataError, match=words):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": answered(content="a")}, record])
+    with pytest.raises(DataError, match=rf"line 2 of .*: chat_template of .*leaves out {words}"):
         ours(path)
+
+
+def test_results_and_system_messages_are_read(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
-    assert ours(path) == theirs(tmp_path / "tok", [{"messages": messages}])
+    records = [{"messages": RESULT, "tools": []}, {"messages": SYSTEM}]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    assert ours(path) == theirs(tmp_path / "tok", records)
+    write_tokenizer(tmp_path / "tok", NO_SYSTEM)
+    write_lines(path, [{"messages": answered(content="yes")}])
+    with pytest.raises(DataError, match=r"leaves out message 1, .* role system: use a model"):
+        ours(path, system="Speak French.")
 
 
 JSON, TEXT = datasets.Json(), datasets.Value("string")
