@@ -15,7 +15,6 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,45 +96,38 @@ def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dic
     with _wrap_read_errors(file, "Parquet"), pq.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         known = [name for name in columns if name in schema.names] or schema.names
-        read = _make_converter(pa.struct([schema.field(name) for name in known]), "")
+        read = _make_converter(pa.struct([schema.field(name) for name in known]))
         for batch in parquet.iter_batches(_BATCH_ROWS, columns=known):
             for row in batch.to_pylist():
                 number += 1
                 where = f"row {number} of '{file}'"
                 try:
                     record = read(row)
-                except DataError as error:
-                    raise DataError(f"{where}: {error}") from None
+                except (ValueError, RecursionError) as error:
+                    raise DataError(
+                        f"{where} has a column that is not JSON ({error}): mend the file"
+                    ) from None
                 yield where, record
 
 
-def _make_converter(kind: pa.DataType, name: str) -> Callable[[Any], Any]:
+def _make_converter(kind: pa.DataType) -> Callable[[Any], Any]:
     """Return a function that converts a Parquet value of type `kind` to its JSON equivalent.
 
     All structs of a column have the same fields, and missing ones are null, so null fields are
     dropped. Values of mixed types are stored by `datasets` as text with an `arrow.json` type.
     """
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
-        return partial(_parse_json_column, name=name)
+        return json.loads
     if pa.types.is_struct(kind):
-        fields = [(f.name, _make_converter(f.type, f"{name}.{f.name}".lstrip("."))) for f in kind]
+        fields = [(field.name, _make_converter(field.type)) for field in kind]
         return lambda row: {key: r(row[key]) for key, r in fields if row[key] is not None}
     if pa.types.is_map(kind):
-        item = _make_converter(kind.item_type, name)
+        item = _make_converter(kind.item_type)
         return lambda pairs: {key: None if one is None else item(one) for key, one in pairs}
     if pa.types.is_nested(kind):
-        value = _make_converter(kind.value_type, name)
+        value = _make_converter(kind.value_type)
         return lambda many: [None if one is None else value(one) for one in many]
     return lambda value: value
-
-
-def _parse_json_column(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"column '{name}' holds {text!r:.80}, which is not JSON ({error}): mend the file"
-        ) from None
 
 
 def _get_text(record: dict[str, Any], where: str, text_key: str) -> str:

@@ -129,28 +129,19 @@ def test_invalid_end_token_is_rejected(base: Path, capfd: pytest.CaptureFixture[
         assert "generation_config.json" in said
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("marks", [True, False])
-def test_end_of_turn_token(name: str, marks: bool, tmp_path: Path) -> None:
-    template = TEMPLATES[name] if marks else without_generation_marks(TEMPLATES[name])
-    write_tokenizer(tmp_path, template)
-    tokenizer = FileTokenizer(str(tmp_path))
-    expected = TURN if name == "chatml" else END
-    assert ChatTemplate(tmp_path).end_of_turn_id(tokenizer) == expected
-
-
 @pytest.mark.parametrize(
-    "template",
+    ("template", "expected"),
     [
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}",
-        "{{ messages[0].content }}<|end|>",
-        "{{ raise_exception('none') }}",
+        *((text, TURN if name == "chatml" else END) for name, text in TEMPLATES.items()),
+        (without_generation_marks(TEMPLATES["chatml"]), TURN),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", None),
+        ("{{ messages[0].content }}<|end|>", None),
+        ("{{ raise_exception('none') }}", None),
     ],
 )
-def test_templates_without_an_end_of_turn(template: str, tmp_path: Path) -> None:
+def test_end_of_turn_token(template: str, expected: int | None, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template)
-    tokenizer = FileTokenizer(str(tmp_path))
-    assert ChatTemplate(tmp_path).end_of_turn_id(tokenizer) is None
+    assert ChatTemplate(tmp_path).end_of_turn_id(FileTokenizer(str(tmp_path))) == expected
 
 
 CHAT = ('data.format="chat"', 'data.path="talks.jsonl"', "data.sequence=64")
