@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,8 @@ from moesaic.facts.job.model import PRESETS
 from moesaic.kernels import device as devices
 from moesaic.models.expert_benchmark import ExpertLayerBenchmark
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs
+from moesaic.nn.router import Routing
 
 MODES = ("grouped_mm", "eager")
 ROUNDS = 5
@@ -85,6 +87,33 @@ class Case:
         return [torch.multinomial(odds, shape.top_k, generator=draw) for _ in range(draws)]
 
 
+class FixedRouter(nn.Module):
+    """A router that returns given choices, those of the next step in each pass."""
+
+    layer, kind = 0, "top-k"
+
+    def __init__(
+        self, choices: Sequence[Tensor], weights: Tensor, experts: int, *, whole: bool = True
+    ) -> None:
+        """See `Routing` for `whole`.
+
+        Args:
+            choices: experts by token, [tokens, choices], of each step.
+            weights: weights of the choices, the same in all steps; a parameter gets a gradient.
+            experts: number of experts.
+            whole: whether counts of tokens may stay on the device.
+        """
+        super().__init__()
+        self.weights, self._choices, self._whole = weights, itertools.cycle(choices), whole
+        self._scores = weights.new_zeros(len(weights), experts)
+
+    def forward(self, tokens: Tensor, inputs: Inputs) -> Routing:
+        """Return the choices of the next step."""
+        del tokens, inputs
+        experts = next(self._choices)
+        return Routing(experts, experts, self.weights, self._scores, self._scores, 0, self._whole)
+
+
 class Work:
     """The same experts, tokens and choices for moesaic and for transformers, and the limit."""
 
@@ -95,13 +124,15 @@ class Work:
         torch.manual_seed(0)
         self.layer = ExpertLayerBenchmark(model, device, weights=case.dtype)
         choices = case.choices()
-        self._dtype, self._choices = self.layer.bank.arena.dtype, itertools.cycle(choices)
+        bank = self.layer.moe.bank
+        self._dtype, self._choices = bank.arena.dtype, itertools.cycle(choices)
         weights = torch.rand(case.tokens, shape.top_k, device=device).to(self._dtype)
-        self.layer.route(choices, weights)
+        router = FixedRouter(choices, nn.Parameter(weights), shape.experts)
+        self.layer.moe.router = router  # type: ignore[assignment]
         self.weights = weights.clone().requires_grad_()
         self.passes = self.layer.passes(case.dtype, case.tokens)
         self.dense = self.layer.dense(case.dtype, case.tokens * shape.top_k)
-        self._theirs = _theirs(shape, self.layer.bank)
+        self._theirs = _theirs(shape, bank)
         with torch.no_grad():
             ours, theirs = self.passes.run()[0], self.theirs(MODES[0])
         if case.device == "cpu" and case.dtype == "fp32":

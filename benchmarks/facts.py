@@ -40,7 +40,7 @@ from moesaic.policy.cost.observation import observe_step
 from moesaic.testing.memory import peak_allocated
 from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
-from moesaic.train.data import Batch
+from moesaic.train.data.batch import Batch
 
 MIXTRAL = {
     "family": "mixtral", "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "experts": 8,

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.experts import FixedRouter
 from benchmarks.on_ranks import plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.shm_all_to_all import SHARED_MEMORY
@@ -18,7 +19,6 @@ from moesaic.facts.balance import BalanceProblem
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.models.build import make_dispatch_ranks
-from moesaic.models.expert_benchmark import FixedRouter
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.inputs import Inputs, Rotary

@@ -27,7 +27,7 @@ from moesaic.models.init import InitialSource
 from moesaic.models.state import tensor_shards
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import LMRun, assemble
-from moesaic.train.data import Batch
+from moesaic.train.data.batch import Batch
 
 WIDTH, LAYERS, EXPERTS, TOP_K, FFN, VOCAB = 512, 4, 64, 8, 256, 4096
 TRANSFORMERS = f"transformers {transformers.__version__}"

@@ -15,8 +15,8 @@ from moesaic.base.errors import DataError, MoesaicError, UserError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.testing.ranks import RankPool
-from moesaic.train.data import TextData
 from moesaic.train.data.rank_zero_first import run_rank_zero_first
+from moesaic.train.data.text_data import TextData
 
 
 def configure(path: Path, cache: Path) -> DataConfig:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import SIGMOID, Outcome, outcome, sparing, worst_element
+from layouts import SIGMOID, Outcome, assert_same, outcome, sparing, worst_element
 
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
@@ -65,28 +65,11 @@ def initial(job: Job) -> dict[str, np.ndarray]:
     return {piece.key: live_values(piece).numpy() for piece in pieces}
 
 
-def wide(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`state` with biases in the type of the rest."""
-    return {key: values.astype(np.float64) for key, values in state.items()}
-
-
-def check_same(other: Outcome, one: Outcome) -> None:
-    """Hold what a layout did against one rank that does everything."""
-    for a, b in zip(one.steps, other.steps, strict=True):
-        assert a["counts"] == b["counts"]
-        for figure in ("loss", "balance", "z", "norm"):
-            assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
-    assert worst_element(other.gradients, one.gradients) < 1e-9
-    assert worst_element(wide(other.state), wide(one.state)) < 1e-9
-
-
 def check_what_changed(job: Job, result: Outcome) -> None:
     """What learns has changed and has moments; not a bit of anything else has, nor has it any."""
     names = {p.name for p in trainable_parameters(job)}
     before = initial(job)
-    moments = {
-        f"{kind}/{name}" for kind in (FIRST_MOMENT, SECOND_MOMENT) for name in names
-    }  # fmt: skip
+    moments = {f"{kind}/{name}" for kind in (FIRST_MOMENT, SECOND_MOMENT) for name in names}
     assert result.state.keys() == before.keys() | moments
     assert {key.partition("/")[2] for key in result.gradients} == names
     biases = job.finetune is not None and job.finetune.router == "train"
@@ -101,67 +84,43 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"ep": 2}), (2, {"dp_shard": 2}), (4, {"ep": 2, "dp_shard": 2}), (2, HALVES),
     (2, {"ep": 2, **COLUMNS}), (4, {**HALVES, **COLUMNS}),
 ]  # fmt: skip
-SLICES: list[tuple[int, dict[str, Any]]] = [
+TP_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "dp_shard": 2}),
     (4, {"tp": 2, "pp": 2, "schedule": "gpipe", "ep": 2}),
 ]  # fmt: skip
+EXPERTS_ALONE = "lora of experts alone, none in the first layer"
+NOTHING_TO_LEARN: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2}),
+    (4, {"pp": 2, "dp_shard": 2, "schedule": "zero-bubble"}),
+    (8, {"pp": 2, "tp": 2, "dp_shard": 2, "ep": 2, "schedule": "gpipe"}),
+]
+"""Layouts with ranks or stages that train nothing, if experts alone are adapted."""
 _alone: dict[str, Outcome] = {}
 
 
-def check_layout(
-    ranks: RankPool, tables: dict[str, Any], size: int, layout: dict[str, Any]
+@pytest.mark.parametrize(
+    ("name", "size", "layout"),
+    [
+        *sparing([[name, *layout] for layout in LAYOUTS for name in JOBS], 3),
+        *sparing([[name, *layout] for name in JOBS if name != EXPERTS_ALONE
+                  for layout in TP_LAYOUTS], 4),
+        *([EXPERTS_ALONE, *layout] for layout in NOTHING_TO_LEARN),
+    ],
+)  # fmt: skip
+def test_every_layout_gives_the_same_numbers(
+    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
 ) -> None:
-    """Hold steps in a layout against those of one rank."""
+    """With TP, a matrix sharded by rows has a sharded B, and one sharded by columns a sharded A."""
+    tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
     job = tiny_job(**tables)
-    if str(tables) not in _alone:
-        _alone[str(tables)] = outcome(ranks, 1, job, STEPS)
-        check_what_changed(job, _alone[str(tables)])
+    if name not in _alone:
+        _alone[name] = outcome(ranks, 1, job, STEPS)
+        check_what_changed(job, _alone[name])
     if not job.model.experts:
         layout = {key: value for key, value in layout.items() if key != "ep"}
     if job.train.recompute and "pp" in layout:
         layout = {**layout, "schedule": "gpipe"}
-    other = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS)
-    check_same(other, _alone[str(tables)])
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "layout"),
-    sparing([[name, *layout] for layout in LAYOUTS for name in JOBS], 3),
-)
-def test_every_layout_gives_the_same_numbers(
-    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
-) -> None:
-    check_layout(ranks, JOBS[name], size, layout)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "layout"),
-    sparing([[name, *layout] for name in JOBS if "alone" not in name for layout in SLICES], 4),
-)
-def test_slices_give_the_same_numbers(
-    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
-) -> None:
-    """Of a matrix cut by rows B is cut and A whole, of one cut by columns A is cut and B whole."""
-    tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
-    check_layout(ranks, tables, size, layout)
-
-
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        (2, {"tp": 2}),
-        (4, {"pp": 2, "dp_shard": 2, "schedule": "zero-bubble"}),
-        (8, {"pp": 2, "tp": 2, "dp_shard": 2, "ep": 2, "schedule": "gpipe"}),
-    ],
-)
-def test_where_some_have_nothing_to_learn(
-    ranks: RankPool, size: int, layout: dict[str, Any]
-) -> None:
-    """Slices, and stages that are sharded, of a model whose experts alone are adapted."""
-    name = "lora of experts alone, none in the first layer"
-    tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
-    one = outcome(ranks, 1, tiny_job(**tables), STEPS)
-    check_same(outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS), one)
+    assert_same(outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS), _alone[name])
 
 
 def test_bf16_stays_close_to_fp32(ranks: RankPool) -> None:

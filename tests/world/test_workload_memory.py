@@ -20,7 +20,7 @@ from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import peak_allocated
 from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
-from moesaic.train.data import Batch
+from moesaic.train.data.batch import Batch
 
 # Sizes at which uncounted tensors (indices, scalars, router gradients) are negligible.
 SIZES = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 640, "init_std": 0.02}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,18 +31,12 @@ if TYPE_CHECKING:
 
 WHAT = "layer"
 _LIMITS_FRACTION = 0.2
-"""Fraction of the time for the limits, before and after the batches."""
-_MAX_SECONDS = 3600.0
-"""Largest value of the key `seconds`."""
+"""Fraction of the time for the limits."""
 _TITLES = (
     "", "tokens", "per expert", "forward", "tokens/s", "of the limit", "with backward",
     "of the limit", "limit",
 )  # fmt: skip
 _WIDTHS = (4, 9, 10, 13, 11, 12, 13, 12, 8)
-_VISIBLE_CHANGE = 0.015
-"""Change of an efficiency for which the table is printed again."""
-_MIN_GROWTH = 1.3
-"""Least factor for the suggested `seconds` if they were too few."""
 _MAX_EFFICIENCY = 1.005
 """Efficiency above which rounding is no explanation."""
 What = Annotated[
@@ -168,78 +161,43 @@ def _measure(
     layer: ExpertLayerBenchmark, config: BenchConfig, log: Callable[[str], None]
 ) -> tuple[list[DeviceLimit], list[MeasuredSpeed], list[SkippedBatch]]:
     """Return limits, speeds and skipped batches; log each speed as soon as it is measured."""
-    from moesaic.models.expert_benchmark import (
-        MeasuredSpeed,
-        max_limits,
-        measure_speeds,
-        required_s,
-    )
+    from moesaic.models.expert_benchmark import MeasuredSpeed, measure_speeds
 
-    batches: list[MeasuredSpeed | SkippedBatch] = []
-    dtype_needs_s = 0.0
-    limit_budget_s, dtype_budget_s = _budgets(config)
-    total = 2 + len(config.dtypes) * len(config.tokens)
+    speeds: list[MeasuredSpeed] = []
+    skipped: list[SkippedBatch] = []
+    limits_s = _LIMITS_FRACTION * config.seconds
+    dtype_budget_s = (config.seconds - limits_s) / len(config.dtypes)
+    total = 1 + len(config.dtypes) * len(config.tokens)
     with probe_progress(is_shown=True, total=total) as start_progress:
         start_progress("the limit")
-        limits = layer.measure_limits(config.dtypes, limit_budget_s)
+        limits = layer.measure_limits(config.dtypes, limits_s / (len(config.dtypes) + 1))
         log(_describe_limits(limits) + "\n\n" + _cells(_TITLES))
         for limit in limits:
 
             def on_start(tokens: int, dtype: str = limit.dtype) -> None:
                 start_progress(f"{dtype}, {tokens:,} tokens")
 
-            own: list[MeasuredSpeed | SkippedBatch] = []
             for batch in measure_speeds(layer, limit, config.tokens, dtype_budget_s, on_start):
-                own.append(batch)
                 if isinstance(batch, MeasuredSpeed):
+                    speeds.append(batch)
                     log(_row(batch))
-            dtype_needs_s = max(dtype_needs_s, required_s(own))
-            batches += own
-        start_progress("the limit again")
-        limits = max_limits(limits, layer.measure_limits(config.dtypes, limit_budget_s))
-    before = [batch for batch in batches if isinstance(batch, MeasuredSpeed)]
-    speeds = layer.with_limits(limits, before)
-    skipped = [batch for batch in batches if not isinstance(batch, MeasuredSpeed)]
-    if any(map(_has_changed, before, speeds)):
-        log("\nmeasured again, the limits are higher\n" + _describe_limits(limits) + "\n")
-        log("\n".join([_cells(_TITLES), *map(_row, speeds)]))
+                else:
+                    skipped.append(batch)
     if skipped:
-        needs_s = dtype_needs_s * len(config.dtypes) / (1 - _LIMITS_FRACTION)
-        needs_s = max(needs_s, _MIN_GROWTH * config.seconds)
-        log(_describe_skipped(skipped, needs_s, layer.free_bytes))
+        log(_describe_skipped(skipped, layer.free_bytes))
     return limits, speeds, skipped
 
 
-def _has_changed(before: MeasuredSpeed, after: MeasuredSpeed) -> bool:
-    """Return whether an efficiency fell visibly."""
-    return (
-        max(
-            before.forward_efficiency - after.forward_efficiency,
-            before.step_efficiency - after.step_efficiency,
-        )
-        > _VISIBLE_CHANGE
-    )
-
-
-def _budgets(config: BenchConfig) -> tuple[float, float]:
-    """Return seconds for each measurement of a limit, and for the batches of each dtype."""
-    total_s, num_dtypes = config.seconds, len(config.dtypes)
-    limits_s = _LIMITS_FRACTION * total_s
-    return limits_s / (2 * (num_dtypes + 1)), (total_s - limits_s) / num_dtypes
-
-
-def _describe_skipped(skipped: Sequence[SkippedBatch], needs_s: float, free_bytes: int) -> str:
+def _describe_skipped(skipped: Sequence[SkippedBatch], free_bytes: int) -> str:
     """Return the batches that were skipped, with remedies."""
     text = ""
     too_slow = [batch for batch in skipped if batch.reason == "time"]
     if too_slow:
-        seconds = _round_up(needs_s)
-        remedy = f"add --set seconds={seconds:.0f}"
-        if seconds > _MAX_SECONDS:
-            limit = min(batch.roofline.tokens for batch in too_slow)
-            remedy = f"use batches below {limit:,} tokens (--set tokens=...)"
         longest = format_seconds(max(batch.needed for batch in too_slow))
-        text += f"\nskipped: {_name_batches(too_slow)}: a batch takes up to {longest}; {remedy}"
+        text += (
+            f"\nskipped: {_name_batches(too_slow)}: a batch takes {longest} or more; raise seconds "
+            "(--set seconds=...), or use fewer tokens (--set tokens=...)"
+        )
     too_large = [batch for batch in skipped if batch.reason == "memory"]
     if too_large:
         needed = format_bytes(max(batch.needed for batch in too_large))
@@ -256,12 +214,6 @@ def _name_batches(batches: Sequence[SkippedBatch]) -> str:
     for batch in batches:
         tokens.setdefault(batch.roofline.dtype, []).append(f"{batch.roofline.tokens:,}")
     return "; ".join(f"{dtype} with {', '.join(sizes)} tokens" for dtype, sizes in tokens.items())
-
-
-def _round_up(value: float) -> float:
-    """Round up to two digits."""
-    unit = 10.0 ** max(0, math.floor(math.log10(max(value, 1.0))) - 1)
-    return math.ceil(value / unit) * unit
 
 
 def _warnings(speeds: Sequence[MeasuredSpeed]) -> list[str]:

@@ -43,8 +43,6 @@ def convert(
         raise UserError("--out is missing: name a directory that does not exist yet")
     if ".." in out.parts:  # The directory is renamed at the end; resolve it now.
         out = Path(os.path.realpath(out))
-    for warning in config.idle():
-        screen.print_warning(warning)
     if dry_run:
         _print_dry_run(path, out, config, as_json)
         return 0

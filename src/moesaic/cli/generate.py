@@ -131,7 +131,7 @@ def _template(tokenizer: Tokenizer) -> ChatTemplate:
         raise UserError("--chat needs a chat template, and the bytes tokenizer has none: remove it")
     from moesaic.models.chat import ChatTemplate
 
-    return ChatTemplate(Path(tokenizer.name).expanduser(), "remove --chat")
+    return ChatTemplate(Path(tokenizer.name).expanduser())
 
 
 def _encode(
@@ -156,11 +156,10 @@ def _end_ids(origin: Origin, tokenizer: Tokenizer, template: ChatTemplate | None
     """
     ends = set(origin.end_ids() or [tokenizer.end_id])
     if template is not None:
-        from moesaic.models.chat import end_of_turn_id
         from moesaic.models.tokenizer import FileTokenizer
 
         assert isinstance(tokenizer, FileTokenizer), "the bytes tokenizer has no template"
-        end = end_of_turn_id(template, tokenizer)
+        end = template.end_of_turn_id(tokenizer)
         ends |= set() if end is None else {end}
     return sorted(ends)
 

@@ -128,7 +128,8 @@ def _inspect_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
 def _inspect_job(path: Path, num_samples: int) -> dict[str, Any]:
     """Return the first samples of a job; tokenise its text if that was not done."""
     from moesaic.dist.world import World
-    from moesaic.train.data import TextData, split_documents
+    from moesaic.train.data.batch import split_documents
+    from moesaic.train.data.text_data import TextData
     from moesaic.train.job_file import check_inputs, load_job
 
     loaded = load_job(path)

@@ -80,9 +80,9 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     loaded = load_job(path, task.sets, task.resumed_run, plan)
     ranks = _count_ranks(loaded, nproc, dry_run=dry_run)
     used_plan = loaded.plan or plan_from_job(loaded.job, ranks)
-    check_inputs(loaded.job, str(path))
     if directory is not None:
         check_out_is_not_text(directory, loaded.job)
+    check_inputs(loaded.job, str(path))
     warnings = _warnings(loaded, used_plan, is_new=resume is None)
     if is_leader():
         for warning in warnings:
@@ -173,18 +173,15 @@ def _check_weights(job: Job) -> list[str]:
     with exit_on_interrupt():
         from moesaic.models.hf.reader import HFSource
 
-    with HFSource(Path(job.source), job.model) as weights:
-        return weights.notes
+    return HFSource(Path(job.source), job.model).notes
 
 
 def _check_machine(job: Job, ranks: int) -> None:
-    """Check devices and data, which needs torch; nothing is written yet."""
+    """Check devices, which needs torch; nothing is written yet."""
     with exit_on_interrupt():
         from moesaic.kernels import device
-        from moesaic.train.data import check_text
 
     device.resolve(job.train.device, ranks - 1)
-    check_text(job.data)
 
 
 def _run_task(task: TrainTask, ranks: int) -> int:

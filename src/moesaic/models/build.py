@@ -18,10 +18,11 @@ from moesaic.dist.world import World
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import block_specs
-from moesaic.models.finetune import prepare_for_finetuning
+from moesaic.facts.workload import block_specs, expert_name, parameters
+from moesaic.facts.workload.parameters import A, adapters, is_trainable
 from moesaic.models.lm import Embedding, LanguageModel, LMHead
-from moesaic.models.state import TP_DIM
+from moesaic.models.state import TP_DIM, logical_name
+from moesaic.nn.attention import Linear
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.lora import Adapters
@@ -66,8 +67,27 @@ def build_model(
             config, specs, routing, plan, ranks.dispatch, ranks.tp, ranks.column_shard
         )
         if finetune is not None:
-            prepare_for_finetuning(model, finetune)
+            _prepare_for_finetuning(model, finetune)
     return model.to(dtype)
+
+
+def _prepare_for_finetuning(model: LanguageModel, finetune: FinetuneConfig) -> None:
+    """Freeze parameters and add adapters as `facts.workload.parameters` decides."""
+    config = model.config
+    trainable = {param.name for param in parameters(config) if is_trainable(finetune, param)}
+    adapted = {param.name.removesuffix(A) for param in adapters(config, finetune)}
+    for block, module in model.blocks():
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(logical_name(config, f"{block}.{name}") in trainable)
+        for name, submodule in module.named_modules():
+            if isinstance(submodule, Linear) and f"{block}.{name}" in adapted:
+                submodule.add_adapters(finetune.rank, finetune.scale)
+    for layer, bank in model.expert_banks():
+        # One arena holds all experts of a layer, so one matrix decides for all of them.
+        name = expert_name(layer, bank.experts[0], "gate")
+        bank.arena.requires_grad_(name in trainable)
+        if name in adapted:
+            bank.add_adapters(finetune.rank, finetune.scale)
 
 
 def allocate_model(
@@ -101,7 +121,6 @@ def make_dispatch_ranks(plan: Plan, world: World, *, replicas: bool = False) -> 
 
 
 def _make_column_shard(plan: Plan, world: World) -> ShardedEmbedding:
-    """Return the ranks that shard the embedding's columns."""
     if plan.embedding_shards == 1:
         return UNSHARDED
     return ShardedEmbedding(plan.embedding_shards, world.transport(plan.stage_groups()))

@@ -4,6 +4,10 @@ For a whole conversation they also find the assistant's answers. A template may 
 generation %}`. For any other template, each prefix of the conversation is rendered too: an answer
 is the text after its generation prompt.
 
+Templates silently drop tools they do not support, and some drop system messages. A whole
+conversation is therefore rendered a second time, with a unique marker in each tool, call, result
+and system message. A part is lost if its marker is missing from the text.
+
 A template is a Jinja program from a model's files, so it runs in Jinja's sandbox. It sees the
 messages, the tools, the tokenizer's special tokens and the few functions that templates expect.
 """
@@ -25,7 +29,6 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from moesaic.base.errors import DataError
 from moesaic.models.tokenizer import (
@@ -34,49 +37,51 @@ from moesaic.models.tokenizer import (
     TOOL_USE_FILE,
     FileTokenizer,
     read_json_object,
+    special_tokens,
 )
-from moesaic.models.tool_calls import TOOL_CALLS, MarkedConversation, Messages, Tools
 
-TOKENS_FILE = "special_tokens_map.json"
 DEFAULT_TEMPLATE = "default"
 """Name of the template to use if a model has several."""
 TOOL_USE_TEMPLATE = "tool_use"
 """Name of the preferred template for conversations with tools."""
+TOOL_CALLS = "tool_calls"
+"""Key of a message that holds an assistant's calls."""
+
 TextSpan = tuple[int, int]
 """Characters [start, stop) of a text."""
+Messages = Sequence[dict[str, Any]]
+"""Messages of a conversation, each with a `role` (system, user, assistant, tool) and `content` or
+`tool_calls`. A key with the value None counts as absent."""
+Tools = Sequence[dict[str, Any]] | None
+"""JSON schemas of the tools; None if the conversation declares none."""
 
 _SAMPLE_ANSWER = "Quite so."
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class _CompiledTemplate(NamedTuple):
-    """Compiled template."""
-
     origin: str
     """Its source, for messages."""
     template: Template
     marks_answers: bool
     """True if it marks the assistant's answers."""
-    supports_tool_calls: bool
-    """True if it mentions tool calls."""
 
 
 class ChatTemplate:
     """Chat template beside a tokenizer."""
 
-    def __init__(self, tokenizer: Path, fallback_hint: str, *, has_clock: bool = True) -> None:
+    def __init__(self, tokenizer: Path, *, has_clock: bool = True) -> None:
         """Read the template.
 
         Args:
             tokenizer: the tokenizer's file, or its directory.
-            fallback_hint: advice in the error message if there is no template.
             has_clock: whether the template may read the time; without it, rendering is
                 reproducible.
         """
         directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
         settings = read_json_object(directory / SETTINGS_FILE)
-        found = _find_templates(directory, settings, fallback_hint)
-        self._special_tokens = _special_tokens(directory, settings)
+        found = _find_templates(directory, settings)
+        self._special_tokens = special_tokens(directory)
         state = json.dumps([*(text for _, text in found), self._special_tokens], sort_keys=True)
         self.digest = hashlib.sha256(state.encode(errors="surrogatepass")).hexdigest()
         """Hash of everything that determines the rendered text, except the time."""
@@ -99,16 +104,10 @@ class ChatTemplate:
                 answer.
             tools: tools of the conversation.
         """
-        program = self._template_for(tools)
-        if not program.supports_tool_calls and any(message.get(TOOL_CALLS) for message in messages):
-            raise DataError(
-                f"{program.origin} knows no '{TOOL_CALLS}' and would drop the calls of an answer: "
-                "use a model whose template supports them, or put them into the answer's content"
-            )
         parts = self._render(messages, tools, is_complete=True).split(self._marker)
-        self._check_nothing_lost(messages, tools, parts)
+        self._check_nothing_lost(messages, tools)
         text = "".join(parts)
-        if program.marks_answers:
+        if self._template_for(tools).marks_answers:
             offsets = [0, *accumulate(len(part) for part in parts)]
             spans = [(offsets[i], offsets[i + 1]) for i in range(1, len(parts), 2)]
         else:
@@ -118,8 +117,8 @@ class ChatTemplate:
             ]
         return text, [(start, stop) for start, stop in spans if start < stop]
 
-    def find_turn_end(self, turn_ends: Sequence[str]) -> str | None:
-        """Return the longest of `turn_ends` that the template writes after an answer, or None."""
+    def end_of_turn_id(self, tokenizer: FileTokenizer) -> int | None:
+        """Return the token that the template writes after an answer; None if it is not one."""
         messages = [
             {"role": "user", "content": "Are you there?"},
             {"role": "assistant", "content": _SAMPLE_ANSWER},
@@ -129,30 +128,29 @@ class ChatTemplate:
         except DataError:  # The template rejects this minimal conversation.
             return None
         _, answer, rest = text.rpartition(_SAMPLE_ANSWER)
-        closing = [end for end in turn_ends if answer and end and rest.lstrip().startswith(end)]
-        return max(closing, key=len, default=None)
+        tokens = tokenizer.added_token_texts() if answer else []
+        closing = max((end for end in tokens if rest.lstrip().startswith(end)), key=len, default="")
+        ids = tokenizer.encode(closing, with_special_tokens=True)
+        return ids[0] if len(ids) == 1 else None
 
-    def _check_nothing_lost(self, messages: Messages, tools: Tools, parts: Sequence[str]) -> None:
-        """Raise if the template dropped a tool, call, result or system message from `parts`."""
-        program, marked = self._template_for(tools), MarkedConversation(messages, tools)
+    def _check_nothing_lost(self, messages: Messages, tools: Tools) -> None:
+        """Raise if the template drops a tool, call, result or system message."""
+        program, marked = self._template_for(tools), _MarkedConversation(messages, tools)
         if not marked.markers:
             return
-        expected = [marker.text for marker in marked.markers]
         try:
-            parts = self._render(marked.messages, marked.tools, is_complete=True).split(
-                self._marker
-            )
-        # The template rejects unknown names or arguments, so look for the plain names.
-        except DataError:
-            expected = [marker.name for marker in marked.markers]
-        text = "".join(parts)
-        answers = "".join(parts[1::2]) if program.marks_answers else text
-        for marker, needle in zip(marked.markers, expected, strict=True):
-            if needle not in (answers if marker.by_assistant else text):
-                raise DataError(f"{program.origin} {marker.error}")
+            text = self._render(marked.messages, marked.tools, is_complete=True)
+        except DataError:  # The template accepts only some names or arguments.
+            return
+        answers = "".join(text.split(self._marker)[1::2]) if program.marks_answers else text
+        for marker in marked.markers:
+            if marker.text not in (answers if marker.by_assistant else text):
+                raise DataError(
+                    f"{program.origin} leaves out {marker.part}: use a model whose template "
+                    "supports it, or put it into the content of another message"
+                )
 
     def _template_for(self, tools: Tools) -> _CompiledTemplate:
-        """Return the template for conversations with or without `tools`."""
         return self._templates[0 if tools is None else -1]
 
     def _find_answer(
@@ -190,37 +188,76 @@ class ChatTemplate:
             raise DataError(f"{program.origin} rejects these messages: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template may fail in any way
             raise DataError(
-                f"{program.origin} fails ({type(error).__name__}: {error}): "
-                f"{_suggest_fix(messages)}"
+                f"{program.origin} fails ({type(error).__name__}: {error}): fix it, or give "
+                f"'content' beside '{TOOL_CALLS}' and 'arguments' in the form that it supports"
             ) from None
-
-
-def end_of_turn_id(template: ChatTemplate, tokenizer: FileTokenizer) -> int | None:
-    """Return the token with which `template` ends an answer; None if it is not one token."""
-    closing = template.find_turn_end(tokenizer.added_token_texts())
-    ids = [] if closing is None else tokenizer.encode(closing, with_special_tokens=True)
-    return ids[0] if len(ids) == 1 else None
 
 
 class TemplateRefusal(TemplateError):
     """Error that a template raised with `raise_exception`."""
 
 
-def _suggest_fix(messages: Messages) -> str:
-    """Return advice for a template that fails: not all support every form of tool calls."""
-    for number, message in enumerate(messages, start=1):
-        if message.get(TOOL_CALLS) and message.get("content") is None:
-            return (
-                f"it may not support message {number}, which has '{TOOL_CALLS}' and no 'content': "
-                f'give it some ("" is enough for most), or make the template accept '
-                f"'{TOOL_CALLS}' alone"
-            )
-    if any(message.get(TOOL_CALLS) for message in messages):
-        return (
-            f"give 'arguments' of '{TOOL_CALLS}' in the form that it supports, text or object, or "
-            "fix the template"
-        )
-    return "fix it, or download it again from the model's publisher"
+class _Marker(NamedTuple):
+    """Marker in one part of a conversation."""
+
+    text: str
+    part: str
+    """Description of the part."""
+    by_assistant: bool
+    """True if the part belongs to an assistant's answer."""
+
+
+class _MarkedConversation:
+    """Conversation with a marker in each tool, call, result and system message."""
+
+    def __init__(self, messages: Messages, tools: Tools) -> None:
+        self.markers: list[_Marker] = []
+        # Digits only: no template has a reason to escape them.
+        self._nonce = str(uuid4().int)
+        self.messages = [self._mark_message(one, i) for i, one in enumerate(messages, start=1)]
+        self.tools = tools and [self._mark_named(tool, "the tool") for tool in tools]
+
+    def _mark_message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
+        if message["role"] in ("tool", "system"):
+            part = f"message {number}, which is of the role {message['role']}"
+            return {**message, "content": message["content"] + self._add_marker(part)}
+        if not message.get(TOOL_CALLS):
+            return message
+        part = f"of message {number}, an answer, the call of"
+        calls = [self._mark_named(one, part, by_assistant=True) for one in message[TOOL_CALLS]]
+        return {**message, TOOL_CALLS: calls}
+
+    def _mark_named(
+        self, item: dict[str, Any], part: str, by_assistant: bool = False
+    ) -> dict[str, Any]:
+        part = f"{part} '{function_of(item)['name']}'"
+        return _append_text(item, self._add_marker(part, by_assistant))
+
+    def _add_marker(self, part: str, by_assistant: bool = False) -> str:
+        text = f"{self._nonce}{len(self.markers):08}"
+        self.markers.append(_Marker(text, part, by_assistant))
+        return text
+
+
+def function_of(item: dict[str, Any]) -> Any:
+    """Return the function object of a call or tool, which may be the item itself."""
+    return item.get("function", item)
+
+
+def _append_text(item: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return a call or tool with `text` appended to its name and added to its arguments.
+
+    The arguments carry it too, because some templates write a call's `id` in place of its name.
+    """
+    if "function" in item:
+        return {**item, "function": _append_text(item["function"], text)}
+    changed: dict[str, Any] = {"name": item["name"] + text}
+    arguments = item.get("arguments")
+    if isinstance(arguments, dict):
+        changed["arguments"] = {**arguments, text: text}
+    elif isinstance(arguments, str):
+        changed["arguments"] = arguments + text
+    return {**item, **changed}
 
 
 def _compile_template(environment: Environment, origin: str, text: str) -> _CompiledTemplate:
@@ -231,64 +268,31 @@ def _compile_template(environment: Environment, origin: str, text: str) -> _Comp
             f"{origin} is no Jinja template ({error}): fix it, or download it again from the "
             "model's publisher"
         ) from None
-    return _CompiledTemplate(
-        origin, template, bool(_GENERATION_TAG.search(text)), TOOL_CALLS in text
-    )
+    return _CompiledTemplate(origin, template, bool(_GENERATION_TAG.search(text)))
 
 
-def _find_templates(
-    directory: Path, settings: dict[str, Any], fallback_hint: str
-) -> list[tuple[str, str]]:
+def _find_templates(directory: Path, settings: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (source, text) of the template, and of the tool template if there is one.
 
     A template file takes precedence over the settings.
     """
-    files = [directory / name for name in (TEMPLATE_FILE, TOOL_USE_FILE)]
-    own, tool_use = ([(f"'{path}'", _read_text(path))] if path.is_file() else [] for path in files)
-    return (
-        [*own, *tool_use]
-        if own
-        else [*_templates_in_settings(directory, settings, fallback_hint), *tool_use]
-    )
-
-
-def _templates_in_settings(
-    directory: Path, settings: dict[str, Any], fallback_hint: str
-) -> list[tuple[str, str]]:
-    """Return (source, text) of the templates in the tokenizer settings."""
-    own = directory / TEMPLATE_FILE
     origin = f"chat_template of '{directory / SETTINGS_FILE}'"
-    setting = settings.get("chat_template")
-    candidates = [setting]
-    if isinstance(setting, list):
-        by_name = {one.get("name"): one.get("template") for one in setting if isinstance(one, dict)}
-        if DEFAULT_TEMPLATE not in by_name:
-            raise DataError(
-                f"{origin} is a list without '{DEFAULT_TEMPLATE}': write the template to use into "
-                f"'{own}'"
-            )
-        candidates = [
-            by_name[name] for name in (DEFAULT_TEMPLATE, TOOL_USE_TEMPLATE) if name in by_name
-        ]
-    if candidates[0] is None:
+    stated = settings.get("chat_template")
+    if not isinstance(stated, list):
+        stated = [{"name": DEFAULT_TEMPLATE, "template": stated}]
+    texts = {one.get("name"): one.get("template") for one in stated}
+    found = {name: (origin, text) for name, text in texts.items() if isinstance(text, str)}
+    own, tool_use = directory / TEMPLATE_FILE, directory / TOOL_USE_FILE
+    if own.is_file():
+        found = {DEFAULT_TEMPLATE: (f"'{own}'", _read_text(own))}
+    if tool_use.is_file():
+        found[TOOL_USE_TEMPLATE] = f"'{tool_use}'", _read_text(tool_use)
+    if DEFAULT_TEMPLATE not in found:
         raise DataError(
-            f"the tokenizer in '{directory}' has no chat template: {fallback_hint}, or write the "
-            f"model's template into '{own}'"
+            f"the tokenizer in '{directory}' has no chat template: choose another one, or write "
+            f"the model's template into '{own}'"
         )
-    texts = [one for one in candidates if isinstance(one, str)]
-    if len(texts) < len(candidates):
-        raise DataError(f"{origin} is no text: fix it, or write the template into '{own}'")
-    return [(origin, text) for text in texts]
-
-
-def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of bos_token, eos_token and the other special tokens."""
-    # The older file only applies to settings of its age, which list no added tokens.
-    is_newer = "added_tokens_decoder" in settings
-    declared = settings if is_newer else {**settings, **read_json_object(directory / TOKENS_FILE)}
-    tokens = {key: value for key, value in declared.items() if key.endswith("_token")}
-    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
+    return [found[name] for name in (DEFAULT_TEMPLATE, TOOL_USE_TEMPLATE) if name in found]
 
 
 def _read_text(path: Path) -> str:
@@ -303,9 +307,7 @@ def _make_environment(has_clock: bool) -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationExtension, loopcontrols]
     )
     result.filters["tojson"] = _to_json
-    result.globals |= {
-        "raise_exception": _raise_exception, "namespace": _SafeNamespace, "dict": _make_dict,
-    }  # fmt: skip
+    result.globals["raise_exception"] = _raise_exception
     if has_clock:
         result.globals["strftime_now"] = _strftime_now
     return result
@@ -329,29 +331,6 @@ class _GenerationExtension(Extension):
         mark = nodes.TemplateData(getattr(self.environment, self.MARKER), lineno=line)
         ends = [nodes.Output([mark], lineno=line) for _ in range(2)]
         return nodes.Scope([ends[0], *body, ends[1]], lineno=line)
-
-
-class _SafeNamespace(Namespace):
-    """Jinja namespace without private names, which could reach Python internals."""
-
-    def __init__(*args: Any, **values: Any) -> None:
-        for name in dict(*args[1:], **values):  # args[0] is self; a value may also be named self.
-            _check_name(name)
-        Namespace.__init__(*args, **values)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"it sets {name!r} of a namespace")
-
-
-def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
-    """Return a dict without exposing the attributes of the class."""
-    return dict(*args, **values)
 
 
 def _raise_exception(message: object) -> None:

@@ -3,14 +3,13 @@ or reading the experts' weights. `moesaic bench layer` and the benchmarks both m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.base.errors import ConfigError
 from moesaic.dist.probe.timing import time_call
@@ -21,10 +20,8 @@ from moesaic.facts.workload import block_specs
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import describe_backend, matmul
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.inputs import LOW_PRECISION, Inputs, Rotary, autocast_to
 from moesaic.nn.moe import MoE
-from moesaic.nn.router import Routing
 
 _MIN_ROWS, _MAX_ROWS = 64, 4096
 """Rows of the dense products of which the fastest is the limit."""
@@ -36,18 +33,10 @@ _MIN_PASSES = 13
 which count threefold."""
 _MAX_PASSES = 60
 """Passes after which the median is stable."""
-_UNTRIED_FACTOR = 1.5
-"""Safety factor of a batch that was not tried."""
-_ASSUMED_EFFICIENCY = 0.5
-"""Share of the limit assumed before anything is measured."""
-_MIN_BATCH_S = 0.5
-"""Seconds spent on a batch in any case, if there are so many."""
 _FIRST_PASS_FACTOR = 3
 """Factor by which a first pass may exceed a later one."""
 _LIMIT_TIMEOUT_S = 10.0
 """Seconds for a limit in any case."""
-_SAFETY_FACTOR = 1.3
-"""Factor of time for a machine whose speed varies."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,7 @@ class SkippedBatch:
     reason: Literal["time", "memory"]
     """The resource that does not suffice."""
     needed: float
-    """Seconds needed, or bytes beside the experts."""
+    """Least seconds of all its passes, or bytes beside the experts."""
 
 
 def measure_speeds(
@@ -124,98 +113,48 @@ def measure_speeds(
         on_start: called with the size of each before it is tried.
     """
     if layer.batch_bytes(1) <= layer.free_bytes:
-        layer.prepare_batch(limit.dtype, 1, 0.0)  # The first pass imports and starts threads.
-    left_s, reached = budget_s, _ASSUMED_EFFICIENCY
+        layer.passes(limit.dtype, 1).forward()  # The first pass imports and starts threads.
+    left_s = budget_s
     for place, tokens in enumerate(sizes):
         on_start(tokens)
         least, size = layer.roofline(limit, tokens), layer.batch_bytes(tokens)
         if size > layer.free_bytes:
             yield SkippedBatch(least, "memory", size)
             continue
-        if _MIN_PASSES * least.forward_s > left_s:  # Not even at best: no need to try.
-            yield SkippedBatch(
-                least, "time", _UNTRIED_FACTOR * _MIN_PASSES * least.forward_s / reached
-            )
+        least_s = _MIN_PASSES * least.forward_s
+        if least_s > left_s:  # Not even at best: no need to try.
+            yield SkippedBatch(least, "time", least_s)
             continue
-        start = layer.clock()
-        batch = layer.prepare_batch(limit.dtype, tokens, _FIRST_PASS_FACTOR * left_s / _MIN_PASSES)
-        needs_s = _MIN_PASSES * batch.first_pass_s
+        start, passes = layer.clock(), layer.passes(limit.dtype, tokens)
+        first_s = _first_pass_s(passes, layer.clock, _FIRST_PASS_FACTOR * left_s / _MIN_PASSES)
+        needs_s = _MIN_PASSES * first_s
         if needs_s > left_s:
             yield SkippedBatch(least, "time", needs_s)
         else:
-            later = [
-                layer.roofline(limit, other).forward_s / reached for other in sizes[place + 1 :]
-            ]
-            share_s = _batch_budget_s(left_s, needs_s, [_MIN_PASSES * one_s for one_s in later])
-            most_s = max(_MAX_PASSES * batch.first_pass_s, _MIN_BATCH_S)
-            extra_s = min(share_s, most_s) - needs_s
-            speed = MeasuredSpeed(least, *batch.measure(max(0.0, extra_s)))
-            reached = min(speed.forward_efficiency, 1.0)
-            yield speed
+            share_s = min(left_s / (len(sizes) - place), _MAX_PASSES * first_s)
+            extra_s = max(0.0, share_s - needs_s)
+            forward_s = time_call(passes.forward, layer.clock, extra_s / 3)
+            step_s = time_call(passes.step, layer.clock, 2 * extra_s / 3)
+            yield MeasuredSpeed(least, forward_s, step_s)
         left_s -= layer.clock() - start
 
 
-def _batch_budget_s(left_s: float, needs_s: float, later_s: Sequence[float]) -> float:
-    """Return seconds for a batch: what it needs, and its share of what the later ones leave."""
-    spare_s = left_s - needs_s
-    for one_s in sorted(later_s):
-        if one_s > spare_s:  # It will be skipped, and so will all slower ones.
-            break
-        spare_s -= one_s
-    return needs_s + spare_s / (1 + len(later_s))
-
-
-def required_s(found: Sequence[MeasuredSpeed | SkippedBatch]) -> float:
-    """Return seconds in which all of these batches can be measured."""
-    return _SAFETY_FACTOR * sum(
-        _MIN_PASSES * one.forward_s if isinstance(one, MeasuredSpeed) else one.needed
-        for one in found
-        if isinstance(one, MeasuredSpeed) or one.reason == "time"
-    )
-
-
-def max_limits(
-    first_limits: Sequence[DeviceLimit], second_limits: Sequence[DeviceLimit]
-) -> list[DeviceLimit]:
-    """Return the higher of limits measured twice: the machine may have been busy."""
-    read = max(limit.bytes_per_s for limit in (*first_limits, *second_limits))
-    pairs = zip(first_limits, second_limits, strict=True)
-    return [
-        DeviceLimit(first.dtype, max(first.flops_per_s, other.flops_per_s), read)
-        for first, other in pairs
-    ]
-
-
-class FixedRouter(nn.Module):
-    """A router that returns given choices, those of the next step in each pass."""
-
-    layer, kind = 0, "top-k"
-
-    def __init__(
-        self, choices: Sequence[Tensor], weights: Tensor, experts: int, *, whole: bool = True
-    ) -> None:
-        """See `Routing` for `whole`.
-
-        Args:
-            choices: experts by token, [tokens, choices], of each step.
-            weights: weights of the choices, the same in all steps; a parameter gets a gradient.
-            experts: number of experts.
-            whole: whether counts of tokens may stay on the device.
-        """
-        super().__init__()
-        self.weights, self._choices, self._whole = weights, itertools.cycle(choices), whole
-        self._scores = weights.new_zeros(len(weights), experts)
-
-    def forward(self, tokens: Tensor, inputs: Inputs) -> Routing:
-        """Return the choices of the next step."""
-        del tokens, inputs
-        experts = next(self._choices)
-        return Routing(experts, experts, self.weights, self._scores, self._scores, 0, self._whole)
+def _first_pass_s(passes: Passes, clock: Callable[[], float], max_s: float) -> float:
+    """Return the seconds of the first forward pass, or of the second, as the first may prepare
+    much."""
+    start = clock()
+    passes.forward()
+    first_s = clock() - start
+    if first_s >= max_s:
+        return first_s
+    start = clock()
+    passes.forward()
+    return min(first_s, clock() - start)
 
 
 class ExpertLayerBenchmark:
     """One expert layer of a model, with its router and shared experts; each expert gets as many
-    tokens as any other, unless `route` says otherwise."""
+    tokens as any other."""
 
     def __init__(
         self,
@@ -235,24 +174,14 @@ class ExpertLayerBenchmark:
         with torch.device("meta"):
             whole = LanguageModel(model, specs, RoutingConfig(router="balanced"))
         whole.materialise(device)
-        ((_, self._moe),) = whole.expert_layers()
-        self._moe.bank.backend = backend
-        self._moe.to(self._dtype)
-        _init_parameters(self._moe)
-
-    @property
-    def bank(self) -> ExpertBank:
-        """The experts' weights."""
-        return self._moe.bank
-
-    def route(self, choices: Sequence[Tensor], weights: Tensor) -> None:
-        """Replace the router: see `FixedRouter`."""
-        router = FixedRouter(choices, nn.Parameter(weights), self._model.experts)
-        self._moe.router = router  # type: ignore[assignment]
+        ((_, self.moe),) = whole.expert_layers()
+        self.moe.bank.backend = backend
+        self.moe.to(self._dtype)
+        _init_parameters(self.moe)
 
     def grouped_mm_backends(self, dtypes: Sequence[str]) -> dict[str, str]:
         """Return the library that multiplies its experts, by dtype."""
-        by = self._moe.bank.backend
+        by = self.moe.bank.backend
         return {
             name: describe_backend(self._device, LOW_PRECISION.get(name, torch.float32), by)
             for name in dtypes
@@ -260,7 +189,7 @@ class ExpertLayerBenchmark:
 
     def measure_limits(self, dtypes: Sequence[str], budget_s: float) -> list[DeviceLimit]:
         """Measure the limits, each in about so many seconds."""
-        arena, hidden = self._moe.bank.arena.detach(), self._model.hidden
+        arena, hidden = self.moe.bank.arena.detach(), self._model.hidden
         rows, one = arena.view(-1, hidden), arena.new_ones(hidden)
         # The faster layout depends on the device.
         reads = partial(self.read, slice(None)), partial(torch.mv, rows, one)
@@ -270,7 +199,7 @@ class ExpertLayerBenchmark:
     def read(self, slots: slice) -> None:
         """Read the weights of some experts as fast as memory gives them."""
         # Sums of bf16 wait for the processor, not for memory.
-        self._moe.bank.arena.detach()[slots].view(torch.float32).sum()
+        self.moe.bank.arena.detach()[slots].view(torch.float32).sum()
 
     def dense(self, dtype: str, rows: int, inner: int = 0) -> Dense:
         """Return the limit by products: a matrix of all three of an expert's, or of `inner` rows,
@@ -299,16 +228,6 @@ class ExpertLayerBenchmark:
             "matmul" if products_s > read_s else "memory",
         )  # fmt: skip
 
-    def with_limits(
-        self, limits: Sequence[DeviceLimit], speeds: Sequence[MeasuredSpeed]
-    ) -> list[MeasuredSpeed]:
-        """Return `speeds` against these limits."""
-        by_dtype = {limit.dtype: limit for limit in limits}
-        return [
-            replace(one, roofline=self.roofline(by_dtype[one.roofline.dtype], one.roofline.tokens))
-            for one in speeds
-        ]
-
     @property
     def free_bytes(self) -> int:
         """Bytes of the device beside experts and their gradients."""
@@ -319,10 +238,6 @@ class ExpertLayerBenchmark:
         model, rows = self._model, tokens * self._model.top_k
         of_tokens = 5 * model.hidden + 3 * (model.experts + model.shared_experts * model.ffn)
         return 4 * (rows * (2 * model.hidden + 3 * model.ffn) + tokens * of_tokens)
-
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> PreparedBatch:
-        """Return a batch that went through once, or twice, as a first pass may prepare much."""
-        return PreparedBatch(self.passes(dtype, tokens), self.clock, max_s)
 
     def clock(self) -> float:
         """Return seconds, after all work of the device has ended."""
@@ -350,7 +265,7 @@ class ExpertLayerBenchmark:
     def passes(self, dtype: str, tokens: int, *, training: bool = True) -> Passes:
         """Return passes of one batch, with products in `dtype`."""
         x = torch.randn(1, tokens, self._model.hidden, device=self._device).to(self._dtype)
-        return Passes(self._moe, x, "fp32" if dtype == self._weights else dtype, training)
+        return Passes(self.moe, x, "fp32" if dtype == self._weights else dtype, training)
 
     def _measure_flops(self, dtype: str, budget_s: float) -> float:
         """Return the best of products of ever more rows while there is time. The largest is always
@@ -423,28 +338,6 @@ class Passes:
         self.run().backward(self.grad)
         for leaf in self._leaves:
             leaf.grad = None
-
-
-class PreparedBatch:
-    """A batch that went through a layer once, or twice."""
-
-    def __init__(self, passes: Passes, clock: Callable[[], float], max_s: float) -> None:
-        self._forward, self._step, self._clock = passes.forward, passes.step, clock
-        self.first_pass_s = self._time_forward()
-        if self.first_pass_s < max_s:
-            self.first_pass_s = min(self.first_pass_s, self._time_forward())
-
-    def measure(self, budget_s: float) -> tuple[float, float]:
-        """Return seconds forward and with backward, in so many seconds beyond the least."""
-        return (
-            time_call(self._forward, self._clock, budget_s / 3),
-            time_call(self._step, self._clock, 2 * budget_s / 3),
-        )
-
-    def _time_forward(self) -> float:
-        start = self._clock()
-        self._forward()
-        return self._clock() - start
 
 
 def _init_parameters(moe: MoE) -> None:

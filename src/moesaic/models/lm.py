@@ -199,7 +199,6 @@ class LanguageModel(nn.Module):
     def _make_half(
         self, spec: BlockSpec, layer: int, routing: RoutingConfig, plan: Plan, ranks: DispatchGroups
     ) -> nn.Module:
-        """Return the module of half a layer."""
         config = self.config
         if spec.kind == "attention":
             return self._make_attention(layer)

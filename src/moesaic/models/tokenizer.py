@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,17 +26,16 @@ TOKENIZER_FILE = "tokenizer.json"
 UNSUPPORTED_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Files of other tokenizer formats, which are not supported without a tokenizer.json."""
 SETTINGS_FILE = "tokenizer_config.json"
+TOKENS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_USE_FILE = "additional_chat_templates/tool_use.jinja"
 COMPANION_FILES = (
-    SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json",
+    SETTINGS_FILE, TOKENS_FILE, "added_tokens.json",
     TEMPLATE_FILE, TOOL_USE_FILE, "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 """Files that other libraries keep beside tokenizer.json, copied with it."""
 
 COMMON_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-_MAX_BYTE_TOKENIZER_BYTES = 50_000
-"""Maximum bytes of an exported `ByteTokenizer` file."""
 _DEFAULT_SETTINGS = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
 
 
@@ -98,19 +96,8 @@ def find_tokenizer(directory: Path) -> str | None:
     path = directory / TOKENIZER_FILE
     if not path.is_file():
         return None
-    # `FileTokenizer` reports damaged files.
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        if path.stat().st_size < _MAX_BYTE_TOKENIZER_BYTES:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            model, added = content["model"], content["added_tokens"]
-            byte_vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-            end_tokens = [(one["id"], one["content"]) for one in added]
-            plain = (content["normalizer"], content["post_processor"], model["merges"])
-            if (model["vocab"], end_tokens, plain) == (
-                byte_vocabulary, [(ByteTokenizer.end_id, COMMON_END_TOKENS[0])], (None, None, []),
-            ):  # fmt: skip
-                return ByteTokenizer.name
-    return str(directory)
+    is_bytes = path.read_bytes() == ByteTokenizer().files()[TOKENIZER_FILE]
+    return ByteTokenizer.name if is_bytes else str(directory)
 
 
 class ByteTokenizer:
@@ -224,8 +211,10 @@ class FileTokenizer:
         contents = {TOKENIZER_FILE: self._path.read_bytes()}
         contents |= {name: path.read_bytes() for name, path in self._companion_files()}
         if self._declared_end_token() != self._end_token:
-            settings = json.loads(contents.get(SETTINGS_FILE, _DEFAULT_SETTINGS))
-            contents[SETTINGS_FILE] = _to_json({**settings, "eos_token": self._end_token})
+            contents = {SETTINGS_FILE: _DEFAULT_SETTINGS, **contents}
+            for name in contents.keys() & {SETTINGS_FILE, TOKENS_FILE}:
+                settings = json.loads(contents[name])
+                contents[name] = _to_json({**settings, "eos_token": self._end_token})
         return contents
 
     def _companion_files(self) -> list[tuple[str, Path]]:
@@ -257,14 +246,10 @@ class FileTokenizer:
 
     def _declared_end_token(self) -> str | None:
         """Return the end token named by the companion files, if the tokenizer has it."""
-        for name, path in self._companion_files():
-            if name in (SETTINGS_FILE, "special_tokens_map.json"):
-                token = read_json_object(path).get("eos_token")
-                if isinstance(token, dict):
-                    token = token.get("content")
-                if isinstance(token, str) and self._tokenizer.token_to_id(token) is not None:
-                    return token
-        return None
+        if self._path.name != TOKENIZER_FILE:
+            return None
+        token = special_tokens(self._path.parent).get("eos_token")
+        return token if token and self._tokenizer.token_to_id(token) is not None else None
 
     def _added_tokens(self) -> list[AddedToken]:
         return list(self._tokenizer.get_added_tokens_decoder().values())
@@ -302,6 +287,17 @@ def _parse(path: Path, content: bytes, key: str) -> tokenizers.Tokenizer:
             f"{key}: '{path}' is not a tokenizer of Hugging Face tokenizers ({error}): "
             "save it again"
         ) from None
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Return the texts of bos_token, eos_token and the other special tokens, as transformers."""
+    settings = read_json_object(directory / SETTINGS_FILE)
+    # The older file only applies to settings of its age, which list no added tokens.
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json_object(directory / TOKENS_FILE)
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -40,7 +40,5 @@ def load_model(
     allocate_model(model, device)
     for _, moe in model.expert_layers():
         moe.bank.backend = grouped_mm
-    for shard in tensor_shards(model):
-        with shard.borrow() as tensor:
-            tensor.copy_(origin.tensors.read(shard.name))
+    origin.fill(tensor_shards(model))
     return model.eval()

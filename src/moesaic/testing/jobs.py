@@ -9,7 +9,7 @@ import torch
 
 from moesaic.base.config import parse
 from moesaic.facts.job import Job
-from moesaic.train.data import Batch
+from moesaic.train.data.batch import Batch
 
 TINY: dict[str, Any] = {
     "seed": 7,

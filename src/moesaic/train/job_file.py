@@ -229,7 +229,6 @@ def _initial_tokenizer(source: str, run: Path | None) -> str | None:
 
 
 def _initial_model(source: str, run: Path | None) -> dict[str, Any] | None:
-    """Return the model of a run that began with `source`."""
     job = _initial_job(source, run)
     return None if job is None else dict(job["model"])
 
@@ -287,10 +286,10 @@ def check_out_is_not_text(out: Path, job: Job) -> None:
 
 def check_inputs(job: Job, origin: str) -> None:
     """Raise for a path, vocabulary or package that `job` needs and this machine lacks."""
-    _check_text(job.data.path, "data.path", origin)
-    if job.data.validation_path is not None:
-        _check_text(job.data.validation_path, "data.validation_path", origin)
-    _check_tokenizer(job, origin)
+    try:
+        _check_data(job)
+    except UserError as error:
+        raise ConfigError(f"{origin}: {error}") from None
     replay = job.routing.replay
     if replay is not None and not Path(replay).expanduser().exists():
         raise ConfigError(
@@ -306,27 +305,15 @@ def check_inputs(job: Job, origin: str) -> None:
             )
 
 
-def _check_text(value: str, key: str, origin: str) -> None:
-    path = str(Path(value).expanduser()) if value else ""
-    if Path(path).exists() and path:
-        return
-    if glob.has_magic(path):
-        if glob.glob(path, recursive=True):
-            return
-        problem = "matches no file"
-    else:
-        problem = "does not exist"
-    raise ConfigError(
-        f"{origin}: {key} = {keys.show(value)} {problem}: give a file, a directory or a glob, "
-        f"relative to {Path.cwd()}"
-    )
-
-
-def _check_tokenizer(job: Job, origin: str) -> None:
+def _check_data(job: Job) -> None:
+    """Raise if the text, tokenizer or chat template of `job` is missing or does not fit."""
     from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
+    from moesaic.train.data.sources import find_sources
 
-    try:
-        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
-        check_vocabulary(job.model.vocab, tokenizer, is_fixed=job.source is not None)
-    except UserError as error:
-        raise ConfigError(f"{origin}: {error}") from None
+    find_sources(job.data)
+    tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+    check_vocabulary(job.model.vocab, tokenizer, is_fixed=job.source is not None)
+    if job.data.format == "chat":
+        from moesaic.train.data.chat import ChatEncoder
+
+        ChatEncoder(job.data, tokenizer)

@@ -16,10 +16,11 @@ from moesaic.facts.workload.parameters import A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.init import InitialSource
+from moesaic.models.tokenizer import check_vocabulary
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.policy.balance import reason_not_to_balance
 from moesaic.train.assemble import LMRun, assemble
-from moesaic.train.data import TextData
+from moesaic.train.data.text_data import TextData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 from moesaic.train.topology import check_topology, resolve_dispatch
@@ -64,7 +65,7 @@ class LanguageModelKind:
     def open_data(self, job: Job, world: World, log: Callable[[str], None]) -> TextData:
         """Open the text, and tokenise it first if the cache lacks it."""
         data = TextData.open(job.data, job.seed, world, log)
-        data.check_vocab(job.model.vocab)
+        check_vocabulary(job.model.vocab, data.tokenizer)
         return data
 
     def assemble(

@@ -29,7 +29,7 @@ from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.inputs import Inputs, autocast_to
 from moesaic.nn.reports import BlockReport, moe_reports
-from moesaic.train.data import Batch
+from moesaic.train.data.batch import Batch
 from moesaic.train.objectives import lm
 from moesaic.train.objectives.objective import StepContext
 from moesaic.train.parts import Part

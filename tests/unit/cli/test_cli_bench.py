@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.models.expert_benchmark import DeviceLimit, ExpertLayerBenchmark, PreparedBatch
+from moesaic.models.expert_benchmark import DeviceLimit, ExpertLayerBenchmark, Passes
 from moesaic.models.hf.config import config_text
 
 LINE = ["bench", "layer", "--model", "tiny-mixtral", "--set", "seconds=5"]
@@ -56,13 +55,13 @@ def test_rows_are_printed_at_once(
 ) -> None:
     """A later lack of memory does not hide earlier results."""
 
-    def fail(layer: ExpertLayerBenchmark, dtype: str, tokens: int, max_s: float) -> PreparedBatch:
+    def fail(layer: ExpertLayerBenchmark, dtype: str, tokens: int) -> Passes:
         if tokens > 8:
             raise RuntimeError("no memory")
-        return original(layer, dtype, tokens, max_s)
+        return original(layer, dtype, tokens)
 
-    original = ExpertLayerBenchmark.prepare_batch
-    monkeypatch.setattr(ExpertLayerBenchmark, "prepare_batch", fail)
+    original = ExpertLayerBenchmark.passes
+    monkeypatch.setattr(ExpertLayerBenchmark, "passes", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         main([*LINE, *FEW])
     heading, _, limits, _, _, row = capfd.readouterr().out.splitlines()
@@ -74,9 +73,8 @@ def test_rows_are_printed_at_once(
 def test_batches_without_time_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--set", "seconds=1e-6", "--set", 'dtypes=["fp32"]']) == 0
     text = capfd.readouterr().out
-    assert "\nskipped: fp32 with 1, 16, 128, 512, 2,048 tokens: a batch takes up to " in text
-    (seconds,) = re.findall(r"; add --set seconds=(\d+)\n$", text)
-    assert 0 < int(seconds) <= 3600
+    assert "\nskipped: fp32 with 1, 16, 128, 512, 2,048 tokens: a batch takes " in text
+    assert "; raise seconds (--set seconds=...)" in text
 
 
 def test_batches_without_memory_are_named(
@@ -88,22 +86,6 @@ def test_batches_without_memory_are_named(
     text = capfd.readouterr().out
     assert "\nskipped: fp32 with 100,000 tokens: a batch needs up to " in text
     assert text.endswith("use fewer tokens (--set tokens=...)\n")
-
-
-def test_a_higher_second_limit_counts(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The machine was busy at first, so efficiencies were a thousand times too high."""
-    limits = iter([[DeviceLimit("fp32", 1e8, 1e9)], [DeviceLimit("fp32", 1e15, 1e15)]])
-    monkeypatch.setattr(ExpertLayerBenchmark, "measure_limits", lambda *_: next(limits))
-    assert main([*LINE, "--set", "tokens=[1]", "--set", 'dtypes=["fp32"]']) == 0
-    captured = capfd.readouterr()
-    first, second = [line for line in captured.out.splitlines() if line.startswith("fp32")]
-    assert first.split()[-1] == "matmul"
-    assert second.split()[-2] == "0%"
-    words = "\nmeasured again, the limits are higher\nlimits: matmul fp32 1e+03 "
-    assert words in captured.out
-    assert "of the matmul limit" not in captured.err
 
 
 @pytest.mark.parametrize(

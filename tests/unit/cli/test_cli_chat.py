@@ -26,7 +26,7 @@ def test_the_example(
 
     assert main(["inspect", JOB, "--json", "--set", "samples=3"]) == 0
     shown, notes = capfd.readouterr()
-    assert "conversations (messages, conversations, prompt)" in notes.replace("\n", " ")
+    assert " conversations in " in notes.replace("\n", " ")
     facts = json.loads(shown)
     assert facts["sequence"] == 128
     assert len(facts["samples"]) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -15,22 +17,10 @@ from moesaic.models.expert_benchmark import (
     MeasuredSpeed,
     Roofline,
     SkippedBatch,
-    max_limits,
     measure_speeds,
-    required_s,
 )
 
 LIMIT = DeviceLimit("fp32", 1e9, 1e9)
-
-
-class _Through:
-    def __init__(self, layer: Paced, pass_s: float) -> None:
-        self._layer, self.first_pass_s = layer, pass_s
-        layer.now_s += pass_s
-
-    def measure(self, budget_s: float) -> tuple[float, float]:
-        self._layer.now_s += 12 * self.first_pass_s + budget_s
-        return self.first_pass_s, 3 * self.first_pass_s
 
 
 class Paced:
@@ -50,8 +40,13 @@ class Paced:
     def roofline(self, limit: DeviceLimit, tokens: int) -> Roofline:
         return Roofline(limit.dtype, tokens, tokens, tokens * 5e-4, tokens * 1.5e-3, "matmul")
 
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> _Through:
-        return _Through(self, tokens * 1e-3)
+    def passes(self, dtype: str, tokens: int) -> SimpleNamespace:
+        def advance(pass_s: float) -> None:
+            self.now_s += pass_s
+
+        return SimpleNamespace(
+            forward=partial(advance, tokens * 1e-3), step=partial(advance, tokens * 3e-3)
+        )
 
 
 def in_time(sizes: list[int], budget_s: float) -> tuple[list[MeasuredSpeed | SkippedBatch], float]:
@@ -70,26 +65,11 @@ def test_batches_stay_within_the_time_budget(budget_s: float) -> None:
     assert measured_sizes == [size for size in (1, 10, 100, 1000) if 13e-3 * size <= budget_s / 1.2]
 
 
-@pytest.mark.parametrize("sizes", [[1, 10, 100, 1000], [1000, 1], [300, 300]])
-def test_required_time_suffices(sizes: list[int]) -> None:
-    found, _ = in_time(sizes, 0.05)
-    assert any(isinstance(one, SkippedBatch) for one in found)
-    found, _ = in_time(sizes, required_s(found))
-    assert all(isinstance(one, MeasuredSpeed) for one in found)
-
-
 def test_batches_beyond_memory_are_skipped() -> None:
     (small, large), took_s = in_time([1, 1001], 50.0)
     assert isinstance(small, MeasuredSpeed)
     assert large == SkippedBatch(Paced().roofline(LIMIT, 1001), "memory", 1001)
     assert took_s < 1
-
-
-def test_max_limits_takes_the_higher_limit() -> None:
-    one, two = [DeviceLimit("fp32", 1.0, 5.0), DeviceLimit("bf16", 4.0, 5.0)], [
-        DeviceLimit("fp32", 2.0, 3.0), DeviceLimit("bf16", 3.0, 3.0),
-    ]  # fmt: skip
-    assert max_limits(one, two) == [DeviceLimit("fp32", 2.0, 5.0), DeviceLimit("bf16", 4.0, 5.0)]
 
 
 def test_limits_use_large_matmuls_at_any_budget(

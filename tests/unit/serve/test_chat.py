@@ -14,6 +14,7 @@ from moesaic.cli.main import main
 from moesaic.models.chat import ChatTemplate, Messages
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.chat_templates import write_tokenizer as put
+from moesaic.testing.jobs import RUN_JOB
 
 CHATML = """{%- for message in messages %}
     {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}
@@ -48,7 +49,7 @@ TALKS: list[Messages] = [
 def test_text_and_ids_match_transformers(template: str, messages: Messages, tmp_path: Path) -> None:
     put(tmp_path, template)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text = ChatTemplate(tmp_path, "leave out --chat").render(messages)
+    text = ChatTemplate(tmp_path).render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert open_tokenizer(str(tmp_path)).encode(text, with_special_tokens=True) == expected
@@ -70,15 +71,15 @@ def test_template_precedence_matches_transformers(form: str, tmp_path: Path) -> 
         (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<|start|>"}')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(TALKS[0], tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(tmp_path, "leave out --chat").render(TALKS[0]) == expected
+    assert ChatTemplate(tmp_path).render(TALKS[0]) == expected
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (None, ("has no chat template", "leave out --chat", "chat_template.jinja")),
-        (7, ("is no text",)),
-        ([{"name": "tool_use", "template": "x"}], ("without 'default'",)),
+        (None, ("has no chat template", "chat_template.jinja")),
+        (7, ("has no chat template",)),
+        ([{"name": "tool_use", "template": "x"}], ("has no chat template",)),
         ("{% if %}", ("no Jinja template", "fix it")),
         (
             "{{ raise_exception('Only two messages') }}",
@@ -88,8 +89,7 @@ def test_template_precedence_matches_transformers(form: str, tmp_path: Path) -> 
         ("{{ messages[0] + 1 }}", ("fails (TypeError",)),
         ("{{ ''.__class__.__mro__ }}", ("is unsafe",)),
         ("{{ messages.append(1) }}", ("is unsafe",)),
-        ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", ("is unsafe",)),
-        ("{{ namespace(__class__=1) }}", ("is unsafe",)),
+        ("{{ dict.__subclasses__() }}", ("is unsafe",)),
     ],
 )
 def test_unusable_templates_are_rejected(
@@ -97,34 +97,9 @@ def test_unusable_templates_are_rejected(
 ) -> None:
     put(tmp_path, template)
     with pytest.raises(DataError) as caught:
-        ChatTemplate(tmp_path, "leave out --chat").render(TALKS[0])
+        ChatTemplate(tmp_path).render(TALKS[0])
     for word in (str(tmp_path), *words):
         assert word in str(caught.value)
-
-
-JOB = """
-[model]
-preset = "tiny-olmoe"
-vocab = 260
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
-
-[data]
-path = "text.txt"
-tokenizer = "tokenizer"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 1
-batch = 2
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
 
 
 def ask(line: str, capfd: pytest.CaptureFixture[str]) -> list[int]:
@@ -144,9 +119,9 @@ def test_chat_with_the_template_of_an_export(
     put(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML)
     Path("text.txt").write_text("Because it is so. " * 40)
-    Path("job.toml").write_text(JOB)
+    Path("job.toml").write_text(RUN_JOB)
     for line in (
-        "train job.toml --out run",
+        "train job.toml --out run --set model.vocab=260 --set data.tokenizer=tokenizer",
         "convert run --out hf",
         "convert hf --out again",
         "convert hf --out bare --set to=checkpoint",

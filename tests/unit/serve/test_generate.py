@@ -17,18 +17,11 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.inputs import Inputs
-from moesaic.serve.cache import KeyValueCache
-from moesaic.serve.generate import Sampling, generate, sample_tokens
+from moesaic.serve.generate import KeyValueCache, Sampling, generate, sample_tokens
 
 SMALL = {
-    "hidden": 32,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "ffn": 24,
-    "vocab": 41,
-}
+    "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 24, "vocab": 41,
+}  # fmt: skip
 LATENT = {
     "kv_heads": 4,
     "latent": {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6},

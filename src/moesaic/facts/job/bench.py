@@ -34,8 +34,8 @@ class BenchConfig(Section):
     )
     """Tokens of each measured batch."""
     seconds: float = Field(default=20.0, gt=0, le=3600)
-    """Approximate duration, in seconds. Batches that need longer are skipped, and the output says
-    how many seconds suffice. Measuring the peak of the device takes a few seconds in any case."""
+    """Approximate duration, in seconds. Batches that need longer are skipped. Measuring the peak of
+    the device takes a few seconds in any case."""
 
     @model_validator(mode="after")
     def _check_unique(self) -> BenchConfig:

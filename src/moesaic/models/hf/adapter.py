@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
@@ -25,32 +25,12 @@ from moesaic.models.hf.shards import (
     Progress,
     TensorWriter,
     atomic_directory,
-    check_empty_directory,
     plan_items,
-    total_bytes,
 )
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 _SUFFIXES = {A: ".lora_A.weight", B: ".lora_B.weight"}
 _MERGE_HINT = 'write the merged model instead (to = "huggingface")'
-
-
-class AdaptedMatrix(NamedTuple):
-    """Matrix with an adapter."""
-
-    parameter: Parameter
-    module: str
-    """Module name in the base model's files."""
-
-    @property
-    def leaf_name(self) -> str:
-        """Last component of the module name."""
-        return self.module.rpartition(".")[2]
-
-    @property
-    def name_in_layer(self) -> str:
-        """Module name within its layer."""
-        return self.module.removeprefix(f"model.layers.{self.parameter.layer}.")
 
 
 def write_adapter(
@@ -64,10 +44,10 @@ def write_adapter(
         dtype: dtype of A and B on file; keep: the dtype of each tensor.
         progress: callback after every tensor.
     """
-    check_empty_directory(directory)
     finetune, model = require_adapter_only(origin), origin.model
     modules = {
-        adapter_prefix(one.parameter.name): one.module for one in adapted_matrices(model, finetune)
+        adapter_prefix(parameter.name): module
+        for parameter, module in adapted_modules(model, finetune)
     }
 
     def name(parameter: Parameter) -> str:
@@ -77,7 +57,7 @@ def write_adapter(
     items = plan_items(adapters(model, finetune), origin.tensors, dtype, name)
     config = adapter_config(model, finetune, _job_facts(origin).get("source"))
     with atomic_directory(directory) as partial:
-        with TensorWriter(origin.tensors, total_bytes(items), progress) as stream:
+        with TensorWriter(origin.tensors, items, progress) as stream:
             stream.write(partial / ADAPTER_WEIGHTS_NAME, items, {"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (partial / ADAPTER_NAME).write_text(text, encoding="utf-8")
@@ -110,13 +90,15 @@ def require_adapter_only(origin: Origin) -> FinetuneConfig:
     return finetune
 
 
-def adapted_matrices(model: ModelConfig, finetune: FinetuneConfig) -> Iterator[AdaptedMatrix]:
-    """Yield every matrix with an adapter, in the order of the blocks."""
+def adapted_modules(
+    model: ModelConfig, finetune: FinetuneConfig
+) -> Iterator[tuple[Parameter, str]]:
+    """Yield every matrix with an adapter, in the order of the blocks, and its module name in the
+    base model's files."""
     stems = {one.name.removesuffix(A) for one in adapters(model, finetune)}
     for parameter in parameters(model):
         if adapter_prefix(parameter.name) in stems:
-            module = names.written_name(model, parameter).removesuffix(".weight")
-            yield AdaptedMatrix(parameter, module)
+            yield parameter, names.written_name(model, parameter).removesuffix(".weight")
 
 
 def adapter_config(
@@ -128,11 +110,14 @@ def adapter_config(
     matrix to the stack. Dense networks and shared experts with the same names are therefore listed
     by weight, in `target_parameters`. Their tensor names stay the same.
     """
-    matrices = list(adapted_matrices(model, finetune))
     experts = names.expert_matrices(model)
-    dense = [one for one in matrices if one.parameter.expert is None and one.leaf_name in experts]
-    modules = {one.leaf_name for one in matrices} - {one.leaf_name for one in dense}
-    modules |= {one.leaf_name for one in matrices if one.parameter.expert is not None}
+    modules, weights = set(), set()
+    for parameter, module in adapted_modules(model, finetune):
+        matrix = module.rpartition(".")[2]
+        if parameter.expert is None and matrix in experts:
+            weights.add(f"{module.removeprefix(f'model.layers.{parameter.layer}.')}.weight")
+        else:
+            modules.add(matrix)
     return {
         "alpha_pattern": {},
         "base_model_name_or_path": base_model,
@@ -147,7 +132,7 @@ def adapter_config(
         "r": finetune.rank,
         "rank_pattern": {},
         "target_modules": sorted(modules),
-        "target_parameters": sorted({f"{one.name_in_layer}.weight" for one in dense}) or None,
+        "target_parameters": sorted(weights) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

@@ -21,9 +21,10 @@ from typing import Any, get_args
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
-from moesaic.facts.job.model import FAMILY_KEYS, Family
+from moesaic.facts.job.model import FAMILY_KEYS, Family, LatentConfig
 from moesaic.models.hf import fp8
 from moesaic.models.hf.families import FAMILIES
+from moesaic.models.hf.special_tokens import TOKEN_ID_KEYS, token_ids
 
 CONFIG_NAME = "config.json"
 ADAPTER_NAME = "adapter_config.json"
@@ -36,33 +37,31 @@ FIXED_VALUES: dict[str, tuple[Any, ...]] = {
 """Keys that change arithmetic in any family, with their supported values."""
 
 TOKEN_DEFAULTS: dict[str, Any] = {
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True,
+    **dict.fromkeys(TOKEN_ID_KEYS), "use_cache": True,
 }  # fmt: skip
 """Keys that export writes for every family, with their defaults."""
 
 NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts")
 """Alternative keys for the number of experts."""
 
-ROPE_KINDS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor", "original_max_position_embeddings": "original_max_positions",
-        "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-    },
-    "yarn": {
-        "factor": "factor", "original_max_position_embeddings": "original_max_positions",
-        "beta_slow": "beta_slow", "beta_fast": "beta_fast", "attention_factor": "attention_factor",
-        "mscale": "mscale", "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
-    },
+LATENT_KEYS = tuple(LatentConfig.model_fields)
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", ORIGINAL_LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor", ORIGINAL_LENGTH, "beta_slow", "beta_fast", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
 }  # fmt: skip
-"""Keys of a rotary table by `rope_type`, and their fields in `model.rope_scaling`."""
+"""Keys of a rotary table by `rope_type`; `model.rope_scaling` has fields of the same names, but
+`original_max_positions` for `ORIGINAL_LENGTH`."""
 UNSET_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Keys of rotary tables that transformers treats as absent if they are 0."""
 
 BOOKKEEPING = frozenset(
     (
-        *TOKEN_DEFAULTS, "add_cross_attention", "architectures", "aux_loss_alpha",
+        *TOKEN_DEFAULTS, "add_cross_attention", "aux_loss_alpha",
         "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "intermediate_size",
         "is_decoder", "is_encoder_decoder", "label2id", "max_window_layers", "num_labels",
         "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
@@ -76,8 +75,8 @@ BOOKKEEPING = frozenset(
 
 OUTDATED = frozenset(
     (
-        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "auto_map",
-        "dtype", "torch_dtype", fp8.QUANTIZATION_KEY,
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+        "auto_map", "dtype", "torch_dtype", fp8.QUANTIZATION_KEY,
     )
 )  # fmt: skip
 """Keys about how a file was loaded, or that export writes anew; not kept."""
@@ -87,8 +86,9 @@ MODEL_KEYS = frozenset(
         "clip_qkv", "head_dim", "hidden_size", "initializer_range", "max_position_embeddings",
         "model_type", "norm_topk_prob", "num_attention_heads", "num_experts",
         "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts",
-        "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
-        "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window", "vocab_size",
+        "original_max_position_embeddings", "qk_head_dim", "qk_nope_head_dim", "rms_norm_eps",
+        "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings",
+        "use_sliding_window", "vocab_size", *LATENT_KEYS,
     )
 )  # fmt: skip
 """Keys of several families with a field in ModelConfig."""
@@ -111,13 +111,9 @@ def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
     path = directory / CONFIG_NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"'{directory}' has no {CONFIG_NAME}: give a Hugging Face model directory"
-        ) from None
-    except NotADirectoryError:
-        raise ConfigError(
-            f"'{directory}' is a file: give the Hugging Face model directory that holds it"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"'{path}' cannot be read as JSON ({error}): restore it") from None
@@ -143,9 +139,7 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
             f"{origin}: model_type = {json.dumps(family)} is not supported: "
             f"use one of {', '.join(get_args(Family))}"
         )
-    null_is_false = {key: False for key in NULL_IS_FALSE if key in raw and raw[key] is None}
-    given = {key: value for key, value in raw.items() if value is not None}
-    keys = ConfigKeys(given | null_is_false, family, origin)
+    keys = _ConfigKeys(raw, family, origin)
     keys.check_supported()
     fields: dict[str, Any] = {
         "family": family,
@@ -153,145 +147,138 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         "layers": keys.required("num_hidden_layers"),
         "norm_epsilon": keys.optional("rms_norm_eps"),
         "max_positions": keys.optional("max_position_embeddings"),
-        "init_std": keys.raw.get("initializer_range", 0.02),
-        "tied": keys.raw.get("tie_word_embeddings", False),
-        "window": keys.window("sliding_window" in raw),
+        "init_std": keys.optional("initializer_range", 0.02),
+        "tied": keys.optional("tie_word_embeddings", False),
+        "window": keys.window(),
         "renormalise": family == "mixtral",
         **keys.rope(),
         **keys.family_fields(),
-        **(keys.latent(raw) if FAMILIES[family].latent_fields else keys.attention(raw)),
+        **(keys.latent() if family in FAMILY_KEYS["latent"] else keys.attention()),
     }
-    keys.check_special_tokens()
+    for key in TOKEN_ID_KEYS:
+        token_ids(raw.get(key), key, origin)
     extras, warnings = _extras(raw, family, origin)
     return parse(ModelConfig, {**fields, "extras": extras}, origin), warnings
 
 
-class ConfigKeys:
-    """The keys of one config.json that are not null."""
+class _ConfigKeys:
+    """The keys of one config.json; `given` has those that are not null."""
 
     def __init__(self, raw: Mapping[str, Any], family: str, origin: str) -> None:
-        self.raw, self.family, self.origin = raw, family, origin
-        self._family_keys = FAMILIES[family]
+        self._family, self._origin = FAMILIES[family], origin
+        self._family_name = family
+        self._nulls = {key for key, value in raw.items() if value is None}
+        self.given = {key: value for key, value in raw.items() if value is not None}
+        self.given |= {key: False for key in NULL_IS_FALSE if key in self._nulls}
 
     def required(self, key: str) -> int:
         """Return a required positive whole number."""
-        if key not in self.raw:
-            raise ConfigError(f"{self.origin}: '{key}' is required and not given: add it")
-        value = self.raw[key]
+        value = self.given.get(key)
+        if value is None:
+            raise ConfigError(f"{self._origin}: '{key}' is required and not given: add it")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(
-                f"{self.origin}: {key} = {json.dumps(value)} is not a positive whole number"
+                f"{self._origin}: {key} = {json.dumps(value)} is not a positive whole number"
             )
         return value
 
-    def optional(self, key: str) -> Any:
-        """Return a value, or the default of transformers if the file has none."""
-        return self.raw.get(key, self._family_keys.defaults[key])
+    def optional(self, key: str, default: Any = None) -> Any:
+        """Return a value; the default of the family or else `default` if the file has none."""
+        return self.given.get(key, self._family.defaults.get(key, default))
 
-    def check_special_tokens(self) -> None:
-        """Raise if a special token is not an id; the end token may be a list of ids."""
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = self.raw.get(key, [])
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-                raise ConfigError(
-                    f"{self.origin}: {key} = {json.dumps(value)} is no token id: give a whole "
-                    "number, or remove the key"
-                )
+    def nullable(self, key: str, if_null: Any) -> Any:
+        """Return the same as `optional`, but `if_null` if the file says null."""
+        return if_null if key in self._nulls else self.optional(key, if_null)
 
     def check_supported(self) -> None:
         """Raise if the value of a key means unsupported arithmetic."""
-        for key, allowed in {**FIXED_VALUES, **self._family_keys.fixed_values}.items():
-            if key in self.raw and self.raw[key] not in allowed:
-                self._raise_unsupported(key, self.raw[key], allowed or ("null",))
-        if fp8.QUANTIZATION_KEY in self.raw:
-            fp8.check_scheme(self.raw[fp8.QUANTIZATION_KEY], self.origin)
+        for key, allowed in {**FIXED_VALUES, **self._family.fixed_values}.items():
+            self._check_value(key, self.given.get(key), allowed)
+        if fp8.QUANTIZATION_KEY in self.given:
+            fp8.check_scheme(self.given[fp8.QUANTIZATION_KEY], self._origin)
 
-    def _raise_unsupported(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
-        names = [v if v == "null" else json.dumps(v) for v in allowed]
-        raise ConfigError(
-            f"{self.origin}: {key} = {json.dumps(value)} is not supported for "
-            f"{self.family}: only {' or '.join(names)} is"
-        )
+    def _check_value(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+        """Raise unless `value` is null or in `allowed`."""
+        if value is not None and value not in allowed:
+            names = [json.dumps(one) for one in allowed] or ["null"]
+            raise ConfigError(
+                f"{self._origin}: {key} = {json.dumps(value)} is not supported for "
+                f"{self._family_name}: only {' or '.join(names)} is"
+            )
+
+    def _agreed(self, values: Mapping[str, Any], default: Any) -> Any:
+        """Return the value of keys that mean the same, or `default` if all of them are None; raise
+        if they contradict each other."""
+        found = {key: value for key, value in values.items() if value is not None}
+        if not found:
+            return default
+        (first, agreed), *others = found.items()
+        for key, value in others:
+            if value != agreed:
+                raise ConfigError(
+                    f"{self._origin}: {first} = {json.dumps(agreed)} and {key} = "
+                    f"{json.dumps(value)} contradict each other: remove one"
+                )
+        return agreed
 
     def family_fields(self) -> dict[str, Any]:
         """Return the fields that the family's own keys set."""
         result = {}
-        for key, field in self._family_keys.fields.items():
+        for key, field in self._family.fields.items():
             if field == "experts":
-                result[field] = self._num_experts(key)
+                alternatives = {one: self.given.get(one) for one in (key, *NUM_EXPERTS_KEYS)}
+                result[field] = self._agreed(alternatives, None)
+                if result[field] is None:
+                    self.required(key)
             else:
-                has_default = key in self._family_keys.defaults
+                has_default = key in self._family.defaults
                 result[field] = self.optional(key) if has_default else self.required(key)
         return result
 
-    def _num_experts(self, family_key: str) -> int:
-        values = {key: self.raw[key] for key in (family_key, *NUM_EXPERTS_KEYS) if key in self.raw}
-        first = next(iter(values), family_key)
-        experts = self.required(first)
-        for key, value in values.items():
-            if value != experts:
-                raise ConfigError(
-                    f"{self.origin}: {first} = {experts} and {key} = {json.dumps(value)} "
-                    "contradict each other: remove one"
-                )
-        return experts
-
-    def latent(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return heads and widths of latent attention; `raw` also has the keys that are null."""
+    def latent(self) -> dict[str, Any]:
+        """Return heads and widths of latent attention."""
         heads, rotary = self.required("num_attention_heads"), self.required("qk_rope_head_dim")
         head_dim = self.required("qk_nope_head_dim") + rotary
         # transformers uses head_dim for the rotary channels alone.
         derived = {"num_key_value_heads": heads, "head_dim": rotary, "qk_head_dim": head_dim}
         for key, allowed in derived.items():
-            if self.raw.get(key, allowed) != allowed:
-                self._raise_unsupported(key, self.raw[key], (allowed,))
-        latent: dict[str, Any] = {
-            field: self.required(key)
-            for key, field in self._family_keys.latent_fields.items() if key != "q_lora_rank"
-        }  # fmt: skip
-        if "q_lora_rank" in self.raw or "q_lora_rank" not in raw:
-            latent["q_lora_rank"] = self.optional("q_lora_rank")
+            self._check_value(key, self.given.get(key), (allowed,))
+        latent = {
+            key: self.nullable(key, None) if key == "q_lora_rank" else self.required(key)
+            for key in LATENT_KEYS
+        }
         return {
             "hidden": self.required("hidden_size"), "heads": heads, "kv_heads": heads,
             "head_dim": head_dim, "latent": latent,
         }  # fmt: skip
 
-    def attention(self, raw: Mapping[str, Any]) -> dict[str, int]:
-        """Return widths and heads of attention; `raw` also has the keys that are null."""
+    def attention(self) -> dict[str, int]:
+        """Return widths and heads of attention."""
         hidden, heads = self.required("hidden_size"), self.required("num_attention_heads")
-        result = {"hidden": hidden, "heads": heads, "kv_heads": heads}
-        if "num_key_value_heads" in self.raw:
-            result["kv_heads"] = self.required("num_key_value_heads")
-        elif "num_key_value_heads" not in raw:
-            result["kv_heads"] = self._family_keys.defaults.get("num_key_value_heads", heads)
-        if "head_dim" in self.raw:
-            result["head_dim"] = self.required("head_dim")
-        elif hidden % heads:
+        head_dim = self.optional("head_dim", hidden // heads)
+        if "head_dim" not in self.given and hidden % heads:
             raise ConfigError(
-                f"{self.origin}: num_attention_heads = {heads} does not divide "
+                f"{self._origin}: num_attention_heads = {heads} does not divide "
                 f"hidden_size = {hidden}: give head_dim"
             )
-        else:
-            result["head_dim"] = hidden // heads
-        if self.family == "olmoe" and result["head_dim"] * heads != hidden:
+        if self._family_name == "olmoe" and head_dim * heads != hidden:
             raise ConfigError(
-                f"{self.origin}: head_dim = {result['head_dim']} is not supported for olmoe: only "
+                f"{self._origin}: head_dim = {head_dim} is not supported for olmoe: only "
                 f"hidden_size / num_attention_heads = {hidden} / {heads} is"
             )
-        return result
+        kv_heads = self.nullable("num_key_value_heads", heads)
+        return {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
-    def window(self, is_present: bool) -> Any:
-        """Return the attention window in tokens; `is_present`: the file has the key, perhaps as
-        null."""
-        if self.family != "qwen3_moe":
-            return self.raw.get("sliding_window")
-        if not self.raw.get("use_sliding_window", False):
+    def window(self) -> Any:
+        """Return the attention window in tokens."""
+        if self._family_name != "qwen3_moe":
+            return self.given.get("sliding_window")
+        if not self.given.get("use_sliding_window", False):
             return None
-        window = self.raw.get("sliding_window") if is_present else self.optional("sliding_window")
-        if window is not None and self.raw.get("max_window_layers", 0) != 0:
+        window, first = self.nullable("sliding_window", None), self.given.get("max_window_layers")
+        if window is not None and first:
             raise ConfigError(
-                f"{self.origin}: max_window_layers = {json.dumps(self.raw['max_window_layers'])} "
+                f"{self._origin}: max_window_layers = {json.dumps(first)} "
                 f"beside sliding_window = {json.dumps(window)} is ambiguous: set it to 0 for "
                 "a window in every layer, or set use_sliding_window to false"
             )
@@ -299,93 +286,50 @@ class ConfigKeys:
 
     def rope(self) -> dict[str, Any]:
         """Return base and scaling of the rotary embedding, from any of the keys that hold them."""
-        theta: Any = self.raw.get("rope_theta")
-        scalings: dict[str, dict[str, Any] | None] = {}
-        for table_key in ("rope_scaling", "rope_parameters"):
-            table = self.raw.get(table_key)
-            if not table:
-                continue
+        thetas, scalings = {"rope_theta": self.given.get("rope_theta")}, {}
+        for key in ("rope_scaling", "rope_parameters"):
+            table = self.given.get(key) or {}
             if not isinstance(table, dict):
-                raise ConfigError(f"{self.origin}: {table_key} = {json.dumps(table)} is no table")
-            scalings[table_key] = self._rope_scaling(table_key, table)
-            inner = table.get("rope_theta")
-            if None not in (theta, inner) and inner != theta:
-                raise ConfigError(
-                    f"{self.origin}: rope_theta = {theta} and {table_key}.rope_theta = {inner} "
-                    "contradict each other: remove one"
-                )
-            theta = inner if theta is None else theta
-        theta = self.optional("rope_theta") if theta is None else theta
-        if not isinstance(theta, (int, float)) or isinstance(theta, bool):
-            raise ConfigError(f"{self.origin}: rope_theta = {json.dumps(theta)} is not a number")
-        scaling, *others = scalings.values() or (None,)
-        if others not in ([], [scaling]):
-            raise ConfigError(
-                f"{self.origin}: {' and '.join(scalings)} contradict each other: remove one"
-            )
-        try:
-            return {"rope_theta": float(theta), "rope_scaling": scaling}
-        except OverflowError:
-            raise ConfigError(
-                f"{self.origin}: rope_theta is too large for a float: lower it"
-            ) from None
+                raise ConfigError(f"{self._origin}: {key} = {json.dumps(table)} is no table")
+            thetas[f"{key}.rope_theta"] = table.get("rope_theta")
+            scalings[key] = self._rope_scaling(key, table) if table else None
+        return {
+            "rope_theta": self._agreed(thetas, self.optional("rope_theta")),
+            "rope_scaling": self._agreed(scalings, None) or None,
+        }
 
-    def _rope_scaling(self, table_key: str, table: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return `model.rope_scaling` from one table of the file; None for the default."""
-        given = {key: value for key, value in table.items() if value is not None}
-        kind = self._rope_kind(table_key, given)
-        if kind == "default":
-            return None
-        fields, length_key = ROPE_KINDS[kind], "original_max_position_embeddings"
-        if length_key in fields:
-            outer_value = self.raw.get(length_key, self.optional("max_position_embeddings"))
-            if given.setdefault(length_key, outer_value) != self.raw.get(
-                length_key, given[length_key]
-            ):
-                raise ConfigError(
-                    f"{self.origin}: {length_key} = {json.dumps(outer_value)} and "
-                    f"{table_key}.{length_key} = {json.dumps(given[length_key])} contradict each "
-                    "other: remove one"
-                )
-        for key in ("factor", *(("low_freq_factor", "high_freq_factor") * (kind == "llama3"))):
-            if key not in given:
-                raise ConfigError(f"{self.origin}: {table_key} has no {key}: add it")
-        return {"kind": kind} | {
-            fields[key]: value for key, value in given.items()
-            if key in fields and (value or key not in UNSET_BY_ZERO)
+    def _rope_scaling(self, table_key: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `model.rope_scaling` from one table of the file; empty for the default."""
+        given = {
+            key: value for key, value in table.items()
+            if value is not None and (value or key not in UNSET_BY_ZERO)
         }  # fmt: skip
-
-    def _rope_kind(self, table_key: str, given: Mapping[str, Any]) -> str:
-        """Return the kind of scaling; raise if the table has keys of another kind."""
-        type_key = "rope_type" if "rope_type" in given else "type"
-        kind: Any = given.get(type_key, "default")
-        if kind not in tuple(ROPE_KINDS):
-            self._raise_unsupported(f"{table_key}.{type_key}", kind, tuple(ROPE_KINDS))
-        for key, value in given.items():
-            if key == "partial_rotary_factor":
-                if value != 1.0:
-                    self._raise_unsupported(f"{table_key}.{key}", value, (1.0,))
-            elif key not in ("rope_type", "type", "rope_theta", *ROPE_KINDS[kind]):
-                self._raise_unsupported(f"{table_key}.{key}", value, ("null",))
-        return str(kind)
+        kind = given.get("rope_type", given.get("type", "default"))
+        partial = given.get("partial_rotary_factor")
+        self._check_value(f"{table_key}.partial_rotary_factor", partial, (1.0,))
+        if kind == "default":
+            return {}
+        for key in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
+            given.pop(key, None)
+        if kind != "linear":
+            lengths = {
+                ORIGINAL_LENGTH: self.given.get(ORIGINAL_LENGTH),
+                f"{table_key}.{ORIGINAL_LENGTH}": given.pop(ORIGINAL_LENGTH, None),
+            }
+            longest = self.optional("max_position_embeddings")
+            given["original_max_positions"] = self._agreed(lengths, longest)
+        return {"kind": kind, **given}
 
 
 def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:
     """Return the keys to keep that have no field in ModelConfig, and warnings about them."""
     keys = FAMILIES[family]
-    defaults = {**keys.export_defaults, **TOKEN_DEFAULTS, "architectures": [keys.architecture]}
+    defaults = {**keys.export_defaults, **TOKEN_DEFAULTS}
     extras: dict[str, Any] = {}
     warnings: list[str] = []
+    known = FIXED_VALUES.keys() | MODEL_KEYS | OUTDATED | keys.model_keys
     for key, value in {**keys.token_defaults, **raw}.items():
-        if key in MODEL_KEYS or key in FIXED_VALUES or key in OUTDATED or keys.is_model_key(key):
-            continue
-        if key == "architectures":
-            names = value if isinstance(value, list) else [value]
-            if value and keys.architecture not in names:
-                warnings.append(
-                    f"{origin}: architectures = {json.dumps(value)} is read as "
-                    f"{keys.architecture}, which model_type = '{family}' means"
-                )
+        if key in known:
             continue
         if key not in BOOKKEEPING:
             warnings.append(
@@ -424,7 +368,7 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     if model.latent is not None:
         result |= {
-            **{key: getattr(model.latent, field) for key, field in keys.latent_fields.items()},
+            **model.latent.model_dump(),
             "intermediate_size": model.ffn if model.dense_ffn is None else model.dense_ffn,
             # Export writes no prediction layers, even if the source file had some.
             "num_nextn_predict_layers": 0,
@@ -445,11 +389,10 @@ def _rope_keys(model: ModelConfig) -> dict[str, Any]:
     base = {"rope_theta": model.rope_theta}
     if model.rope_scaling is None:
         return {**base, "rope_parameters": {**base, "rope_type": "default"}}
-    kind, scaling = model.rope_scaling.kind, {}
-    for key, field in ROPE_KINDS[kind].items():
-        value = getattr(model.rope_scaling, field)
-        if value is not None:
-            scaling[key] = value
+    kind = model.rope_scaling.kind
+    fields = model.rope_scaling.model_dump(exclude_none=True)
+    fields[ORIGINAL_LENGTH] = fields.pop("original_max_positions")
+    scaling = {key: fields[key] for key in ROPE_KINDS[kind] if key in fields}
     scaling["rope_type"] = kind
     return {
         **base, "rope_parameters": {**base, **scaling}, "rope_scaling": {**scaling, "type": kind},
@@ -462,9 +405,9 @@ def config_text(model: ModelConfig, dtype: str) -> str:
 
 
 def _check_writable(model: ModelConfig) -> None:
-    model_keys = FIXED_VALUES.keys() | MODEL_KEYS | {fp8.QUANTIZATION_KEY}
+    model_keys = FIXED_VALUES.keys() | MODEL_KEYS | FAMILIES[model.family].model_keys
     for key in model.extras:
-        if key in model_keys or FAMILIES[model.family].is_model_key(key):
+        if key in model_keys or key == fp8.QUANTIZATION_KEY:
             raise ConfigError(
                 f"model.extras.{key} = {json.dumps(model.extras[key])} changes the "
                 "model: remove it, and set the corresponding key of [model]"

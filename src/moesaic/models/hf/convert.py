@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
 
-from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -20,7 +18,6 @@ from moesaic.dist.checkpoint.manifest import (
     commit_record,
 )
 from moesaic.dist.state import PARAMETER
-from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.adapter import write_adapter
 from moesaic.models.hf.origin import TOKENIZER, Origin, open_origin
@@ -32,7 +29,6 @@ from moesaic.models.hf.shards import (
     check_empty_directory,
     plan_items,
     split_into_shards,
-    total_bytes,
 )
 from moesaic.models.hf.writer import SHARD_BYTES, copy_companions, write_model
 
@@ -44,7 +40,7 @@ def convert(
     dtype: Precision = "keep",
     max_shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
-) -> ConversionResult:
+) -> Origin:
     """Write the model at `source` as `target` and return its origin, with warnings.
 
     Args:
@@ -56,8 +52,6 @@ def convert(
         max_shard_bytes: maximum bytes of a file, except for one larger tensor or an adapter.
         progress: callback with (bytes done, bytes in total) after every tensor.
     """
-    if max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes = {max_shard_bytes}: give a size from 1")
     check_empty_directory(target)
     origin = open_origin(source, reads_once=True)
     if to == "checkpoint":
@@ -70,17 +64,7 @@ def convert(
             companions=origin.companions, special_token_ids=origin.special_token_ids,
             progress=progress,
         )  # fmt: skip
-    return ConversionResult(origin.path, origin.model, origin.warnings)
-
-
-class ConversionResult(NamedTuple):
-    """The source of a conversion."""
-
-    path: Path
-    """Directory of the weights that were read."""
-    model: ModelConfig
-    warnings: list[str]
-    """Warnings for the user."""
+    return origin
 
 
 def _write_checkpoint(
@@ -90,7 +74,7 @@ def _write_checkpoint(
     items = plan_items(all_parameters, origin.tensors, dtype, lambda p: f"{PARAMETER}/{p.name}")
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
-    stream = TensorWriter(origin.tensors, total_bytes(items), progress)
+    stream = TensorWriter(origin.tensors, items, progress)
     with atomic_directory(target) as partial, stream:
         for number, shard in enumerate(split_into_shards(items, max_shard_bytes)):
             name = f"rank-0-{number}.safetensors" if number else "rank-0.safetensors"

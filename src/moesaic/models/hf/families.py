@@ -22,22 +22,11 @@ class FamilyKeys:
     """Keys that export always writes, so that no reader uses its own default."""
     token_defaults: dict[str, int] = field(default_factory=dict)
     """Special token ids that transformers uses if the file has no key."""
-    latent_fields: dict[str, str] = field(default_factory=dict)
-    """Fields of `model.latent` by key."""
-
-    def is_model_key(self, key: str) -> bool:
-        """Return whether `key` describes a model of this family only."""
-        return (
-            key in self.fields
-            or key in self.fixed_values
-            or key in self.latent_fields
-            or key in self.head_width_keys
-        )
 
     @property
-    def head_width_keys(self) -> tuple[str, ...]:
-        """Keys that determine the head width of latent attention."""
-        return ("qk_head_dim", "qk_nope_head_dim") if self.latent_fields else ()
+    def model_keys(self) -> set[str]:
+        """Keys that describe a model of this family only."""
+        return {*self.fields, *self.fixed_values}
 
 
 FAMILIES: dict[str, FamilyKeys] = {
@@ -129,9 +118,5 @@ FAMILIES: dict[str, FamilyKeys] = {
             "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
         },
         token_defaults={"bos_token_id": 0, "eos_token_id": 1},
-        latent_fields={
-            "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
-            "qk_rope_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim",
-        },
     ),
 }  # fmt: skip

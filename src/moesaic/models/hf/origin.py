@@ -24,15 +24,16 @@ from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import parameters
 from moesaic.facts.workload.parameters import A, B, adapter_prefix, adapters
+from moesaic.models.chat import ChatTemplate
 from moesaic.models.hf.config import CONFIG_NAME, describe_path, read_config
 from moesaic.models.hf.reader import DTYPES, HFSource
 from moesaic.models.hf.shards import TensorReader
 from moesaic.models.hf.special_tokens import (
     EOS_KEY,
     GENERATION_CONFIG_NAME,
-    SPECIAL_TOKENS,
-    as_ids,
+    TOKEN_ID_KEYS,
     special_token_ids,
+    token_ids,
     update_special_tokens,
 )
 from moesaic.models.hf.writer import find_companions
@@ -71,9 +72,9 @@ class Origin:
                 settings = update_special_tokens(
                     read_json_object(path), self.special_token_ids, f"'{path}'"
                 )
-                if ends := as_ids(settings.get(EOS_KEY), f"'{path}'"):
+                if ends := token_ids(settings.get(EOS_KEY), EOS_KEY, f"'{path}'"):
                     return ends
-        return as_ids(self.model.extras.get(EOS_KEY), f"'{self.path}'")
+        return token_ids(self.model.extras.get(EOS_KEY), EOS_KEY, f"'{self.path}'")
 
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write parameters into `shards` of any layout and dtype, as a state source does."""
@@ -168,30 +169,25 @@ def _learnt_token_ids(directory: Path, job: Mapping[str, Any]) -> dict[str, Any]
     too."""
     special = special_token_ids(directory)
     if (job.get("data") or {}).get("format") == "chat":
-        # Imports Jinja, which other formats do not need.
-        from moesaic.models.chat import ChatTemplate, end_of_turn_id
-
         with suppress(DataError):  # The files may have changed since the run.
             tokenizer = FileTokenizer(str(directory))
-            turn_end = end_of_turn_id(
-                ChatTemplate(directory, "restore it", has_clock=False), tokenizer
-            )
+            turn_end = ChatTemplate(directory, has_clock=False).end_of_turn_id(tokenizer)
             if turn_end not in (None, tokenizer.end_id):
                 special[EOS_KEY] = [tokenizer.end_id, turn_end]
     return special
 
 
 def _with_special_tokens(
-    model: ModelConfig, token_ids: Mapping[str, Any], *, trained: bool, origin: str
+    model: ModelConfig, special: Mapping[str, Any], *, trained: bool, origin: str
 ) -> ModelConfig:
-    """Return `model` with the special tokens `token_ids`.
+    """Return `model` with the special tokens `special`.
 
     A model that names none gets all of them. Otherwise they replace other ids only if the model was
     `trained` with them."""
-    if not any(f"{role}_id" in model.extras for role in SPECIAL_TOKENS):
-        extras = {**model.extras, **token_ids}
+    if not any(key in model.extras for key in TOKEN_ID_KEYS):
+        extras = {**model.extras, **special}
     elif trained:
-        extras = update_special_tokens(model.extras, token_ids, origin)
+        extras = update_special_tokens(model.extras, special, origin)
     else:
         return model
     return model.model_copy(update={"extras": extras})

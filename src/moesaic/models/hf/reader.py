@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import WeightsError
-from moesaic.base.safetensors_file import TensorEntry
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import fp8, names
@@ -33,7 +31,6 @@ INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-_ROWS_COMPARED = 4096
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,8 @@ class TensorHeader:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int
+    """Offset of its data in the file."""
 
 
 class HFSource:
@@ -58,36 +57,28 @@ class HFSource:
         self._reads_once = reads_once
         self._headers = scan_weights(directory)
         self._open_file: tuple[Path, Any] | None = None
-        self._entry_offsets: dict[Path, dict[str, tuple[TensorEntry, int]]] = {}
         chosen = names.choose_slices(model, self._headers)
-        _check_weights(directory, model, self._headers, chosen)
         self._slices = {name: source for name, source in chosen.items() if source is not None}
-        self.notes: list[str] = []
-        """Messages about skipped tensors on file, with the reason."""
         used = {source.tensor for source in self._slices.values()}
+        used |= _scale_names(used, self._headers)
         unused: dict[str | None, list[str]] = {}
-        for tensor in sorted(self._headers.keys() - used - _scale_names(used, self._headers)):
-            unused.setdefault(_reason_to_skip(model, self._headers, tensor), []).append(tensor)
-        for reason, tensors in unused.items():
-            self.notes.append(
-                f"'{directory}': {_describe_tensors(tensors)} left out, and no export will have "
-                f"{'it' if len(tensors) == 1 else 'them'}: {reason}"
-            )
+        for tensor in sorted(self._headers.keys() - used):
+            is_empty = 0 in self._headers[tensor].shape  # Such as shared experts of width 0.
+            reason = "empty tensors" if is_empty else names.reason_to_skip(model, tensor)
+            unused.setdefault(reason, []).append(tensor)
+        written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
+        missing = [written[name] for name, source in chosen.items() if source is None]
+        _check_complete(directory, missing, unused.pop(None, []))
+        for source in self._slices.values():
+            _check_header(source, self._headers)
+        self.notes = [
+            f"'{directory}': {_describe_tensors(tensors)} left out, and no export will have "
+            f"{'it' if len(tensors) == 1 else 'them'}: {reason}"
+            for reason, tensors in unused.items()
+        ]
+        """Messages about skipped tensors on file, with the reason."""
         if model.tied and names.HEAD in self._headers:
             self._check_tied(directory)
-
-    def __enter__(self) -> HFSource:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self.close()
-
-    def close(self) -> None:
-        """Close the mapped file; the source stays usable."""
-        self._open_file = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `read` returns a parameter: as on file, fp32 for fp8 blocks."""
@@ -97,8 +88,8 @@ class HFSource:
     def read(self, name: str) -> Tensor:
         """Return one whole parameter; it may be a view of the mapped file."""
         source = self._slices[name]
-        box = [slice(o, o + n) for o, n in zip(source.offset, source.size, strict=True)]
-        return self._read_slice(source.tensor, box).reshape(_parameter_size(source))
+        size = source.size[1:] if len(source.size) == 3 else source.size
+        return self._read_box(name, (0,) * len(size), size)
 
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write values into `shards`, file by file."""
@@ -111,18 +102,18 @@ class HFSource:
             if shard.kind != PARAMETER:
                 raise ValueError(f"{shard.key}: a model directory holds parameters only")
             if shard.num_elements:
-                self._fill(shard)
-        self.close()
+                with shard.borrow() as tensor:
+                    tensor.copy_(self._read_box(shard.name, shard.offset, shard.size))
+        self._open_file = None
 
-    def _fill(self, shard: TensorShard) -> None:
-        source = self._slices[shard.name]
-        lead = len(source.shape) - len(shard.shape)
-        offset = (*source.offset[:lead], *_add_offsets(source.offset[lead:], shard.offset))
-        size = (*source.size[:lead], *shard.size)
-        box = [slice(o, o + n) for o, n in zip(offset, size, strict=True)]
-        values = self._read_slice(source.tensor, box).reshape(shard.size)
-        with shard.borrow() as tensor:
-            tensor.copy_(values)
+    def _read_box(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return a box of a parameter."""
+        source = self._slices[name]
+        lead = len(source.shape) - len(size)
+        starts = (a + b for a, b in zip(source.offset, (*(0,) * lead, *offset), strict=True))
+        extents = (*source.size[:lead], *size)
+        box = [slice(start, start + n) for start, n in zip(starts, extents, strict=True)]
+        return self._read_slice(source.tensor, box).reshape(*size)
 
     def _read_slice(self, tensor: str, box: Sequence[slice]) -> Tensor:
         if self._headers[tensor].dtype != fp8.DTYPE:
@@ -134,22 +125,9 @@ class HFSource:
         stored = self._headers[tensor]
         whole = all(s.stop - s.start == n for s, n in zip(box, stored.shape, strict=True))
         if self._reads_once and whole and stored.dtype in DTYPES:
-            return self._read_whole(tensor, stored)
+            return _read_whole(stored)
         part: Tensor = self._mapped_file(stored.file).get_slice(tensor)[tuple(box)]
         return part
-
-    def _read_whole(self, tensor: str, header: TensorHeader) -> Tensor:
-        if header.file not in self._entry_offsets:
-            self._entry_offsets[header.file] = safetensors_file.read_entries(header.file)
-        _, start = self._entry_offsets[header.file][tensor]
-        dtype = DTYPES[header.dtype]
-        if 0 in header.shape:
-            return torch.empty(header.shape, dtype=dtype)
-        data = direct_io.read(header.file, start, math.prod(header.shape) * dtype.itemsize)
-        raw = torch.frombuffer(data, dtype=torch.uint8)
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()  # The header of the file has an odd length.
-        return raw.view(dtype).view(header.shape)
 
     def _mapped_file(self, path: Path) -> Any:
         if self._open_file is None or self._open_file[0] != path:
@@ -158,29 +136,25 @@ class HFSource:
         return self._open_file[1]
 
     def _check_tied(self, directory: Path) -> None:
-        rows = self._headers[names.EMBEDDING].shape[0]
-        for first in range(0, rows, _ROWS_COMPARED):
-            count = min(_ROWS_COMPARED, rows - first)
-            left, right = (
-                self._read_slice(
-                    name, [slice(first, first + count), slice(0, self._headers[name].shape[1])]
-                )
-                for name in (names.EMBEDDING, names.HEAD)
+        box = [slice(0, extent) for extent in self._headers[names.EMBEDDING].shape]
+        left, right = (self._read_slice(name, box) for name in (names.EMBEDDING, names.HEAD))
+        if not torch.equal(left, right.to(left.dtype)):
+            raise WeightsError(
+                f"'{directory}': config.json ties the head, but tensor '{names.HEAD}' differs "
+                f"from '{names.EMBEDDING}': set tie_word_embeddings to false, or remove it"
             )
-            if not torch.equal(left, right.to(left.dtype)):
-                raise WeightsError(
-                    f"'{directory}': config.json ties the head, but tensor '{names.HEAD}' differs "
-                    f"from '{names.EMBEDDING}': set tie_word_embeddings to false, or remove it"
-                )
-        self.close()
+        self._open_file = None
 
 
-def _parameter_size(source: names.StoredSlice) -> tuple[int, ...]:
-    return source.size[1:] if len(source.size) == 3 else source.size
-
-
-def _add_offsets(left: Iterable[int], right: Iterable[int]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+def _read_whole(header: TensorHeader) -> Tensor:
+    dtype = DTYPES[header.dtype]
+    if 0 in header.shape:
+        return torch.empty(header.shape, dtype=dtype)
+    data = direct_io.read(header.file, header.start, math.prod(header.shape) * dtype.itemsize)
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()  # The header of the file has an odd length.
+    return raw.view(dtype).view(header.shape)
 
 
 def scan_weights(directory: Path) -> dict[str, TensorHeader]:
@@ -188,14 +162,13 @@ def scan_weights(directory: Path) -> dict[str, TensorHeader]:
     files, index = _weight_files(directory)
     stored: dict[str, TensorHeader] = {}
     for file in files:
-        opened = _open_safetensors(file)
-        for name in opened.keys():  # noqa: SIM118 - a file is no mapping
+        _open_safetensors(file)  # It is complete.
+        for name, (entry, start) in safetensors_file.read_entries(file).items():
             if name in stored:
                 raise WeightsError(
                     f"tensor '{name}' is both in '{stored[name].file}' and in '{file}': remove one"
                 )
-            header = opened.get_slice(name)
-            stored[name] = TensorHeader(file, tuple(header.get_shape()), str(header.get_dtype()))
+            stored[name] = TensorHeader(file, entry.shape, entry.dtype, start)
     for name, file_name in index.items():
         if name not in stored or stored[name].file.name != file_name:
             raise WeightsError(
@@ -232,10 +205,9 @@ def _weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
     files = [directory / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.is_file():
-            count = sum(name == file.name for name in weight_map.values())
             raise WeightsError(
-                f"'{index}' names the file '{file.name}' for {count} tensors, but it is not there: "
-                "fetch the missing file"
+                f"'{index}' names the file '{file.name}', but it is not there: fetch the missing "
+                "file"
             )
     return files, weight_map
 
@@ -245,14 +217,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         raw = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"'{index}' cannot be read as JSON ({error}): restore it") from None
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict):
-        raise WeightsError(f"'{index}' has no table 'weight_map', as an index has: restore it")
-    plain = all(isinstance(n, str) and Path(n).name == n for n in weight_map.values())
-    if not plain or not weight_map:
+    weight_map: Any = raw.get("weight_map") if isinstance(raw, dict) else None
+    names_of_files = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not names_of_files or not all(
+        isinstance(name, str) and Path(name).name == name for name in names_of_files
+    ):
         raise WeightsError(f"'{index}' must map tensors to files beside it: restore it")
-    result: dict[str, str] = weight_map
-    return result
+    return dict(weight_map)
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -264,52 +235,35 @@ def _open_safetensors(path: Path) -> Any:
         ) from None
 
 
-def _reason_to_skip(
-    model: ModelConfig, headers: Mapping[str, TensorHeader], tensor: str
-) -> str | None:
-    """Return why a tensor that belongs to no parameter may be skipped; None if it may not."""
-    if 0 in headers[tensor].shape:  # Such as shared experts of width 0.
-        return "empty tensors"
-    return names.reason_to_skip(model, tensor)
-
-
-def _check_weights(
-    directory: Path,
-    model: ModelConfig,
-    headers: Mapping[str, TensorHeader],
-    slices: Mapping[str, names.StoredSlice | None],
-) -> None:
-    written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
-    missing = [written[name] for name, source in slices.items() if source is None]
-    placed = {source.tensor: source for source in slices.values() if source is not None}
-    used = placed.keys() | _scale_names(placed, headers)
-    unused = [t for t in headers if t not in used and _reason_to_skip(model, headers, t) is None]
+def _check_complete(directory: Path, missing: Sequence[str], unknown: Sequence[str]) -> None:
     problems = []
     if missing:
         problems.append(f"{_describe_tensors(missing)} missing")
-    if unused:
-        problems.append(f"{_describe_tensors(sorted(unused))} not part of the model")
+    if unknown:
+        problems.append(f"{_describe_tensors(unknown)} not part of the model")
     if problems:
         raise WeightsError(
             f"'{directory}': {'; '.join(problems)}: "
             "the weights and config.json must belong to one model"
         )
-    for tensor, source in placed.items():
-        header = headers[tensor]
-        if header.shape != source.shape:
-            count = sum(headers[t].shape != p.shape for t, p in placed.items())
-            raise WeightsError(
-                f"'{header.file}': tensor '{tensor}' has shape {list(header.shape)}, but "
-                f"config.json implies {list(source.shape)} ({count} of {len(placed)} "
-                "tensors differ): the weights and config.json must belong to one model"
-            )
-        if header.dtype == fp8.DTYPE:
-            _check_scales(tensor, headers)
-        elif header.dtype not in DTYPES:
-            raise WeightsError(
-                f"'{header.file}': tensor '{tensor}' is of dtype {header.dtype}, which is not "
-                f"supported: convert the model to one of {', '.join(DTYPES)}"
-            )
+
+
+def _check_header(source: names.StoredSlice, headers: Mapping[str, TensorHeader]) -> None:
+    """Raise if the tensor of `source` has another shape, or a dtype that is not supported."""
+    tensor, header = source.tensor, headers[source.tensor]
+    if header.shape != source.shape:
+        raise WeightsError(
+            f"'{header.file}': tensor '{tensor}' has shape {list(header.shape)}, but "
+            f"config.json implies {list(source.shape)}: the weights and config.json must belong "
+            "to one model"
+        )
+    if header.dtype == fp8.DTYPE:
+        _check_scales(tensor, headers)
+    elif header.dtype not in DTYPES:
+        raise WeightsError(
+            f"'{header.file}': tensor '{tensor}' is of dtype {header.dtype}, which is not "
+            f"supported: convert the model to one of {', '.join(DTYPES)}"
+        )
 
 
 def _scale_names(tensors: Iterable[str], headers: Mapping[str, TensorHeader]) -> set[str]:

@@ -23,9 +23,3 @@ class ConvertConfig(Section):
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
     """Maximum bytes of a weight file; one larger tensor still fills one file, and an adapter is
     always one file."""
-
-    def idle(self) -> list[str]:
-        """Return a message for each setting that was given and has no effect."""
-        if self.to == "adapter" and "max_shard_bytes" in self.model_fields_set:
-            return ['max_shard_bytes has no effect: to = "adapter" writes one file']
-        return []

@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.base.safetensors_file import ITEM_BYTES, Digest, TensorEntry
-from moesaic.dist.state import PRECISIONS, TensorShard
+from moesaic.dist.state import PRECISIONS
 from moesaic.facts.workload import Parameter
 from moesaic.models.hf.reader import DTYPES
 from moesaic.models.hf.settings import Precision
@@ -39,22 +39,6 @@ class TensorReader(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Return one whole parameter; the next call may overwrite its memory."""
-
-
-class InMemoryTensors:
-    """Reader of a whole model that this process holds."""
-
-    def __init__(self, shards: Sequence[TensorShard]) -> None:
-        self._shards = {shard.name: shard for shard in shards}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of one parameter."""
-        return self._shards[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        """Return one whole parameter, valid until the next read."""
-        with self._shards[name].borrow() as tensor:
-            return tensor
 
 
 @dataclass(frozen=True)
@@ -106,9 +90,12 @@ class TensorWriter:
     synced in the background; leaving the context waits for that.
     """
 
-    def __init__(self, tensors: TensorReader, total_bytes: int, progress: Progress | None) -> None:
-        self._tensors, self._total_bytes, self._progress = tensors, total_bytes, progress
-        self._done_bytes = 0
+    def __init__(
+        self, tensors: TensorReader, items: Sequence[FileItem], progress: Progress | None
+    ) -> None:
+        """Prepare to write `items`, the tensors of all files."""
+        self._tensors, self._progress = tensors, progress
+        self._done_bytes, self._total_bytes = 0, total_bytes(items)
         self._pool = ThreadPoolExecutor(1, "sync")
         self._syncing: list[Future[None]] = []
 
@@ -153,8 +140,8 @@ def _tensor_bytes(tensor: Tensor, item: FileItem) -> memoryview:
         raise ValueError(f"{item.logical} has shape {tuple(tensor.shape)}, not {entry.shape}")
     dtype = DTYPES[entry.dtype]
     result = tensor.detach().to("cpu", dtype).contiguous()
-    narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
-    if narrower and not bool(result.isfinite().all()) and _overflows(tensor, result):
+    is_narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if is_narrower and not result.isfinite().all() and _overflows(tensor, result):
         wider = "bf16" if dtype == torch.float16 else "keep"
         raise WeightsError(
             f"tensor '{entry.name}' holds values that overflow "
@@ -185,7 +172,11 @@ def check_empty_directory(directory: Path) -> None:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yield a temporary directory that is renamed to `target` at the end, or removed on failure."""
+    """Yield a temporary directory that is renamed to `target` at the end, or removed on failure.
+
+    Raise unless `target` is absent or empty.
+    """
+    check_empty_directory(target)
     target = Path(os.path.realpath(target))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:

@@ -7,42 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moesaic.base.errors import DataError
-from moesaic.models.tokenizer import read_json_object
+from moesaic.base.errors import ConfigError
+from moesaic.models.tokenizer import TOKENIZER_FILE, read_json_object, special_tokens
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 EOS_KEY = "eos_token_id"
 """Key of the end tokens: an id, or a list of ids."""
+TOKEN_ID_KEYS = ("bos_token_id", EOS_KEY, "pad_token_id")
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
 def special_token_ids(directory: Path) -> dict[str, Any]:
     """Return those of bos_token_id, eos_token_id and pad_token_id that the tokenizer files name."""
-    settings = read_json_object(directory / "tokenizer_config.json")
-    older = read_json_object(directory / "special_tokens_map.json")
-    tokenizer = read_json_object(directory / "tokenizer.json")
-    ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    tokenizer = read_json_object(directory / TOKENIZER_FILE)
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    result: dict[str, Any] = {}
-    for role in SPECIAL_TOKENS:
-        # Tokenizers look up the end token in both files.
-        for stated in (settings, older) if f"{role}_id" == EOS_KEY else (settings,):
-            token = stated.get(role)
-            text = token.get("content") if isinstance(token, dict) else token
-            number = ids.get(text)
-            if number is None and isinstance(vocabulary, dict):
-                number = vocabulary.get(text)
-            if isinstance(number, int):
-                result.setdefault(f"{role}_id", number)
-    return result
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    texts = special_tokens(directory)
+    found = {key: ids.get(texts.get(key.removesuffix("_id"))) for key in TOKEN_ID_KEYS}
+    return {key: number for key, number in found.items() if number is not None}
 
 
-def as_ids(value: Any, origin: str) -> list[int]:
-    """Return the ids under `EOS_KEY`, which may be absent, one id, or a list."""
+def token_ids(value: Any, key: str, origin: str) -> list[int]:
+    """Return the ids under `key`, which may be absent, one id, or a list."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise DataError(
-            f"{origin}: {EOS_KEY} = {json.dumps(value)} is no token id: give a whole number, or "
+        raise ConfigError(
+            f"{origin}: {key} = {json.dumps(value)} is no token id: give a whole number, or "
             "remove the key"
         )
     return ids
@@ -59,7 +49,8 @@ def update_special_tokens(
     result = dict(settings)
     for key, new_value in ids.items():
         if key == EOS_KEY:
-            current, first, *others = as_ids(settings.get(key), origin), *as_ids(new_value, origin)
+            current = token_ids(settings.get(key), key, origin)
+            first, *others = token_ids(new_value, key, origin)
             ends = [*(current if first in current else [first])]
             ends += [one for one in others if one not in ends]
             if ends != current:

@@ -26,7 +26,6 @@ from moesaic.models.hf.shards import (
     TensorReader,
     TensorWriter,
     atomic_directory,
-    check_empty_directory,
     plan_items,
     split_into_shards,
     total_bytes,
@@ -94,12 +93,11 @@ def write_model(
         special_token_ids: special token ids for the generation settings among them.
         progress: callback after every tensor.
     """
-    check_empty_directory(directory)
     items = plan_items(parameters(model), tensors, dtype, lambda p: names.written_name(model, p))
     shards = split_into_shards(items, max_shard_bytes)
     config = config_text(model, _dominant_dtype(items))
     with atomic_directory(directory) as partial:
-        with TensorWriter(tensors, total_bytes(items), progress) as stream:
+        with TensorWriter(tensors, items, progress) as stream:
             _write_shards(partial, shards, stream)
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
         copy_companions(companions, partial, special_token_ids or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -66,39 +66,29 @@ class Samples(Protocol):
         """Return the samples of the global `indices`, shuffled anew each epoch or in text order."""
 
 
-class TokenStream(NamedTuple):
-    """Selected documents of a corpus, concatenated into one token sequence."""
-
-    tokens: NDArray[Any]
-    bounds: Integers
-    """Start of each document and end of the stream; document d spans [bounds[d], bounds[d + 1])."""
-    offsets: Integers | None
-    """Number to add to a position in document d for its index in `tokens`; None for zeros."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the stream."""
-        return int(self.bounds[-1])
-
-
-def make_token_stream(corpus: Corpus, selected: NDArray[np.bool_] | None = None) -> TokenStream:
-    """Return the documents of `corpus` for which `selected` is true, in order; None selects all."""
-    if selected is None:
-        return TokenStream(corpus.tokens, corpus.bounds, None)
-    starts = corpus.bounds[:-1][selected]
-    bounds = np.zeros(len(starts) + 1, np.int64)
-    np.cumsum(np.diff(corpus.bounds)[selected], out=bounds[1:])
-    return TokenStream(corpus.tokens, bounds, starts - bounds[:-1])
-
-
 class PackedSamples:
-    """`Samples` cut from a token stream."""
+    """`Samples` cut from the documents of a corpus for which `selected` is true, concatenated; None
+    selects all."""
 
     def __init__(
-        self, stream: TokenStream, sequence: int, packing: Literal["documents", "stream"], seed: int
+        self,
+        corpus: Corpus,
+        selected: NDArray[np.bool_] | None,
+        sequence: int,
+        packing: Literal["documents", "stream"],
+        seed: int,
     ) -> None:
-        self._stream, self._sequence, self._packing = stream, sequence, packing
-        self._length = max(0, stream.num_tokens - 1) // sequence
+        self._tokens, self._bounds = corpus.tokens, corpus.bounds
+        # Number to add to a position in the stream, by document, for its index in the tokens.
+        self._offsets: Integers | None = None
+        if selected is not None:
+            lengths = np.diff(corpus.bounds)[selected]
+            self._bounds = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+            self._offsets = corpus.bounds[:-1][selected] - self._bounds[:-1]
+        self.num_tokens = int(self._bounds[-1])
+        """Tokens of the stream."""
+        self._sequence, self._packing = sequence, packing
+        self._length = max(0, self.num_tokens - 1) // sequence
         self._shuffle = Shuffle(max(1, self._length), seed)
 
     def __len__(self) -> int:
@@ -107,10 +97,7 @@ class PackedSamples:
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
         """Return the samples of the global `indices`; see `Samples`."""
-        samples = np.asarray(indices, np.int64).reshape(-1)
-        if len(samples) and (samples.min() < 0 or (not shuffled and samples.max() >= self._length)):
-            raise IndexError(f"samples {samples.min()} to {samples.max()} of {self._length}")
-        windows = self._shuffle(samples) if shuffled else samples
+        samples, windows = self._shuffle.windows(indices, shuffled=shuffled)
         tokens, documents, positions = self._gather(windows)
         targets = tokens[:, 1:].copy()  # Inputs share the memory.
         if self._packing == "documents":
@@ -128,7 +115,7 @@ class PackedSamples:
 
     def _gather(self, windows: Integers) -> tuple[Integers, Integers, Integers]:
         """Return tokens, documents and positions [B, S + 1] of the samples number `windows`."""
-        width, bounds = self._sequence + 1, self._stream.bounds
+        width, bounds = self._sequence + 1, self._bounds
         begins = windows * self._sequence
         first = np.searchsorted(bounds, begins, side="right") - 1
         last = np.searchsorted(bounds, begins + self._sequence, side="right") - 1
@@ -138,9 +125,9 @@ class PackedSamples:
         start = np.maximum(bounds[document], begins[row])
         stop = np.minimum(bounds[document + 1], begins[row] + width)
         part, position = enumerate_segments(stop - start)
-        if self._stream.offsets is not None:
-            start = start + self._stream.offsets[document]
-        tokens = self._stream.tokens[start[part] + position].astype(np.int64)
+        if self._offsets is not None:
+            start = start + self._offsets[document]
+        tokens = self._tokens[start[part] + position].astype(np.int64)
         shape = (len(windows), width)
         return tokens.reshape(shape), number[part].reshape(shape), position.reshape(shape)
 

@@ -55,10 +55,7 @@ class ConversationSamples:
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
         """Return the samples of the global `indices`; see `Samples`."""
-        samples = np.asarray(indices, np.int64).reshape(-1)
-        if len(samples) and (samples.min() < 0 or (not shuffled and samples.max() >= len(self))):
-            raise IndexError(f"samples {samples.min()} to {samples.max()} of {len(self)}")
-        windows = self._shuffle(samples) if shuffled else samples
+        samples, windows = self._shuffle.windows(indices, shuffled=shuffled)
         first = self._bounds[windows]
         counts = self._bounds[windows + 1] - first
         row, number = enumerate_segments(counts)

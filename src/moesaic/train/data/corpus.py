@@ -14,10 +14,9 @@ import json
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -29,9 +28,10 @@ from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.base.safetensors_file import sync_directory
 from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.data.chat import ChatEncoder, EncodedDocuments
-from moesaic.train.data.text import TextSource, fingerprint, read_text
+from moesaic.train.data.sources import TextSource, fingerprint
+from moesaic.train.data.text import read_text
 
-FORMAT = 2
+FORMAT = 3
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"
 
 T = TypeVar("T")
@@ -56,8 +56,6 @@ class Corpus:
     """Hash of tokens, bounds and loss mask."""
     loss_mask: NDArray[np.bool_] | None = None
     """True for tokens that are trained, in conversations; None for text."""
-    chat_formats: dict[str, int] = field(default_factory=dict)
-    """Conversations per format; empty for text."""
 
     @property
     def num_documents(self) -> int:
@@ -125,19 +123,13 @@ def _build(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        chat_formats: Counter[str] = Counter()
         if chat is None:
             documents = _encode_text(read_text(source, cache / "datasets"), tokenizer)
         else:
-            documents = _encode_chat(source, chat, chat_formats)
+            documents = _encode_chat(source, chat)
         names = _FILES[: 2 if chat is None else 3]
-        facts = {
-            "format": FORMAT,
-            "path": source.path,
-            **_write(partial, documents, tokenizer.size, on_progress, names),
-        }
-        if chat is not None:
-            facts["chat_formats"] = chat_formats
+        facts = _write(partial, documents, tokenizer.size, on_progress, names)
+        facts |= {"format": FORMAT, "path": source.path, "files": names}
         if not facts["documents"]:
             raise DataError(
                 f"there is no text, every document is empty (files: {len(source.files)}): give "
@@ -166,15 +158,10 @@ def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Enc
         yield EncodedDocuments(*tokenizer.encode_documents(texts), None)
 
 
-def _encode_chat(
-    source: TextSource, chat: ChatEncoder, chat_formats: Counter[str]
-) -> Iterator[EncodedDocuments]:
+def _encode_chat(source: TextSource, chat: ChatEncoder) -> Iterator[EncodedDocuments]:
     # Token offsets take far more memory than token ids.
     limit = _BATCH_CHARACTERS >> 4
-    for conversations in _batches(
-        chat.read(source), lambda conversation: len(conversation.text), limit
-    ):
-        chat_formats.update(conversation.chat_format for conversation in conversations)
+    for conversations in _batches(chat.read(source), lambda one: len(one.text), limit):
         yield chat.encode(conversations)
 
 
@@ -233,19 +220,15 @@ def _open(directory: Path) -> Corpus:
         tokens = np.memmap(directory / "tokens.bin", np.dtype(facts["dtype"]), "r")
         bounds = np.memmap(directory / "bounds.bin", np.dtype("<i8"), "r")
         is_complete = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
-        digest, chat_formats, loss_mask = str(facts["digest"]), facts.get("chat_formats", {}), None
-        if chat_formats:
-            loss_mask = np.asarray(np.memmap(directory / "loss_mask.bin", np.bool_, "r"))
+        digest, loss_mask = str(facts["digest"]), None
+        if _FILES[2] in facts["files"]:
+            loss_mask = np.asarray(np.memmap(directory / _FILES[2], np.bool_, "r"))
             is_complete = is_complete and len(loss_mask) == len(tokens)
+        if not is_complete:
+            raise ValueError("files shorter or longer than they were written")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(_damage_message(directory, str(error))) from None
-    if not is_complete:
         raise StoreError(
-            _damage_message(directory, "files shorter or longer than they were written")
-        )
+            f"tokenised text in '{directory}' is damaged ({error}): remove it, and it is made anew"
+        ) from None
     # Plain arrays over the same pages: slicing a memmap object is slow.
-    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, chat_formats)
-
-
-def _damage_message(directory: Path, reason: str) -> str:
-    return f"tokenised text in '{directory}' is damaged ({reason}): remove it, and it is made anew"
+    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask)

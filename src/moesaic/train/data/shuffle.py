@@ -8,6 +8,7 @@ walking for the rest. It needs no memory, and any rank finds any sample of any s
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from math import isqrt
 
 import numpy as np
@@ -32,6 +33,16 @@ class Shuffle:
         self._high, self._low = np.uint64(high), np.uint64(-(-length // high))
         digest = hashlib.blake2b(f"{seed}/order".encode(), digest_size=8).digest()
         self._key = np.frombuffer(digest, "<u8").astype(np.uint64)
+
+    def windows(
+        self, indices: Sequence[int], *, shuffled: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the global `indices` as an array, and their samples, in text order unless
+        `shuffled`."""
+        given = np.asarray(indices, np.int64).reshape(-1)
+        if len(given) and (given.min() < 0 or (not shuffled and given.max() >= self._length)):
+            raise IndexError(f"samples {given.min()} to {given.max()} of {self._length}")
+        return given, self(given) if shuffled else given
 
     def __call__(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return the samples in [0, length) of the global sample `indices`."""

@@ -1,9 +1,7 @@
 """Documents from files: plain text, JSON lines, Parquet, and directories of Hugging Face
 `datasets`.
 
-`find_text` resolves a path and raises early; `read_text` streams its documents in an order that
-depends on file names alone. Text, JSON lines and Parquet are read without `datasets`, which has
-these faults:
+Text, JSON lines and Parquet are read without `datasets`, which has these faults:
 
 - it infers a type for every column and fails where metadata differ between lines;
 - its errors name no line;
@@ -13,67 +11,22 @@ these faults:
 
 from __future__ import annotations
 
-import glob
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moesaic.base.errors import DataError
+from moesaic.train.data.sources import DATASET_FILES, TextSource, is_table
 
-Kind = Literal["text", "jsonl", "parquet", "dataset", "chat"]
-
-SUFFIXES: dict[str, Kind] = {
-    ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
-}  # fmt: skip
-ACCEPTED_KINDS = {"auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"}}
-"""Suffix-based formats that each value of data.format accepts."""
-COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
-"""Suffixes of compressed text and JSON lines, which are decompressed while reading."""
-
-_DATASET_FILES = ("dataset_dict.json", "state.json")
 CHAT_KEYS = frozenset({"messages", "conversations"})
 """Keys that identify a file of conversations."""
 _BATCH_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """Files of one text setting."""
-
-    key: str
-    """Setting that names the text."""
-    path: str
-    """Path as the user wrote it."""
-    kind: Kind
-    files: tuple[Path, ...]
-    """All files of the text."""
-    text_key: str
-    split: str
-
-
-def find_text(key: str, path: str, kind: str, text_key: str, split: str) -> TextSource:
-    """Return the files of `path`, the value of the setting `key`; `kind` is data.format."""
-    location = Path(path).expanduser()
-    label = f"{key} = '{path}'"
-    if location.is_dir():
-        files, found_kind = _scan(location, kind, label)
-    else:
-        files = [location] if location.is_file() else _glob(location, label)
-        found_kind = "dataset" if kind == "dataset" else _detect_kind(files, kind, label)
-    if found_kind == "dataset" and not location.is_dir():
-        raise DataError(
-            f"{label} is no directory, but data.format = 'dataset': give one, or 'auto'"
-        )
-    return TextSource(key, path, found_kind, tuple(files), text_key, split)
 
 
 def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
@@ -84,83 +37,6 @@ def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
         read = {"text": _read_plain, "jsonl": _read_json_lines, "parquet": _read_parquet}
         documents = (text for file in source.files for text in read[source.kind](file, source))
     return (text for text in documents if text)
-
-
-def _glob(pattern: Path, label: str) -> list[Path]:
-    if not glob.has_magic(str(pattern)):
-        problem = "is neither a file nor a directory" if pattern.exists() else "does not exist"
-        raise DataError(f"{label} {problem}: give a file, a directory or a glob")
-    files = [Path(match) for match in sorted(glob.glob(str(pattern), recursive=True))]
-    files = [file for file in files if file.is_file()]
-    if not files:
-        raise DataError(f"{label} matches no file: mend the pattern")
-    return files
-
-
-def _scan(directory: Path, kind: str, label: str) -> tuple[list[Path], Kind]:
-    """Return the files of a directory tree that match `kind`, ordered by name, and their format."""
-    try:
-        paths = [file.relative_to(directory) for file in directory.rglob("*") if file.is_file()]
-    except OSError as error:
-        raise DataError(f"{label} cannot be searched ({error}): give a narrower one") from None
-    visible = [file for file in paths if not any(part.startswith(".") for part in file.parts)]
-    all_files = [directory / file for file in sorted(visible, key=lambda file: file.as_posix())]
-    if kind == "dataset" or (kind == "auto" and _is_dataset(directory)):
-        if not all_files:
-            raise DataError(f"{label} is an empty directory: there is no text in it")
-        return all_files, "dataset"
-    accepted = ACCEPTED_KINDS.get(kind, {kind})
-    files = [file for file in all_files if SUFFIXES.get(_suffix(file)) in accepted]
-    if not files:
-        suffixes = [suffix for suffix, one in SUFFIXES.items() if one in accepted]
-        raise DataError(
-            f"{label} holds no file named *{', *'.join(suffixes)}: give a directory that does, or "
-            "a glob of the files and data.format"
-        )
-    return files, _detect_kind(files, kind, label)
-
-
-def _is_dataset(directory: Path) -> bool:
-    """Return true for a directory saved by `datasets`, or a repository with a dataset card."""
-    if any((directory / name).is_file() for name in _DATASET_FILES):
-        return True
-    card = directory / "README.md"
-    return card.is_file() and card.read_bytes()[:4].startswith(b"---")
-
-
-def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
-    if kind not in ACCEPTED_KINDS:
-        return cast(Kind, kind)
-    kinds: dict[Kind, Path] = {}
-    for file in files:
-        if kind == "chat":
-            file_kind: Kind | None = "parquet" if _is_table(file) else "jsonl"
-        else:
-            file_kind = SUFFIXES.get(_suffix(file))
-        if file_kind is None:
-            raise DataError(
-                f"{label}: the name of '{file}' does not say what it holds: set data.format to "
-                "'text', 'jsonl' or 'parquet'"
-            )
-        kinds.setdefault(file_kind, file)
-    if len(kinds) > 1:
-        (one, first), (other, second) = list(kinds.items())[:2]
-        raise DataError(
-            f"{label} mixes {one} ('{first.name}') and {other} ('{second.name}'): give a glob of "
-            f"one of them{', or set data.format' if kind == 'auto' else ''}"
-        )
-    return "chat" if kind == "chat" else next(iter(kinds))
-
-
-def _suffix(file: Path) -> str:
-    """Return the suffix that identifies the format, without that of a compression."""
-    packed = file.suffix.lower() in COMPRESSED
-    return (file.with_suffix("") if packed else file).suffix.lower()
-
-
-def _is_table(file: Path) -> bool:
-    """Return true if conversations of `file` are Parquet rows; in other files they are lines."""
-    return _suffix(file) == ".parquet"
 
 
 @contextmanager
@@ -194,7 +70,7 @@ def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict
 
     Only `columns` of Parquet are read; all columns if none of them exist.
     """
-    return _read_columns(file, columns) if _is_table(file) else _read_lines(file)
+    return _read_columns(file, columns) if is_table(file) else _read_lines(file)
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -220,51 +96,38 @@ def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dic
     with _wrap_read_errors(file, "Parquet"), pq.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         known = [name for name in columns if name in schema.names] or schema.names
-        read = _make_converter(pa.struct([_unique_field(schema, name, file) for name in known]), "")
+        read = _make_converter(pa.struct([schema.field(name) for name in known]))
         for batch in parquet.iter_batches(_BATCH_ROWS, columns=known):
             for row in batch.to_pylist():
                 number += 1
                 where = f"row {number} of '{file}'"
                 try:
                     record = read(row)
-                except DataError as error:
-                    raise DataError(f"{where}: {error}") from None
+                except (ValueError, RecursionError) as error:
+                    raise DataError(
+                        f"{where} has a column that is not JSON ({error}): mend the file"
+                    ) from None
                 yield where, record
 
 
-def _unique_field(schema: pa.Schema, name: str, file: Path) -> pa.Field:
-    if schema.names.count(name) > 1:
-        raise DataError(f"'{file}' has more than one column '{name}': rename all but one")
-    return schema.field(name)
-
-
-def _make_converter(kind: pa.DataType, name: str) -> Callable[[Any], Any]:
+def _make_converter(kind: pa.DataType) -> Callable[[Any], Any]:
     """Return a function that converts a Parquet value of type `kind` to its JSON equivalent.
 
     All structs of a column have the same fields, and missing ones are null, so null fields are
     dropped. Values of mixed types are stored by `datasets` as text with an `arrow.json` type.
     """
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
-        return partial(_parse_json_column, name=name)
+        return json.loads
     if pa.types.is_struct(kind):
-        fields = [(f.name, _make_converter(f.type, f"{name}.{f.name}".lstrip("."))) for f in kind]
+        fields = [(field.name, _make_converter(field.type)) for field in kind]
         return lambda row: {key: r(row[key]) for key, r in fields if row[key] is not None}
     if pa.types.is_map(kind):
-        item = _make_converter(kind.item_type, name)
+        item = _make_converter(kind.item_type)
         return lambda pairs: {key: None if one is None else item(one) for key, one in pairs}
     if pa.types.is_nested(kind):
-        value = _make_converter(kind.value_type, name)
+        value = _make_converter(kind.value_type)
         return lambda many: [None if one is None else value(one) for one in many]
     return lambda value: value
-
-
-def _parse_json_column(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"column '{name}' holds {text!r:.80}, which is not JSON ({error}): mend the file"
-        ) from None
 
 
 def _get_text(record: dict[str, Any], where: str, text_key: str) -> str:
@@ -281,7 +144,7 @@ def _read_parquet(file: Path, source: TextSource) -> Iterator[str]:
         schema = parquet.schema_arrow
         if source.text_key not in schema.names:
             raise DataError(_missing_column_message(f"'{file}'", source.text_key, schema.names))
-        _check_type(_unique_field(schema, source.text_key, file).type, f"'{file}'", source.text_key)
+        _check_type(schema.field(source.text_key).type, f"'{file}'", source.text_key)
         for batch in parquet.iter_batches(_BATCH_ROWS, columns=[source.text_key]):
             yield from (text or "" for text in batch.column(0).to_pylist())
 
@@ -312,24 +175,24 @@ def _read_dataset(source: TextSource, cache: Path) -> Iterator[str]:
     # Exceptions of `datasets` vary; these are its own and those of its readers.
     library_error = datasets.exceptions.DatasetsError
     read_errors = (library_error, ValueError, OSError, pa.ArrowException, StopIteration)
-    with _without_progress_bars(datasets):
-        try:
-            is_saved = any((directory / name).is_file() for name in _DATASET_FILES)
-            dataset = (
-                datasets.load_from_disk(str(directory))
-                if is_saved
-                else datasets.load_dataset(str(directory), streaming=True, cache_dir=str(cache))
-            )
-            rows = _choose_split(dataset, source.split, label)
-            yield from _read_rows(rows, source.text_key, label)
-        except DataError:
-            raise
-        except read_errors as error:
-            detail = " ".join(str(error).split())
-            raise DataError(
-                f"{label} cannot be read ({type(error).__name__}: {detail}): save it anew, or "
-                "give a glob of its files and data.format"
-            ) from None
+    datasets.disable_progress_bars()  # The caller draws one.
+    try:
+        is_saved = any((directory / name).is_file() for name in DATASET_FILES)
+        dataset = (
+            datasets.load_from_disk(str(directory))
+            if is_saved
+            else datasets.load_dataset(str(directory), streaming=True, cache_dir=str(cache))
+        )
+        rows = _choose_split(dataset, source.split, label)
+        yield from _read_rows(rows, source.text_key, label)
+    except DataError:
+        raise
+    except read_errors as error:
+        detail = " ".join(str(error).split())
+        raise DataError(
+            f"{label} cannot be read ({type(error).__name__}: {detail}): save it anew, or "
+            "give a glob of its files and data.format"
+        ) from None
 
 
 def _choose_split(dataset: Any, split: str, label: str) -> Any:
@@ -352,25 +215,3 @@ def _read_rows(rows: Any, text_key: str, label: str) -> Iterator[str]:
     for table in rows.select_columns([text_key]).with_format("arrow").iter(_BATCH_ROWS):
         _check_type(table.schema.field(text_key).type, label, text_key)
         yield from (text or "" for text in table.column(text_key).to_pylist())
-
-
-@contextmanager
-def _without_progress_bars(datasets: Any) -> Iterator[None]:
-    """Disable the library's progress bars, because the caller draws one."""
-    was_enabled = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            datasets.enable_progress_bars()
-
-
-def fingerprint(source: TextSource) -> list[str]:
-    """Return strings that change with the text, without reading it."""
-    lines = [f"{source.kind} {source.text_key} {source.split}"]
-    for file in source.files:
-        with _wrap_read_errors(file, "text"):
-            status = file.stat()
-        lines.append(f"{os.path.abspath(file)} {status.st_size} {status.st_mtime_ns}")
-    return lines

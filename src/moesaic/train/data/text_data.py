@@ -17,13 +17,13 @@ from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.kernels.randomness import uniform
 from moesaic.models.hf.origin import TOKENIZER
-from moesaic.models.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
-from moesaic.train.data.batch import PackedSamples, Samples, make_token_stream
+from moesaic.models.tokenizer import Tokenizer, open_tokenizer
+from moesaic.train.data.batch import PackedSamples, Samples
 from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
 from moesaic.train.data.rank_zero_first import run_rank_zero_first
-from moesaic.train.data.text import TextSource, find_text
+from moesaic.train.data.sources import TextSource, find_sources
 
 _CHUNK = 1 << 20
 _MESSAGE_S = 2.0
@@ -68,24 +68,13 @@ class TextData:
         """Return the tokenizer's files, by path in a run's directory."""
         return {f"{TOKENIZER}/{name}": data for name, data in self.tokenizer.files().items()}
 
-    def check_vocab(self, vocab: int) -> None:
-        """Raise unless a model with `vocab` embeddings covers every token."""
-        check_vocabulary(vocab, self.tokenizer)
-
-
-def check_text(config: DataConfig) -> None:
-    """Raise the errors of opening `config` that show without reading text."""
-    _find_sources(config)
-    if config.format == "chat":
-        ChatEncoder(config, open_tokenizer(config.tokenizer, config.end_token))
-
 
 def _open(
     config: DataConfig, seed: int, heartbeat: Callable[[], None], log: Callable[[str], None]
 ) -> TextData:
     tokenizer = open_tokenizer(config.tokenizer, config.end_token)
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
-    sources = _find_sources(config)
+    sources = find_sources(config)
     chat = ChatEncoder(config, tokenizer) if config.format == "chat" else None
     corpora = [
         open_corpus(source, tokenizer, cache, _make_progress_callback(source, heartbeat, log), chat)
@@ -101,20 +90,6 @@ def _open(
     ]  # fmt: skip
     digest = hashlib.sha256("\n".join(map(str, fields)).encode()).hexdigest()
     return TextData(tokenizer, samples[0], validation, digest)
-
-
-def _find_sources(config: DataConfig) -> list[TextSource]:
-    """Return the training text and, if it is separate, the validation text."""
-    kind, text_key = config.format, config.text_key
-    sources = [find_text("data.path", config.path, kind, text_key, config.split)]
-    if config.validation_path is not None:
-        sources.append(
-            find_text(
-                "data.validation_path", config.validation_path, kind, text_key,
-                config.validation_split,
-            )
-        )  # fmt: skip
-    return sources
 
 
 def _make_progress_callback(
@@ -180,10 +155,10 @@ def _make_samples(
             "change data.validation_share, or name data.validation_path"
         )
     if corpus.loss_mask is None:
-        stream = make_token_stream(corpus, selected)
-        samples: Samples = PackedSamples(stream, config.sequence, config.packing, seed)
+        packed = PackedSamples(corpus, selected, config.sequence, config.packing, seed)
+        samples: Samples = packed
         problem = (
-            f"gives {stream.num_tokens} tokens, but one sample takes data.sequence + 1 = "
+            f"gives {packed.num_tokens} tokens, but one sample takes data.sequence + 1 = "
             f"{config.sequence + 1}: give more text, or shorten data.sequence"
         )
     else:
@@ -193,17 +168,16 @@ def _make_samples(
             f"data.sequence = {config.sequence} tokens: raise it"
         )
         if len(samples):
-            log(f"{origin}: {_describe_conversations(conversations, corpus, config.sequence)}")
+            log(f"{origin}: {_describe_conversations(conversations, config.sequence)}")
     if not len(samples):
         raise DataError(f"{origin} {problem}")
     return samples
 
 
-def _describe_conversations(samples: ConversationSamples, corpus: Corpus, sequence: int) -> str:
+def _describe_conversations(samples: ConversationSamples, sequence: int) -> str:
     """Return how many conversations there are, and how many were truncated or dropped."""
     text = (
-        f"{samples.num_conversations:,} conversations "
-        f"({', '.join(corpus.chat_formats)}) in {len(samples):,} samples, "
+        f"{samples.num_conversations:,} conversations in {len(samples):,} samples, "
         f"{samples.fill_ratio:.0%} full"
     )
     if samples.num_truncated or samples.num_dropped:

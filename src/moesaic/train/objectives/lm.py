@@ -21,7 +21,7 @@ from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.nn.reports import BlockReport, MoEReport, moe_reports
 from moesaic.policy.balance import LayerBalancer
 from moesaic.train.balancing import take_layer_balance
-from moesaic.train.data import Batch, Samples
+from moesaic.train.data.batch import Batch, Samples
 from moesaic.train.expert_migration import ExpertMigration, LayerMigration
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.objectives.objective import StepContext, StepResult

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from directories import lora, tune
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,37 +20,7 @@ from moesaic.models.hf.adapter import ADAPTER_WEIGHTS_NAME
 from moesaic.models.hf.config import ADAPTER_NAME
 
 RANK, ALPHA = 4, 6.5
-JOB = """
-[model]
-from = "base"
-
-[finetune]
-method = "{method}"
-rank = 4
-alpha = 6.5
-router = "{router}"
-targets = {targets}
-
-[routing]
-{routing}
-
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = {steps}
-batch = 4
-device = "cpu"
-
-[optimizer]
-lr = 0.03
-
-[log]
-tensorboard = false
-"""
-GSHARD = 'router = "gshard"\ncapacity_factor = 2.0'
+GSHARD = ('routing.router="gshard"', "routing.capacity_factor=2.0")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 GATED = ["gate_proj", "up_proj", "down_proj"]
@@ -75,31 +45,17 @@ CASES: list[tuple[str, list[str], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-def run_job(
-    targets: list[str],
-    *,
-    method: str = "lora",
-    router: str = "frozen",
-    routing: str = "",
-    steps: int = 4,
-    out: str = "run",
-    flags: Sequence[str] = (),
-) -> None:
-    """Train over the directory `base`."""
-    Path("text.txt").write_text("Of mosaics and their stones. " * 40)
-    Path("job.toml").write_text(
-        JOB.format(
-            targets=json.dumps(targets), method=method, router=router, routing=routing, steps=steps
-        )
-    )
-    assert main(["train", "job.toml", "--out", out, *flags]) == 0
-
-
 @pytest.fixture
-def base(their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Create a directory `base` to train over, in the test's working directory."""
+def make_base(
+    their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Return a function that makes the directory `base` in the test's working directory."""
     monkeypatch.chdir(tmp_path)
-    their_model("olmoe", vocab_size=260).save_pretrained("base")
+
+    def make(case: str, **changes: Any) -> None:
+        their_model(case, vocab_size=260, **changes).save_pretrained("base")
+
+    return make
 
 
 def logits(model: torch.nn.Module) -> Tensor:
@@ -119,16 +75,13 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'-'.join(case[1])}")
 def test_peft_with_adapter_matches_merged_model(
-    case: tuple[str, list[str], list[str], list[str]],
-    their_model: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[str, list[str], list[str], list[str]], make_base: Callable[..., None]
 ) -> None:
     name, targets, modules, parameters = case
-    monkeypatch.chdir(tmp_path)
-    their_model(name, vocab_size=260).save_pretrained("theirs")
+    make_base(name)
+    Path("base").rename("theirs")
     assert main(["convert", "theirs", "--out", "base"]) == 0
-    run_job(targets)
+    assert tune(*lora(targets)) == 0
     assert main(["convert", "run", "--out", "merged"]) == 0
     assert main(["convert", "run", "--out", "adapter", "--set", "to=adapter"]) == 0
     assert {path.name for path in Path("adapter").iterdir()} == {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
@@ -159,18 +112,12 @@ def test_peft_with_adapter_matches_merged_model(
     ],
 )
 def test_adapter_of_two_ranks_matches_one_rank(
-    name: str,
-    axis: str,
-    targets: list[str],
-    their_model: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, axis: str, targets: list[str], make_base: Callable[..., None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    their_model(name, vocab_size=260).save_pretrained("base")
-    exact = ["--set", "train.precision=fp64"]
-    run_job(targets, out="one", flags=exact)
-    run_job(targets, out="two", flags=[*exact, "--nproc", "2", "--set", f"layout.{axis}=2"])
+    make_base(name)
+    exact = [*lora(targets), "train.precision=fp64"]
+    assert tune(*exact, out="one") == 0
+    assert tune(*exact, f"layout.{axis}=2", out="two", flags=["--nproc", "2"]) == 0
     for run in ("one", "two"):
         assert main(["convert", run, "--out", f"{run}-alone", "--set", "to=adapter"]) == 0
     one, two = (load_file(Path(f"{run}-alone", ADAPTER_WEIGHTS_NAME)) for run in ("one", "two"))
@@ -185,12 +132,9 @@ def test_adapter_of_two_ranks_matches_one_rank(
     assert distance(logits(adapted), merged) < 1e-5
 
 
-def test_adapter_dtypes(
-    their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    their_model("olmoe", vocab_size=260).save_pretrained("base")
-    run_job(["attention", "experts"], steps=2)
+def test_adapter_dtypes(make_base: Callable[..., None]) -> None:
+    make_base("olmoe")
+    assert tune(*lora(["attention", "experts"]), "train.steps=2") == 0
     for dtype in ("keep", "bf16"):
         sets = ["--set", "to=adapter", "--set", f"dtype={dtype}"]
         assert main(["convert", "run", "--out", dtype, *sets]) == 0
@@ -210,14 +154,10 @@ def test_adapter_dtypes(
 
 
 def test_dry_run_counts_adapter_parameters(
-    their_model: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    make_base: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    their_model("deepseek", vocab_size=260).save_pretrained("base")
-    run_job(["experts", "shared"], steps=1)
+    make_base("deepseek")
+    assert tune(*lora(["experts", "shared"]), "train.steps=1") == 0
     call = ["convert", "run", "--out", "adapter", "--set", "to=adapter", "--json"]
     capfd.readouterr()
     assert main([*call, "--dry-run"]) == 0
@@ -228,59 +168,32 @@ def test_dry_run_counts_adapter_parameters(
     assert output["parameters"] == {"total": sum(tensor.numel() for tensor in written.values())}
 
 
-def test_max_shard_bytes_warns_for_adapters(base: None, capfd: pytest.CaptureFixture[str]) -> None:
-    run_job(["experts"], steps=1)
-    words = 'warning: max_shard_bytes has no effect: to = "adapter" writes one file\n'
-    for to, sets, more, said in (
-        ("adapter", ["max_shard_bytes=9"], ["--dry-run"], 1),
-        ("adapter", ["max_shard_bytes=9"], [], 1),
-        ("adapter", [], ["--dry-run"], 0),
-        ("checkpoint", ["max_shard_bytes=9"], ["--dry-run"], 0),
-    ):
-        given = [word for item in (f"to={to}", *sets) for word in ("--set", item)]
-        capfd.readouterr()
-        assert main(["convert", "run", "--out", "adapter", *given, *more]) == 0
-        assert capfd.readouterr().err.count(words) == said, (to, sets, more)
-        assert Path("adapter").exists() == (not more)
-        shutil.rmtree("adapter", ignore_errors=True)
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("sets", "words"),
     [
-        ({"method": "full"}, ('finetune.method = "full"', "the weights themselves")),
-        ({"router": "train"}, ('finetune.router = "train"', "trained routers")),
-        ({"routing": GSHARD}, ('routing.router = "gshard"', "model.renormalise = false")),
+        (['finetune.method="full"'], ('finetune.method = "full"', "the weights themselves")),
+        (
+            [*lora(["experts"]), 'finetune.router="train"'],
+            ('finetune.router = "train"', "trained routers"),
+        ),
+        (
+            [*lora(["experts"]), *GSHARD],
+            ('routing.router = "gshard"', "model.renormalise = false"),
+        ),
+        ([], ("'run/checkpoints", "no adapters", '[finetune] method = "lora"')),
     ],
 )
 def test_runs_beyond_adapters_are_rejected(
-    changes: dict[str, str],
+    sets: list[str],
     words: tuple[str, ...],
-    their_model: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_base: Callable[..., None],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    their_model("olmoe", vocab_size=260, num_experts_per_tok=2).save_pretrained("base")
-    run_job(["experts"], steps=1, **changes)
-    check_refused("run", words, capfd)
-    assert main(["convert", "run", "--out", "merged"]) == 0
-
-
-def test_weights_without_adapters_are_rejected(
-    base: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_job(["experts"], steps=1)
-    assert main(["convert", "run", "--out", "merged", "--set", "to=checkpoint"]) == 0
-    for source in ("base", "merged"):
-        check_refused(source, (f"'{source}'", "no adapters", '[finetune] method = "lora"'), capfd)
-
-
-def check_refused(source: str, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    make_base("olmoe", num_experts_per_tok=2)
+    assert tune(*sets, "train.steps=1") == 0
     for more in ([], ["--dry-run"]):
         capfd.readouterr()
-        assert main(["convert", source, "--out", "adapter", "--set", "to=adapter", *more]) == 2
+        assert main(["convert", "run", "--out", "adapter", "--set", "to=adapter", *more]) == 2
         output = " ".join(capfd.readouterr().err.split())
         for word in (*words, 'to = "adapter"', 'to = "huggingface"'):
             assert word in output

@@ -77,6 +77,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+ROPE_YARN = {"type": "yarn", **YARN}
 
 
 def parse(raw: dict[str, Any]) -> ModelConfig:
@@ -95,15 +96,6 @@ def refuse(raw: dict[str, Any], *words: str) -> None:
 def test_null_is_false_as_in_transformers() -> None:
     assert not parse({**DEEPSEEK, "norm_topk_prob": None}).renormalise
     assert parse({k: v for k, v in DEEPSEEK.items() if k != "norm_topk_prob"}).renormalise
-    refuse({**DEEPSEEK, "rope_interleave": None}, "rope_interleave = false")
-
-
-@pytest.mark.parametrize("value", [5, "Other", ["Other"], {"a": 1}])
-def test_other_architectures_give_a_warning(value: Any) -> None:
-    _, warnings = from_huggingface({**MIXTRAL, "architectures": value}, "config.json")
-    assert "is read as MixtralForCausalLM" in warnings[0]
-    _, warnings = from_huggingface({**MIXTRAL, "architectures": "MixtralForCausalLM"}, "c")
-    assert not warnings
 
 
 def test_adapter_beside_a_model_is_rejected(tmp_path: Path) -> None:
@@ -156,81 +148,57 @@ def test_both_spellings_of_the_rotary_base(family: str, keys: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"rope_theta": 10**400}, ("rope_theta is too large",)),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_scaling.type", '"dynamic"')),
-        ({"rope_parameters": {"rope_type": ["yarn"]}}, ("rope_parameters.rope_type", '["yarn"]')),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, ("no low_freq_factor",)),
-        ({"rope_scaling": {"type": "linear"}}, ("rope_scaling has no factor",)),
-        ({"rope_scaling": {"type": "linear", **YARN}}, ("original_max_position_embeddings",)),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ("rope_scaling.factor", "0.5")),
-        ({"rope_scaling": {"type": "yarn", **YARN, "beta_mid": 2}}, ("beta_mid = 2", "only null")),
-        (
-            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
-            ("low_freq_factor = 4.0", "high_freq_factor = 4.0"),
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", **YARN}, "rope_parameters": {"rope_theta": 1e4}},
-            ("rope_scaling and rope_parameters contradict",),
-        ),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ("0.5", "1.0")),
-        ({"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2}}, ("attention_factor",)),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ("contradict",)),
-        ({"rope_theta": "big"}, ("rope_theta", '"big"')),
-        ({"rope_scaling": "linear"}, ("rope_scaling", "no table")),
-        ({"attention_bias": True}, ("attention_bias = true", "only false")),
-        ({"mlp_bias": True}, ("mlp_bias = true", "only false")),
-        ({"hidden_act": "gelu"}, ('hidden_act = "gelu"', '"silu"')),
-        ({"sliding_window": 0}, ("window", "0")),
-        ({"decoder_sparse_step": 2}, ("decoder_sparse_step = 2", "only 1")),
-        ({"mlp_only_layers": [0]}, ("mlp_only_layers = [0]", "only []")),
-        ({"attention_dropout": 0.1}, ("attention_dropout = 0.1", "only 0.0")),
-        ({"router_jitter_noise": 0.01}, ("router_jitter_noise = 0.01", "only 0.0")),
-        ({"quantization_config": {"bits": 4}}, ("quantization_config.quant_method", 'only "fp8"')),
-        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor = 0.5",)),
-        ({"hidden_size": None}, ("'hidden_size' is required",)),
-        ({"hidden_size": "big"}, ("hidden_size", '"big"')),
-        ({"hidden_size": 30}, ("num_attention_heads = 4", "hidden_size = 30", "head_dim")),
-        ({"num_key_value_heads": 3}, ("kv_heads = 3", "heads = 4")),
-        ({"rms_norm_eps": "tiny"}, ("norm_epsilon", "tiny")),
-    ],
-)
-def test_unsupported_arithmetic_is_rejected(keys: dict[str, Any], words: tuple[str]) -> None:
-    refuse({**MIXTRAL, **keys}, *words)
-
-
-@pytest.mark.parametrize(
     ("raw", "words"),
     [
         ({**LLAMA, "model_type": "gpt2"}, ('model_type = "gpt2"', "llama, mixtral, olmoe")),
         ({"vocab_size": 3}, ("model_type = null", "llama, mixtral, olmoe")),
-        ({**LLAMA, "clip_qkv": 8.0}, ("clip_qkv = 8.0", "llama")),
-        ({**LLAMA, "sliding_window": 4096}, ("sliding_window = 4096", "only null")),
-        ({**OLMOE, "sliding_window": 4096}, ("sliding_window = 4096", "only null")),
-        ({**QWEN3, "moe_intermediate_size": None}, ("'moe_intermediate_size' is required",)),
+        ({**LLAMA, "rope_scaling": {"type": "dynamic"}}, ("rope_scaling.kind", '"dynamic"')),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, ("rope_scaling.factor",)),
+        ({**LLAMA, "rope_scaling": {"type": "linear", **YARN}}, ("original_max_position",)),
+        ({**LLAMA, "rope_scaling": {**ROPE_YARN, "beta_mid": 2}}, ("rope_scaling.beta_mid",)),
+        (
+            {**LLAMA, "rope_scaling": ROPE_YARN, "rope_parameters": {"rope_theta": 1e4}},
+            ("and rope_parameters = {} contradict",),
+        ),
+        ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, ("0.5", "1.0")),
+        ({**LLAMA, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ("contradict",)),
+        ({**LLAMA, "rope_theta": "big"}, ("rope_theta", '"big"')),
+        ({**LLAMA, "rope_scaling": "linear"}, ("rope_scaling", "no table")),
+        ({**LLAMA, "mlp_bias": True}, ("mlp_bias = true", "only false")),
+        ({**LLAMA, "hidden_act": "gelu"}, ('hidden_act = "gelu"', '"silu"')),
+        ({**LLAMA, "clip_qkv": 8.0}, ("clip_qkv = 8.0", "llama", "only null")),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, ("quant_method", 'only "fp8"')),
+        ({**LLAMA, "hidden_size": None}, ("'hidden_size' is required",)),
+        ({**LLAMA, "hidden_size": "big"}, ("hidden_size", '"big"')),
+        ({**LLAMA, "hidden_size": 30}, ("num_attention_heads = 4", "hidden_size = 30")),
+        ({**LLAMA, "num_key_value_heads": 3}, ("kv_heads = 3", "heads = 4")),
+        ({**LLAMA, "rms_norm_eps": "tiny"}, ("norm_epsilon", "tiny")),
+        ({**LLAMA, "eos_token_id": "</s>"}, ('eos_token_id = "</s>" is no token id',)),
+        ({**MIXTRAL, "norm_topk_prob": False}, ("norm_topk_prob = false", "only true")),
+        ({**MIXTRAL, "num_experts": 8}, ("num_local_experts = 4", "num_experts = 8")),
+        ({**MIXTRAL, "sliding_window": 0}, ("window", "0")),
+        ({**OLMOE, "head_dim": 16}, ("head_dim = 16", "32 / 4")),
+        ({**OLMOE, "num_experts_per_tok": None}, ("num_experts_per_tok", "required")),
         (
             {**QWEN3, "use_sliding_window": True, "max_window_layers": 28},
             ("max_window_layers = 28", "sliding_window = 4096", "use_sliding_window"),
         ),
-        ({**MIXTRAL, "norm_topk_prob": False}, ("norm_topk_prob = false", "only true")),
-        ({**OLMOE, "head_dim": 16}, ("head_dim = 16", "32 / 4")),
-        ({**MIXTRAL, "num_experts": 8}, ("num_local_experts = 4", "num_experts = 8")),
-        ({**OLMOE, "num_experts_per_tok": None}, ("num_experts_per_tok", "required")),
+        ({**DEEPSEEK, "scoring_func": "softmax"}, ("scoring_func", 'only "sigmoid"')),
+        ({**DEEPSEEK, "rope_interleave": None}, ("rope_interleave = false",)),
+        ({**DEEPSEEK, "num_key_value_heads": 8}, ("num_key_value_heads = 8", "only 128")),
+        ({**DEEPSEEK, "head_dim": 128}, ("head_dim = 128", "only 64")),
+        ({**DEEPSEEK, "n_group": 7}, ("groups = 7",)),
+        ({**DEEPSEEK, "kv_lora_rank": "wide"}, ("kv_lora_rank", "wide")),
     ],
 )
-def test_keys_of_other_families_are_rejected(raw: dict[str, Any], words: tuple[str]) -> None:
+def test_unsupported_configs_are_rejected(raw: dict[str, Any], words: tuple[str, ...]) -> None:
     refuse(raw, *words)
 
 
 def test_sparse_keys() -> None:
     mixtral, olmoe = parse({**MIXTRAL, "head_dim": None}), parse(OLMOE)
-    assert (mixtral.experts, mixtral.top_k, mixtral.renormalise, mixtral.head_dim) == (
-        4,
-        2,
-        True,
-        8,
-    )
+    assert (mixtral.experts, mixtral.top_k, mixtral.renormalise) == (4, 2, True)
+    assert mixtral.head_dim == 8
     assert (olmoe.experts, olmoe.top_k, olmoe.renormalise, olmoe.ffn) == (8, 3, False, 48)
     assert parse({**OLMOE, "norm_topk_prob": True}).renormalise
     assert parse({**OLMOE, "clip_qkv": 8.0}).clip_qkv == 8.0
@@ -276,26 +244,6 @@ def test_deepseek_defaults_and_transformers_export(tmp_path: Path) -> None:
         refuse({k: v for k, v in short.items() if k != key}, f"'{key}' is required")
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"scoring_func": "softmax"}, ('scoring_func = "softmax"', 'only "sigmoid"')),
-        ({"topk_method": "greedy"}, ('topk_method = "greedy"', 'only "noaux_tc"')),
-        ({"moe_layer_freq": 2}, ("moe_layer_freq = 2", "only 1")),
-        ({"rope_interleave": False}, ("rope_interleave = false", "only true")),
-        ({"attention_bias": True}, ("attention_bias = true",)),
-        ({"num_key_value_heads": 8}, ("num_key_value_heads = 8", "only 128")),
-        ({"head_dim": 128}, ("head_dim = 128", "only 64")),
-        ({"qk_head_dim": 128}, ("qk_head_dim = 128", "only 192")),
-        ({"n_group": 7}, ("groups = 7",)),
-        ({"kv_lora_rank": "wide"}, ("kv_lora_rank", "wide")),
-        ({"quantization_config": {"quant_method": "awq"}}, ("quant_method", '"awq"')),
-    ],
-)
-def test_unsupported_deepseek_is_rejected(keys: dict[str, Any], words: tuple[str]) -> None:
-    refuse({**DEEPSEEK, **keys}, *words)
-
-
 def test_published_qwen3_matches_the_preset() -> None:
     model = parse({**QWEN3_30B, "rope_scaling": None})
     assert model.model_copy(update={"extras": {}}) == ModelConfig(**PRESETS["qwen3-30b-a3b"])
@@ -329,10 +277,10 @@ def test_window_matches_transformers(keys: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_mixtral_window_round_trip() -> None:
-    assert parse(MIXTRAL).window is None
-    assert to_huggingface(parse(MIXTRAL), "float32")["sliding_window"] is None
-    written = to_huggingface(parse({**MIXTRAL, "sliding_window": 4096}), "float32")
-    assert written["sliding_window"] == parse(written).window == 4096
+    for window in (None, 4096):
+        model = parse({**MIXTRAL, "sliding_window": window})
+        written = to_huggingface(model, "float32")
+        assert written["sliding_window"] == parse(written).window == model.window == window
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -421,13 +369,6 @@ def test_unknown_keys_are_kept_and_reported() -> None:
     assert to_huggingface(model, "float32")["flux"] == {"a": 1}
 
 
-def test_architecture_of_another_family_is_reported() -> None:
-    model, warnings = from_huggingface({**LLAMA, "architectures": ["OwnLlama"]}, "x")
-    assert len(warnings) == 1
-    assert "OwnLlama" in warnings[0]
-    assert to_huggingface(model, "float32")["architectures"] == ["LlamaForCausalLM"]
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_round_trip(preset: str, tmp_path: Path) -> None:
     model = ModelConfig(**PRESETS[preset])
@@ -456,17 +397,6 @@ def test_inexpressible_models_are_not_exported() -> None:
             to_huggingface(model, "float32")
 
 
-def test_both_spellings_are_written() -> None:
-    written = to_huggingface(parse({**LLAMA, "rope_theta": 5e5}), "float16")
-    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 5e5
-    assert written["dtype"] == written["torch_dtype"] == "float16"
-
-
-def test_keys_are_sorted() -> None:
-    text = config_text(parse(OLMOE), "float32")
-    assert list(json.loads(text)) == sorted(json.loads(text))
-
-
 def test_unreadable_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_config(tmp_path / "nowhere")
@@ -476,5 +406,5 @@ def test_unreadable_config_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="not a JSON object"):
         read_config(tmp_path)
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_config(tmp_path / "config.json")

@@ -12,9 +12,10 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from directories import tune
 
 from moesaic.cli.main import main
-from moesaic.models.chat import ChatTemplate, end_of_turn_id
+from moesaic.models.chat import ChatTemplate
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.hf.special_tokens import special_token_ids
 from moesaic.models.tokenizer import FileTokenizer
@@ -128,54 +129,22 @@ def test_invalid_end_token_is_rejected(base: Path, capfd: pytest.CaptureFixture[
         assert "generation_config.json" in said
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("marks", [True, False])
-def test_end_of_turn_token(name: str, marks: bool, tmp_path: Path) -> None:
-    template = TEMPLATES[name] if marks else without_generation_marks(TEMPLATES[name])
-    write_tokenizer(tmp_path, template)
-    tokenizer = FileTokenizer(str(tmp_path))
-    expected = TURN if name == "chatml" else END
-    assert end_of_turn_id(ChatTemplate(tmp_path, "restore it"), tokenizer) == expected
-
-
 @pytest.mark.parametrize(
-    "template",
+    ("template", "expected"),
     [
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}",
-        "{{ messages[0].content }}<|end|>",
-        "{{ raise_exception('none') }}",
+        *((text, TURN if name == "chatml" else END) for name, text in TEMPLATES.items()),
+        (without_generation_marks(TEMPLATES["chatml"]), TURN),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", None),
+        ("{{ messages[0].content }}<|end|>", None),
+        ("{{ raise_exception('none') }}", None),
     ],
 )
-def test_templates_without_an_end_of_turn(template: str, tmp_path: Path) -> None:
+def test_end_of_turn_token(template: str, expected: int | None, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template)
-    tokenizer = FileTokenizer(str(tmp_path))
-    assert end_of_turn_id(ChatTemplate(tmp_path, "restore it"), tokenizer) is None
+    assert ChatTemplate(tmp_path).end_of_turn_id(FileTokenizer(str(tmp_path))) == expected
 
 
-JOB = """
-[model]
-from = "base"
-
-[data]
-path = "talks.jsonl"
-format = "chat"
-sequence = 64
-cache = "cache"
-
-[optimizer]
-lr = 0.01
-
-[schedule]
-warmup = 1
-
-[train]
-steps = 60
-batch = 4
-device = "cpu"
-
-[log]
-tensorboard = false
-"""
+CHAT = ('data.format="chat"', 'data.path="talks.jsonl"', "data.sequence=64")
 TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
 
 
@@ -186,9 +155,9 @@ def test_chat_stops_at_the_end_of_turn(
     monkeypatch.chdir(base.parent)
     write(base / "generation_config.json", top_k=5)
     Path("talks.jsonl").write_text(f"{json.dumps({'messages': TALK})}\n" * 4)
-    Path("job.toml").write_text(JOB)
+    assert tune(*CHAT, "train.steps=60", "schedule.warmup=1", "optimizer.lr=0.01") == 0
     for line in (
-        "train job.toml --out run", "convert run --out hf", "convert hf --out again",
+        "convert run --out hf", "convert hf --out again",
         "convert run --out bare --set to=checkpoint", "convert bare --out back",
     ):  # fmt: skip
         assert main(line.split()) == 0, capfd.readouterr().err
@@ -207,8 +176,7 @@ def test_chat_stops_at_the_end_of_turn(
     Path("hf/generation_config.json").unlink()
     assert ours("hf --chat", capfd, "Hi?") == answer
     shutil.rmtree("base")
-    goes_on = "train job.toml --out run --resume --set train.steps=61"
-    assert main(goes_on.split()) == 0, capfd.readouterr().err
+    assert tune(*CHAT, "train.steps=61", flags=["--resume"]) == 0, capfd.readouterr().err
     assert json.loads(Path("run/job.json").read_text())["data"]["tokenizer"] == "run/tokenizer"
 
 
@@ -219,9 +187,6 @@ def test_tokenizer_of_a_run_takes_precedence_over_its_base(
     monkeypatch.chdir(base.parent)
     other = write_tokenizer(Path("other"), bos_token="<|start|>", eos_token="<|end|>")
     kept = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
-    text = JOB.replace('format = "chat"\n', "").replace("steps = 60", "steps = 1")
-    Path("talks.jsonl").write_text('{"text": "some text of which little is learnt"}\n' * 8)
-    Path("job.toml").write_text(text)
     file = base / "generation_config.json"
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("", [5, END], kept | {"bos_token_id": FIRST, "eos_token_id": [5, END]}),
@@ -232,8 +197,8 @@ def test_tokenizer_of_a_run_takes_precedence_over_its_base(
         write(base / "config.json", eos_token_id=ends)
         file.write_text(json.dumps({"top_k": 5, "bos_token_id": 1, "eos_token_id": ends}))
         run, out, same = f"run-{number}", f"out-{number}", f"same-{number}"
-        sets = ["--set", item] if item else []
-        assert main(["train", "job.toml", "--out", run, *sets]) == 0, capfd.readouterr().err
+        sets = [item] if item else []
+        assert tune(*sets, "train.steps=1", out=run) == 0, capfd.readouterr().err
         for line in (f"convert {run} --out {out}", f"convert {base} --out {same}"):
             assert main(line.split()) == 0, capfd.readouterr().err
         config = json.loads(Path(out, "config.json").read_text())
@@ -252,5 +217,5 @@ def test_end_token_of_special_tokens_map(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     write(tmp_path / "tokenizer_config.json", eos_token=None)
     write(tmp_path / "special_tokens_map.json", eos_token="<|end|>", bos_token="<|start|>")
-    assert special_token_ids(tmp_path) == {"bos_token_id": FIRST, "eos_token_id": TURN}
+    assert special_token_ids(tmp_path) == {"bos_token_id": START, "eos_token_id": TURN}
     assert FileTokenizer(str(tmp_path)).end_id == TURN

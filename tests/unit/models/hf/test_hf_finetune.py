@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from directories import TUNE_JOB, lora, tune
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,33 +26,6 @@ from moesaic.models.hf.origin import open_origin
 from moesaic.nn.inputs import Inputs
 from moesaic.serve.loading import load_model
 from moesaic.train.assemble import assemble
-
-JOB = """
-[model]
-from = "base"
-
-[finetune]
-method = "lora"
-rank = 4
-alpha = 8
-targets = {targets}
-
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 4
-batch = 4
-device = "cpu"
-
-[optimizer]
-lr = 0.03
-
-[log]
-tensorboard = false
-"""
 
 
 def logits_of(job: Job, checkpoint: Path, tokens: Tensor) -> Tensor:
@@ -88,9 +61,7 @@ def test_merged_model_matches_base_with_adapters(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     their_model(case, vocab_size=260).save_pretrained("base")
-    Path("text.txt").write_text("Of mosaics and their stones. " * 40)
-    Path("job.toml").write_text(JOB.format(targets=json.dumps(targets)))
-    assert main(["train", "job.toml", "--out", "run"]) == 0, capfd.readouterr().err
+    assert tune(*lora(targets)) == 0, capfd.readouterr().err
     (checkpoint, *_) = resume_candidates(Path("run/checkpoints"))
     assert main(["convert", "run", "--out", "tuned"]) == 0, capfd.readouterr().err
     tokens = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(1))
@@ -127,7 +98,7 @@ def check_forms(checkpoint: Path) -> None:
     for parameter in parameters(merged.model):
         expected, stem = read(parameter.name), adapter_prefix(parameter.name)
         if f"{PARAMETER}/{stem}{A}" in stored.tensors:
-            expected = expected + 8 / 4 * read(f"{stem}{B}") @ read(f"{stem}{A}")
+            expected = expected + 6.5 / 4 * read(f"{stem}{B}") @ read(f"{stem}{A}")
         assert torch.equal(merged.tensors.read(parameter.name), expected.float()), parameter.name
         assert torch.equal(again.tensors.read(parameter.name), expected.float()), parameter.name
     assert (Path("tuned") / CONFIG_NAME).is_file()
@@ -137,12 +108,9 @@ def check_forms(checkpoint: Path) -> None:
     ("sets", "words"),
     [
         (['finetune.targets=["expert"]'], ('"attention", "experts", "ffn" or "shared"',)),
-        (["finetune.targets=[]"], ("finetune.targets",)),
         (['finetune.targets=["shared"]'], ("names nothing", '["attention", "experts"]')),
         (["finetune.rank=33"], ("finetune.rank = 33", "model.hidden = 32", "lower it")),
-        (["finetune.rank=0"], ("finetune.rank = 0",)),
         (["finetune.alpha=0"], ("finetune.alpha = 0",)),
-        (["finetune.router=false"], ("finetune.router",)),
     ],
 )
 def test_finetune_errors(
@@ -150,22 +118,14 @@ def test_finetune_errors(
     words: tuple[str, ...],
     peer: Callable[[str], Any],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    job = tmp_path / "job.toml"
-    text = JOB.format(targets='["experts"]').replace('"base"', f'"{peer("olmoe").directory}"')
-    job.write_text(text)
-    arguments = [word for item in sets for word in ("--set", item)]
-    assert main(["train", str(job), "--dry-run", *arguments]) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("base").symlink_to(peer("olmoe").directory)
+    assert tune(*lora(["experts"]), *sets, flags=["--dry-run"]) == 2
     message = " ".join(capfd.readouterr().err.split())
-    for word in words:
-        assert word in message
-
-
-def test_finetune_requires_a_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text(
-        JOB.format(targets='["experts"]').replace("from", "preset").replace("base", "tiny-olmoe")
-    )
-    assert main(["train", str(job), "--dry-run"]) == 2
+    assert all(word in message for word in words)
+    Path("job.toml").write_text(TUNE_JOB.replace("from", "preset").replace("base", "tiny-olmoe"))
+    assert main(["train", "job.toml", "--dry-run", "--set", "finetune.rank=4"]) == 2
     assert "[finetune] without model.from" in " ".join(capfd.readouterr().err.split())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from directories import put_sharded, tune
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -139,11 +140,7 @@ def test_scales_in_another_file_and_fused_experts(tmp_path: Path) -> None:
     tensors[f"{at}.gate_up_proj"] = torch.stack(bits)
     tensors[f"{at}.gate_up_proj_scale_inv"] = torch.stack(scales)
     (tmp_path / SINGLE_NAME).unlink()
-    file_of = {name: f"{'scale' in name}.safetensors" for name in tensors}
-    for file in set(file_of.values()):
-        save_file({n: t for n, t in tensors.items() if file_of[n] == file}, tmp_path / file)
-    index = {"weight_map": file_of}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    put_sharded(tmp_path, tensors, lambda _, name: f"{'scale' in name}.safetensors")
     source = HFSource(tmp_path, RAGGED)
     for name, expected in expected_values.items():
         assert torch.equal(source.read(name), expected), name
@@ -177,29 +174,6 @@ def test_export_is_not_quantised(family: Family, tmp_path: Path) -> None:
     assert all(torch.equal(kept.read(name), expected) for name, expected in expected_values.items())
 
 
-JOB = """
-[model]
-from = "published"
-
-[data]
-path = "text.txt"
-sequence = 8
-cache = "cache"
-
-[train]
-steps = 1
-batch = 1
-precision = "fp32"
-device = "cpu"
-
-[optimizer]
-lr = 1e-30
-
-[log]
-tensorboard = false
-"""
-
-
 def test_commands_read_fp8_and_report_skipped_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,15 +181,18 @@ def test_commands_read_fp8_and_report_skipped_tensors(
     model = RAGGED.model_copy(
         update={"vocab": 260, "extras": {"num_nextn_predict_layers": 1, "eos_token_id": None}}
     )
-    expected_values = put(Path("published"), model)
-    raw = json.loads(Path("published/config.json").read_text())
+    expected_values = put(Path("base"), model)
+    raw = json.loads(Path("base/config.json").read_text())
     raw["num_nextn_predict_layers"] = 1
-    Path("published/config.json").write_text(json.dumps(raw))
-    change(Path("published"), **{f"model.layers.1.{n}.weight": torch.ones(2) for n in "ab"})
-    Path("text.txt").write_text("Of mosaics and their stones. " * 20)
-    Path("job.toml").write_text(JOB)
-    for line in ("inspect published", "convert published --out plain", "train job.toml --out run"):
-        assert main(line.split()) == 0, capfd.readouterr().err
+    Path("base/config.json").write_text(json.dumps(raw))
+    change(Path("base"), **{f"model.layers.1.{n}.weight": torch.ones(2) for n in "ab"})
+    exact = ("train.steps=1", "train.precision=fp32", "optimizer.lr=1e-30")
+    for call in (
+        lambda: main(["inspect", "base"]),
+        lambda: main(["convert", "base", "--out", "plain"]),
+        lambda: tune(*exact),
+    ):
+        assert call() == 0, capfd.readouterr().err
         captured = capfd.readouterr()
         text = " ".join((captured.out + captured.err).split())
         assert text.count("'model.layers.1.b.weight') are left out, and no export will") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from directories import InMemoryTensors, digests, read_back
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf.config import read_config
 from moesaic.models.hf.names import choose_slices
 from moesaic.models.hf.reader import HFSource
-from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import local_params, tensor_shards
@@ -59,12 +58,6 @@ def run(model: LanguageModel, tokens: Tensor) -> Tensor:
 
 def export(model: LanguageModel, target: Path, **options: Any) -> None:
     write_model(target, model.config, InMemoryTensors(tensor_shards(model)), **options)
-
-
-def digests(directory: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
-    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,37 +135,26 @@ def test_cases_are_sensitive_to_their_option(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_reads_exports(
+def test_exports_round_trip(
     case: str, peer: Callable[[str], Any], their_logits: Callable[..., Tensor], tmp_path: Path
 ) -> None:
-    model = load(peer(case).directory)
-    export(model, tmp_path / "out", max_shard_bytes=20_000)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    tokens = peer(case).tokens
-    theirs = their_logits(tmp_path / "out", tokens)
-    torch.testing.assert_close(our_logits(model, tokens), theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_names_and_bytes_round_trip(case: str, peer: Callable[[str], Any], tmp_path: Path) -> None:
-    source = peer(case).directory
-    export(load(source), tmp_path / "out")
-    before = load_file(source / "model.safetensors")
-    after = load_file(tmp_path / "out" / "model.safetensors")
+    """Names and bytes survive, transformers reads an export, and exporting it again changes no
+    file."""
+    source, first, second = peer(case).directory, tmp_path / "first", tmp_path / "second"
+    for target, directory in ((first, source), (second, first)):
+        model = load(directory)
+        carried = find_companions(directory)
+        export(model, target, max_shard_bytes=20_000, companions=carried)
+    before, after = load_file(source / "model.safetensors"), read_back(first)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.int32), after[name].view(torch.int32)), name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_reexport_is_file_identical(case: str, peer: Callable[[str], Any], tmp_path: Path) -> None:
-    for turn, source in (("first", peer(case).directory), ("second", tmp_path / "first")):
-        model = load(source)
-        carried = find_companions(source)
-        export(model, tmp_path / turn, max_shard_bytes=20_000, companions=carried)
-    first = digests(tmp_path / "first")
-    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= first.keys()
-    assert first == digests(tmp_path / "second")
+    assert len(list(first.glob("*.safetensors"))) > 1
+    theirs = their_logits(first, peer(case).tokens)
+    torch.testing.assert_close(our_logits(model, peer(case).tokens), theirs, rtol=1e-5, atol=1e-5)
+    files = digests(first)
+    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= files.keys()
+    assert files == digests(second)
 
 
 def test_bfloat16_round_trip_is_bitwise(

@@ -15,7 +15,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import tiny_job
 from moesaic.train.assemble import assemble
-from moesaic.train.data import Batch, split_documents
+from moesaic.train.data.batch import Batch, split_documents
 from moesaic.train.data.chat_packing import ConversationSamples, best_fit_pack
 from moesaic.train.data.corpus import Corpus
 from moesaic.train.data.shuffle import Shuffle
@@ -32,7 +32,7 @@ def make_corpus(talks: list[Talk], vocab: int = 1 << 16) -> Corpus:
     bounds = np.concatenate([[0], np.cumsum([len(talk) for talk in talks])]).astype(np.int64)
     counted = np.concatenate([np.array(talk, np.bool_) for talk in talks])
     tokens = (np.arange(bounds[-1]) % vocab).astype(np.uint16)
-    return Corpus(tokens, bounds, "", counted, {"messages": len(talks)})
+    return Corpus(tokens, bounds, "", counted)
 
 
 def slow_fit(talks: list[Talk], corpus: Corpus, sequence: int) -> list[list[tuple[int, int]]]:

@@ -7,16 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
-import transformers
+from talks import Record, Rows, configure, ours, theirs, write_lines
 from tokenizers import models, pre_tokenizers, processors, trainers
 
-from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError, StoreError
 from moesaic.dist.world import World
-from moesaic.facts.job import DataConfig
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.chat_templates import (
     CHATML,
@@ -24,17 +21,15 @@ from moesaic.testing.chat_templates import (
     without_generation_marks,
     write_tokenizer,
 )
-from moesaic.train.data import TextData, check_text
-from moesaic.train.data.chat import ChatEncoder, read_tools
-from moesaic.train.data.text import find_text
-
-Talk = list[dict[str, str]]
+from moesaic.train.data.sources import find_sources
+from moesaic.train.data.text_data import TextData
 
 
-def say(*contents: str, system: str | None = None) -> Talk:
+def say(*contents: str, system: str | None = None) -> Record:
     roles = ("user", "assistant") * len(contents)
     messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*opening, *messages]}
 
 
 TALKS = [
@@ -45,45 +40,9 @@ TALKS = [
 ]
 
 
-def configure(tmp_path: Path, **changes: Any) -> DataConfig:
-    raw = {
-        "path": str(tmp_path / "a.jsonl"), "format": "chat", "sequence": 64,
-        "tokenizer": str(tmp_path / "tok"), "cache": str(tmp_path / "cache"),
-    }  # fmt: skip
-    return parse(DataConfig, raw | changes, "test")
-
-
-def write(tmp_path: Path, *records: Any) -> Path:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def encode(tmp_path: Path, template: str, talks: list[Talk]) -> list[tuple[list[int], list[int]]]:
-    """Return token ids and loss mask of each conversation."""
+def encode(tmp_path: Path, template: str, talks: list[Record]) -> Rows:
     write_tokenizer(tmp_path / "tok", template)
-    path = write(tmp_path, *({"messages": talk} for talk in talks))
-    return encode_file(tmp_path, path)
-
-
-def encode_file(tmp_path: Path, path: Path) -> list[tuple[list[int], list[int]]]:
-    config = configure(tmp_path)
-    chat = ChatEncoder(config, open_tokenizer(config.tokenizer))
-    source = find_text("data.path", str(path), "chat", "text", "train")
-    found = chat.encode(list(chat.read(source)))
-    assert found.loss_mask is not None
-    cuts = np.cumsum(found.lengths)[:-1]
-    parts = zip(np.split(found.tokens, cuts), np.split(found.loss_mask, cuts), strict=True)
-    return [(ids.tolist(), counted.astype(int).tolist()) for ids, counted in parts]
-
-
-def theirs(directory: Path, talks: list[Talk]) -> list[tuple[list[int], list[int]]]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    rows = [
-        tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-        for talk in talks
-    ]
-    return [(row["input_ids"], row["assistant_masks"]) for row in rows]
+    return ours(write_lines(tmp_path / "a.jsonl", talks))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -94,7 +53,7 @@ def test_loss_masks_equal_transformers_by_marks_and_by_prefixes(name: str, tmp_p
     tokenizer = open_tokenizer(str(tmp_path / "tok"))
     for (ids, counted), talk in zip(marked, TALKS, strict=True):
         trained = tokenizer.decode([i for i, c in zip(ids, counted, strict=True) if c])
-        answers = [one["content"] for one in talk if one["role"] == "assistant"]
+        answers = [one["content"] for one in talk["messages"] if one["role"] == "assistant"]
         assert trained.replace(" ", "") == "".join(answers).replace("<|end|>", "").replace(" ", "")
 
 
@@ -109,8 +68,7 @@ def test_tokens_with_trimmed_offsets(template: str, tmp_path: Path) -> None:
     tokenizer.save(file)
     expected = theirs(tmp_path / "tok", TALKS)
     (tmp_path / "tok" / "chat_template.jinja").write_text(template)
-    path = write(tmp_path, *({"messages": talk} for talk in TALKS))
-    assert encode_file(tmp_path, path) == expected
+    assert ours(write_lines(tmp_path / "a.jsonl", TALKS)) == expected
 
 
 @pytest.mark.parametrize("metaspace", [False, True])
@@ -128,7 +86,7 @@ def test_a_token_that_overlaps_an_answer_is_trained(metaspace: bool, tmp_path: P
     tokenizer.train_from_iterator(["user: Hello assistant: Hello"] * 9, trainer)
     tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
     talk = say("Hello", "Hello")
-    ((ids, counted),) = encode_file(tmp_path, write(tmp_path, {"messages": talk}))
+    ((ids, counted),) = ours(write_lines(tmp_path / "a.jsonl", [talk]))
     assert [(ids, counted)] == theirs(tmp_path / "tok", [talk])
     assert sum(counted) == 4  # " Hello" and the end token, twice.
     assert len(ids) > 4
@@ -148,43 +106,39 @@ def test_without_an_end_of_turn_the_line_s_end_is_one(tmp_path: Path) -> None:
 def test_all_formats_give_the_same_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
     talk = say("Hi", "Hello")
-    path = write(
-        tmp_path,
-        {"messages": talk, "conversations": 7},
+    records = [
+        {**talk, "conversations": 7},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"conversations": talk, "id": 3},
+        {"conversations": talk["messages"], "id": 3},
         {"prompt": "Hi", "completion": "Hello"},
-    )
-    rows = encode_file(tmp_path, path)
+    ]
+    rows = ours(write_lines(tmp_path / "a.jsonl", records))
     assert rows == rows[:1] * 4
     log: list[str] = []
-    TextData.open(configure(tmp_path), 0, World.solo(), log.append)
+    TextData.open(configure(tmp_path / "a.jsonl"), 0, World.solo(), log.append)
     assert len(log) == 1
-    assert "4 conversations (messages, conversations, prompt) in 2 samples" in log[0]
+    assert "4 conversations in 2 samples" in log[0]
 
 
 def test_held_out_conversations_are_logged(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
-    write(tmp_path, *({"messages": say("Hi", f"Hello {number}")} for number in range(20)))
+    path = write_lines(tmp_path / "a.jsonl", [say("Hi", f"Hello {i}") for i in range(20)])
     log: list[str] = []
-    TextData.open(configure(tmp_path, validation_share=0.25), 0, World.solo(), log.append)
+    TextData.open(configure(path, validation_share=0.25), 0, World.solo(), log.append)
     rest, held_out = log
     count = int(re.findall(r"(\d+) of its 20 documents", rest)[0])
     assert held_out.startswith(
-        f"data.validation_share = 0.25 ({count} of 20 documents): {count} conversations (messages)"
+        f"data.validation_share = 0.25 ({count} of 20 documents): {count} conversations in"
     )
 
 
 def test_a_system_message_where_there_is_none(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
-    write(tmp_path, {"messages": say("Hi", "Hello")}, {"messages": say("Hi", "Yo", system="Own.")})
-    data = TextData.open(configure(tmp_path, system="Be kind."), 0, World.solo())
-    batch = data.train.batch(range(len(data.train)), shuffled=False)
-    text = data.tokenizer.decode(batch.inputs.reshape(-1).tolist())
-    assert text.count("Be kind.") >= 1
-    assert text.count("Own.") >= 1
-    plain = TextData.open(configure(tmp_path), 0, World.solo())
-    assert plain.digest != data.digest
+    talks = [say("Hi", "Hello"), say("Hi", "Yo", system="Own.")]
+    path = write_lines(tmp_path / "a.jsonl", talks)
+    assert ours(path, system="Be kind.") == ours(
+        write_lines(path, [say("Hi", "Hello", system="Be kind."), talks[1]])
+    )
 
 
 def test_a_template_s_clock_stands_still(tmp_path: Path) -> None:
@@ -203,36 +157,24 @@ def test_a_template_s_clock_stands_still(tmp_path: Path) -> None:
         ({}, ("holds no conversation but nothing",)),
         ({"prompt": "a"}, ("holds no conversation but prompt", "'completion'")),
         ({"prompt": [], "completion": "b"}, ("message 1 holds [], which is no text",)),
-        ({"messages": []}, ("'messages' holds [], which is no list of messages",)),
-        ({"messages": "hi"}, ("'messages' holds 'hi', which is no list of messages",)),
-        ({"messages": [{"role": "developer", "content": "a"}]}, ("'developer': write 'system'",)),
-        ({"messages": [{"role": "function", "content": "a"}]}, ("'function': write 'tool'",)),
+        ({"messages": "hi"}, ("'messages' holds 'hi', which is no list of objects",)),
         ({"messages": [{"role": ["user"], "content": "a"}]}, ("of role ['user']",)),
-        ({"messages": ["hi"]}, ("message 1 is no object",)),
         ({"messages": [{"role": "bot", "content": "a"}]}, ("of role 'bot'", "assistant or tool")),
-        ({"messages": [{"content": "a"}]}, ("of role None",)),
-        ({"messages": say("a", "")}, ("message 2 is an empty answer", "remove the line")),
-        ({"messages": say("a", " \n")}, ("message 2 is an empty answer",)),
-        ({"messages": say("a")}, ("without an answer", "remove the line")),
-        ({"messages": say("a", "b")[1:]}, ("begins with an answer", "put the user's message")),
-        ({"messages": [*say("a"), *say("a", "b")]}, ("rejects", "must take turns")),
+        (say("a", " \n"), ("message 2 is an empty answer", "remove the line")),
+        (say("a"), ("without an answer", "remove the line")),
+        ({"messages": say("a", "b")["messages"][1:]}, ("begins with one", "add what the user")),
+        ({"messages": say("a", "b")["messages"][:1] * 2 + say("a", "b")["messages"]}, ("rejects",)),
     ],
 )
 def test_errors_of_a_line(record: Any, words: tuple[str, ...], tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", TEMPLATES["brackets"])
-    path = write(tmp_path, {"messages": say("Hi", "Hello")})
+    path = write_lines(tmp_path / "a.jsonl", [say("Hi", "Hello")])
     with path.open("a") as file:
         file.write(record if isinstance(record, str) else json.dumps(record))
     with pytest.raises(DataError) as caught:
-        TextData.open(configure(tmp_path), 0, World.solo())
+        TextData.open(configure(path), 0, World.solo())
     for word in (f"data.path = '{path}': line 2 of '{path}'", *words):
         assert word in str(caught.value)
-
-
-def test_keys_that_json_does_not_support() -> None:
-    """Maps of tables may have such keys."""
-    with pytest.raises(DataError, match=r"row 1, tool 1 cannot be JSON \(keys must be .*: mend"):
-        read_tools({"tools": [{"name": "f", "parameters": {b"key": 1}}]}, "row 1")
 
 
 REWRITES = """{%- for m in messages %}
@@ -244,7 +186,7 @@ REWRITES = """{%- for m in messages %}
 
 def test_a_template_that_rewrites_messages(tmp_path: Path) -> None:
     talk = say("a", "b", "c", "d")
-    assert sum(encode(tmp_path, REWRITES, [talk[:2]])[0][1]) == len("(thinks)b\n")
+    assert sum(encode(tmp_path, REWRITES, [say("a", "b")])[0][1]) == len("(thinks)b\n")
     with pytest.raises(DataError, match=r"line 1 of .* writes message 2, .*put {% generation %}"):
         encode(tmp_path, REWRITES, [talk])
     opening = CHATML[: -len("{% endif %}")] + "{{ '<think>' }}{% endif %}"
@@ -254,47 +196,46 @@ def test_a_template_that_rewrites_messages(tmp_path: Path) -> None:
 
 
 def test_requirements_of_conversations(tmp_path: Path) -> None:
-    write(tmp_path, {"messages": say("Hi", "Hello")})
+    config = configure(write_lines(tmp_path / "a.jsonl", [say("Hi", "Hello")]))
     write_tokenizer(tmp_path / "tok")
-    with pytest.raises(DataError, match=r"has no chat template: choose another data\.token"):
-        check_text(configure(tmp_path))
+    with pytest.raises(DataError, match=r"has no chat template: choose another one"):
+        TextData.open(config, 0, World.solo())
     write_tokenizer(tmp_path / "tok", "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}hi")
-    check_text(configure(tmp_path))
     with pytest.raises(DataError, match=r"line 1 of .*marks nothing of this conversation"):
-        TextData.open(configure(tmp_path), 0, World.solo())
+        TextData.open(config, 0, World.solo())
     for changes, words in (
         ({"tokenizer": "bytes"}, 'data.tokenizer = "bytes" has none: set data.tokenizer'),
         ({"packing": "stream"}, "remove data.packing"),
         ({"format": "jsonl", "system": "x"}, 'data.system = "x" is for conversations'),
     ):
         with pytest.raises(ConfigError) as caught:
-            configure(tmp_path, **changes)
+            configure(tmp_path / "a.jsonl", **changes)
         assert words in str(caught.value)
     with pytest.raises(DataError, match=r"holds no file named \*\.jsonl, \*\.ndjson, \*\.parquet"):
-        check_text(configure(tmp_path, path=str(tmp_path / "tok")))
+        find_sources(configure(tmp_path / "tok"))
 
 
 def test_batch_size_does_not_change_the_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
-    write(tmp_path, *({"messages": talk} for talk in TALKS * 9))
-    whole = TextData.open(configure(tmp_path, sequence=200), 0, World.solo())
+    path = write_lines(tmp_path / "a.jsonl", TALKS * 9)
+    whole = TextData.open(configure(path, sequence=200), 0, World.solo())
     monkeypatch.setattr("moesaic.train.data.corpus._BATCH_CHARACTERS", 16 * 100)
-    changes = {"sequence": 200, "cache": str(tmp_path / "other")}
-    assert TextData.open(configure(tmp_path, **changes), 0, World.solo()).digest == whole.digest
+    other = configure(path, sequence=200, cache=str(tmp_path / "other"))
+    assert TextData.open(other, 0, World.solo()).digest == whole.digest
 
 
 def test_the_cache_depends_on_the_template(tmp_path: Path) -> None:
-    write(tmp_path, *({"messages": talk} for talk in TALKS))
+    config = configure(write_lines(tmp_path / "a.jsonl", TALKS), sequence=200)
     digests = set()
     for template in (CHATML, without_generation_marks(CHATML), TEMPLATES["headers"]):
         write_tokenizer(tmp_path / "tok", template)
-        digests.add(TextData.open(configure(tmp_path, sequence=200), 0, World.solo()).digest)
+        digests.add(TextData.open(config, 0, World.solo()).digest)
     assert len(digests) == 2  # Loss masks with and without marks are the same.
     places = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(places) == 3
     for place in places:
         (place / "loss_mask.bin").write_bytes(b"\1")
     with pytest.raises(StoreError, match="is damaged"):
-        TextData.open(configure(tmp_path, sequence=200), 0, World.solo())
+        TextData.open(config, 0, World.solo())

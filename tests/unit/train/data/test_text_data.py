@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError, DataError
+from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
-from moesaic.train.data import PackedSamples, Samples, TextData, check_text
-from moesaic.train.data.batch import make_token_stream
+from moesaic.train.data.batch import PackedSamples, Samples
 from moesaic.train.data.corpus import Corpus
-from moesaic.train.data.text_data import select_held_out
+from moesaic.train.data.sources import find_sources
+from moesaic.train.data.text_data import TextData, select_held_out
 
 NUM = 200
 
@@ -60,17 +60,13 @@ def test_training_and_validation_partition_the_documents(tmp_path: Path) -> None
     assert numbers(open_data(tmp_path, seed=1, validation_share=0.25).validation) != held
 
 
-def test_a_larger_share_or_text_keeps_held_out_documents() -> None:
+def test_a_larger_share_or_text_keeps_held_out_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = select_held_out(5000, 3, 0.1), select_held_out(6000, 3, 0.3)
     assert (small <= large[:5000]).all()
     assert abs(small.mean() - 0.1) < 0.02
     assert abs(large.mean() - 0.3) < 0.03
-
-
-def test_choice_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = select_held_out(1000, 3, 0.5)
     monkeypatch.setattr("moesaic.train.data.text_data._CHUNK", 64)
-    assert (select_held_out(1000, 3, 0.5) == whole).all()
+    assert (select_held_out(5000, 3, 0.1) == small).all()
 
 
 def test_validation_text_of_its_own(tmp_path: Path) -> None:
@@ -140,30 +136,24 @@ def test_too_little_text(tmp_path: Path) -> None:
         open_data(tmp_path, validation_path=str(tmp_path / "b.jsonl"))
 
 
-def test_check_reads_and_writes_nothing(tmp_path: Path) -> None:
+def test_sources_are_found_without_reading(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("not JSON")
-    check_text(configure(tmp_path))
+    find_sources(configure(tmp_path))
     with pytest.raises(DataError, match=r"data\.validation_path = 'none' does not exist"):
-        check_text(configure(tmp_path, validation_path="none"))
+        find_sources(configure(tmp_path, validation_path="none"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=r"pipe' is neither a file nor a directory: give"):
-        check_text(configure(tmp_path, path=str(tmp_path / "pipe")))
+        find_sources(configure(tmp_path, path=str(tmp_path / "pipe")))
     (tmp_path / "pipe").unlink()
     with pytest.raises(DataError, match=r"data\.path = 'none' does not exist"):
         open_data(tmp_path, path="none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
 
-def test_vocabulary_of_opened_data(tmp_path: Path) -> None:
-    data = open_data(write(tmp_path / "a.jsonl").parent)
-    data.check_vocab(257)
-    with pytest.raises(ConfigError, match=r"model\.vocab = 256"):
-        data.check_vocab(256)
-
-
 def test_far_samples_of_a_million_documents() -> None:
     bounds = np.arange(0, 10_000_001, 10)
     corpus = Corpus(np.zeros(10_000_000, np.uint16), bounds, "")
-    stream = make_token_stream(corpus, select_held_out(1_000_000, 0, 0.5))
-    batch = PackedSamples(stream, 64, "documents", 0).batch(range(10**12, 10**12 + 8))
+    held_out = select_held_out(1_000_000, 0, 0.5)
+    samples = PackedSamples(corpus, held_out, 64, "documents", 0)
+    batch = samples.batch(range(10**12, 10**12 + 8))
     assert batch.inputs.shape == (8, 64)
