@@ -17,7 +17,7 @@ import pyarrow as pa
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunStats
-from moesaic.report.balance_stats import COLUMNS
+from moesaic.report.loads import BALANCE_COLUMNS
 
 START_S = 1_760_000_000.0
 LOADS = pa.schema(
@@ -28,7 +28,7 @@ LOADS = pa.schema(
         ("dropped", pa.int64()),
     ]
 )
-BALANCE = pa.schema(COLUMNS)
+BALANCE = pa.schema(BALANCE_COLUMNS)
 TOKENS = 2048
 PREDICTED = {
     "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
