@@ -48,7 +48,7 @@ def _load_by_step(loads: Loads) -> Figure:
         [trace],
         {
             "hovermode": "closest", "showlegend": False, "xaxis": {"showgrid": False},
-            "yaxis": _whole_axis("expert") | {"autorange": "reversed"},
+            "yaxis": _whole_axis("expert", loads.num_experts) | {"autorange": "reversed"},
             "margin": {"l": 52, "r": 44, "t": 8, "b": 40},
         },
         span=8,
@@ -74,8 +74,8 @@ def _all_layers(loads: Loads) -> Figure:
         [trace, *_flags(loads)],
         {
             "hovermode": "closest", "showlegend": False,
-            "xaxis": _whole_axis("expert") | {"range": experts},
-            "yaxis": _whole_axis("layer") | {"range": layers},
+            "xaxis": _whole_axis("expert", loads.num_experts) | {"range": experts},
+            "yaxis": _whole_axis("layer", len(loads.layers)) | {"range": layers},
             "margin": {"l": 46, "r": 12, "t": 8, "b": 40},
         },
         span=4,
@@ -134,11 +134,11 @@ def _flags(loads: Loads) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _whole_axis(title: str) -> dict[str, Any]:
-    """Return an axis of experts or layers, with ticks at whole numbers."""
+def _whole_axis(title: str, count: int) -> dict[str, Any]:
+    """Return an axis of experts or layers, with at most eight ticks at whole numbers."""
     return {
-        "title": {"text": title}, "zeroline": False, "showgrid": False,
-        "tickformat": "d", "nticks": 9,
+        "title": {"text": title}, "zeroline": False, "showgrid": False, "tickformat": "d",
+        "tick0": 0, "dtick": -(-count // 8),
     }  # fmt: skip
 
 
