@@ -235,25 +235,24 @@ def forget(*directories: Path) -> None:
 
 def check_same(left: Path, right: Path) -> None:
     """Raise unless both directories hold the same tensors, bit for bit."""
-    one, other = (Tensors(directory) for directory in (left, right))
-    if one.files.keys() != other.files.keys():
+    files = [_files(directory) for directory in (left, right)]
+    if files[0].keys() != files[1].keys():
         raise ValueError(f"'{left}' and '{right}' hold other tensors")
-    for name in one.files:
-        if not torch.equal(one.read(name), other.read(name)):
+    for name in files[0]:
+        if not torch.equal(*(_read(one[name], name) for one in files)):
             raise ValueError(f"'{name}' of '{left}' is another one in '{right}'")
 
 
-class Tensors:
-    """The tensors of a directory."""
+def _files(directory: Path) -> dict[str, Path]:
+    """Return the file of every tensor."""
+    files: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    return files
 
-    def __init__(self, directory: Path) -> None:
-        self.files: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self.files |= dict.fromkeys(file.keys(), path)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        with safe_open(self.files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor.view(torch.int16)
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor.view(torch.int16)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,25 +286,29 @@ def operations(rounds: int) -> Iterator[measure.Row]:
     finally:
         pool.close()
     steadiest = sorted(taken, key=lambda one: one[0])[:wanted]
-    products, messages = Part(), Part()
+    products, messages = list[list[float]](), list[list[float]]()
     for _, cluster, before, after in steadiest:
         (host,), (link,) = cluster.hosts, cluster.links
         grid = next(d for d in host.devices if d.count == 1).matmul_speed("fp32").times
         curves = {str(one.name): one.times for one in link.collectives}
         assert grid is not None
-        products.add([grid.at(*shape) for shape in shapes], before[0], after[0])
-        messages.add([curves[name].at(size) for name, size in asked], before[1], after[1])
+        predicted_s = [grid.at(*shape) for shape in shapes]
+        products.append(over_measured(predicted_s, before[0], after[0]))
+        predicted_s = [curves[name].at(size) for name, size in asked]
+        messages.append(over_measured(predicted_s, before[1], after[1]))
     words = (
         f"{len(steadiest)} probes, each between two takes, the steadiest of {len(taken)}, in "
         f"which the same work moved by up to {steadiest[-1][0] - 1:.0%}"
     )
-    yield products.row(
+    yield error_row(
         f"a matmul's predicted time, median of {PRODUCTS}", "<= 0.05",
         f"the mean of a layer's three matmuls, fp32, {devices.num_cores()} threads; {words}",
+        products,
     )  # fmt: skip
-    yield messages.row(
+    yield error_row(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
         f"gloo, all-to-all through memory, {RANKS} ranks, from when the last rank comes; {words}",
+        messages,
     )  # fmt: skip
 
 
@@ -313,30 +317,20 @@ def _widths(draw: random.Random) -> tuple[int, int]:
     return draw.randrange(64, 1025, 32), draw.randrange(64, 1025, 32)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Single operations, predicted by several probes, each between two takes."""
+def over_measured(
+    predicted: Sequence[float], before: Sequence[float], after: Sequence[float]
+) -> list[float]:
+    """Return a probe's predictions over the mean of operations before it and after it."""
+    return [2 * one / (b + a) for one, b, a in zip(predicted, before, after, strict=True)]
 
-    ratios: list[list[float]] = field(default_factory=list)
-    """Predicted over measured of each probe, by operation."""
 
-    def add(
-        self, predicted: Sequence[float], before: Sequence[float], after: Sequence[float]
-    ) -> None:
-        """Add a probe's predictions of operations, and what they took before and after it."""
-        self.ratios.append(
-            [2 * one / (b + a) for one, b, a in zip(predicted, before, after, strict=True)]
-        )
-
-    def row(self, of: str, bar: str, against: str) -> measure.Row:
-        """Return the median error of single probes.
-
-        Operations of one probe are off together, so intervals draw whole rounds.
-        """
-        return measure.row(
-            f"error of {of}, by one probe", single_error(self.ratios), "share", bar=bar,
-            against=against, interval=_by_round(self.ratios), repeats=len(self.ratios),
-        )  # fmt: skip
+def error_row(of: str, bar: str, against: str, rounds: Sequence[Sequence[float]]) -> measure.Row:
+    """Return the median error of single probes; operations of one probe are off together, so the
+    interval draws whole rounds."""
+    return measure.row(
+        f"error of {of}, by one probe", single_error(rounds), "share", bar=bar, against=against,
+        interval=_by_round(rounds), repeats=len(rounds),
+    )  # fmt: skip
 
 
 def single_error(rounds: Sequence[Sequence[float]]) -> float:

@@ -10,9 +10,8 @@ import numpy as np
 
 from moesaic.report.charts.figure import SERIES, Figure, curve, diamonds
 from moesaic.report.document import cards, document, header, section, table_card
-from moesaic.report.log import Floats
 from moesaic.report.run_stats import RunStats
-from moesaic.report.series import smooth
+from moesaic.report.series import Floats, smooth
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,

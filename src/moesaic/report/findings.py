@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Ints, Loads
+from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
 from moesaic.report.run_stats import RunStats
-from moesaic.report.series import known_mean, median
+from moesaic.report.series import Ints, known_mean, median
 from moesaic.report.wording import (
     count,
     digits,

@@ -18,10 +18,8 @@ import pyarrow as pa
 
 from moesaic.base.errors import StoreError
 from moesaic.base.records import read_records
-from moesaic.report.series import edges, known_mean
+from moesaic.report.series import Floats, Ints, edges, known_mean
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 KEY_COLUMNS = {"step": pa.int64(), "layer": pa.int64()}

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.base.events import read_events
+from moesaic.report.series import Floats
 
-Floats = npt.NDArray[np.float64]
 Event = Mapping[str, Any]
 _DAMAGE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 _SHARDED = ("ep", "dp_shard", "tp", "etp", "pp")

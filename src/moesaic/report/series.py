@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 MAX_POINTS = 800
 """Most points of one curve."""
@@ -26,7 +27,7 @@ def keep_extremes(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats
     return x[kept], y[kept]
 
 
-def edges(size: int, intervals: int) -> npt.NDArray[np.int64]:
+def edges(size: int, intervals: int) -> Ints:
     """Return where each of `intervals` of a series begins, and where the last one ends."""
     return np.arange(intervals + 1) * size // intervals
 

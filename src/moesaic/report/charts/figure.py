@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.report.log import Floats, Validation
+from moesaic.report.log import Validation
 from moesaic.report.run_stats import RunStats
-from moesaic.report.series import MAX_POINTS, keep_extremes, smooth
+from moesaic.report.series import MAX_POINTS, Floats, keep_extremes, smooth
 
 SERIES = [f"var(--series-{number})" for number in range(8)]
 """Colours that colour-blind readers can distinguish."""
