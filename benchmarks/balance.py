@@ -56,18 +56,11 @@ def on_one_host(rounds: int) -> Iterator[measure.Row]:
             ours[skew.name].append(_over_none(title, OURS, found))
             others += [_over_none(title, name, found) for name in POLICIES[1:]]
             even.append(_of_even(title, found))
-    yield from claims(ours, even)
-    yield from (*(row for some in ours.values() for row in some), *others)
-
-
-def claims(
-    ours: dict[str, list[measure.Row]], even: Sequence[measure.Row]
-) -> Iterator[measure.Row]:
-    """Yield the worst cases of two ranks on one host."""
     title = f"expert layer, two ranks, {OURS}"
     yield measure.worst(f"{title} over none, one expert has 80%, worst of 2", ours[ONE], ONE_BAR)
     yield measure.worst(f"{title} over none, even routing, worst of 2", ours[FLAT], FLAT_BAR)
     yield measure.worst(f"{title}, of even routing, worst of {len(even)} cases", even, EVEN_BAR)
+    yield from (*(row for some in ours.values() for row in some), *others)
 
 
 def on_two_hosts(rounds: int) -> Iterator[measure.Row]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.base.units import format_clock
 from moesaic.report.charts.figure import SERIES, Figure, curve, diamonds
 from moesaic.report.document import cards, document, header, section, table_card
 from moesaic.report.run_stats import RunStats
@@ -17,7 +18,6 @@ from moesaic.report.wording import (
     UNKNOWN,
     count,
     digits,
-    duration,
     listing,
     loss,
     plural,
@@ -69,7 +69,7 @@ def _headlines(names: Sequence[str], runs: Sequence[RunStats]) -> str:
                 loss(headline["best_validation_loss"]),
                 f"{count(headline['tokens_per_s'])} {headline['unit']}/s",
                 count(headline["parameters_total"]), str(headline["ranks"] or UNKNOWN),
-                size(headline["peak_memory_bytes"]), duration(headline["seconds"]),
+                size(headline["peak_memory_bytes"]), format_clock(headline["seconds"]),
                 digits(balance.get("replicas")), digits(balance.get("imbalance_before")),
                 digits(balance.get("imbalance_after")),
             )

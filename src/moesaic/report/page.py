@@ -6,6 +6,7 @@ import html
 import json
 from typing import Any
 
+from moesaic.base.units import format_clock
 from moesaic.report.charts import balance, experts, learning, speed, timeline
 from moesaic.report.document import cards, document, header, section, table, table_card
 from moesaic.report.run_stats import Prediction, RunStats
@@ -137,7 +138,7 @@ def _tiles(headline: dict[str, Any]) -> str:
          "all active" if all_active else f"{count(active)} active"),
         ("Ranks", str(headline["ranks"] or UNKNOWN),
          f"peak {size(headline['peak_memory_bytes'])} each"),
-        ("Time", duration(headline["seconds"]), f"start to last event{resumes}"),
+        ("Time", format_clock(headline["seconds"]), f"start to last event{resumes}"),
     ]  # fmt: skip
     shown = "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{html.escape(text)}<small>{html.escape(note)}'
