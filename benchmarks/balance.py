@@ -6,27 +6,25 @@ are the same for all contenders. balance.md says what bounds the figures.
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from benchmarks import balance_simulated, measure
-from benchmarks.natural import least_even, trained
 from benchmarks.on_ranks import in_turn, on_ranks
 from benchmarks.skewed import (
     EVEN,
     FFN,
     HIDDEN,
-    MOVED,
     PLAIN,
     RANKS,
     TOKENS,
     Skew,
     Work,
     layer_of,
+    learnt_shares,
     prices_of,
 )
 from moesaic.dist.world import World
@@ -47,29 +45,22 @@ ONE_BAR, FLAT_BAR, EVEN_BAR, HOSTS_BAR = ">= 1.5", ">= 0.99", ">= 0.95", ">= 0.9
 
 def on_one_host(rounds: int) -> Iterator[measure.Row]:
     """Measure two ranks that share the host's memory; claims are the worst cases."""
-    learnt = {experts: least_even(trained(experts, 2))[-1] for experts in EXPERTS}
+    learnt = {experts: learnt_shares(experts, 2) for experts in EXPERTS}
     ours: dict[str, list[measure.Row]] = {skew.name: [] for skew in SKEWS}
     others, even = list[measure.Row](), list[measure.Row]()
     for experts in EXPERTS:
         for skew in SKEWS:
             work = Work(skew, experts, learnt[experts])
-            found = on_ranks(RANKS, taken, work, (PLAIN, *POLICIES, MOVED), rounds, pinned=True)
+            found = on_ranks(RANKS, taken, work, (PLAIN, *POLICIES), rounds, pinned=True)
             title = f"two ranks, {experts} experts, {skew.name}"
             ours[skew.name].append(_over_none(title, OURS, found))
-            others += [_over_none(title, name, found) for name in (*POLICIES[1:], MOVED)]
+            others += [_over_none(title, name, found) for name in POLICIES[1:]]
             even.append(_of_even(title, found))
-    yield from claims(ours, even)
-    yield from (*(row for some in ours.values() for row in some), *others)
-
-
-def claims(
-    ours: dict[str, list[measure.Row]], even: Sequence[measure.Row]
-) -> Iterator[measure.Row]:
-    """Yield the worst cases of two ranks on one host."""
     title = f"expert layer, two ranks, {OURS}"
     yield measure.worst(f"{title} over none, one expert has 80%, worst of 2", ours[ONE], ONE_BAR)
     yield measure.worst(f"{title} over none, even routing, worst of 2", ours[FLAT], FLAT_BAR)
     yield measure.worst(f"{title}, of even routing, worst of {len(even)} cases", even, EVEN_BAR)
+    yield from (*(row for some in ours.values() for row in some), *others)
 
 
 def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
@@ -84,30 +75,26 @@ def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
             work = Work(skew, experts, None, apart=True)
             found = on_ranks(RANKS, taken, work, (PLAIN, OURS), rounds, megabits=1000, pinned=True)
             details.append(_over_none(title, OURS, found))
-    yield measure.worst(
-        f"expert layer, two hosts, 1 Gbit/s, {OURS} over none, worst of {len(details)} cases",
-        details, HOSTS_BAR,
-    )  # fmt: skip
-    yield from details
+    title = f"expert layer, two hosts, 1 Gbit/s, {OURS} over none, worst of {len(details)} cases"
+    yield from measure.claim(title, HOSTS_BAR, details)
 
 
 def planning(rounds: int) -> Iterator[measure.Row]:
     """Measure how long the policy takes to decide on a layer."""
-    for (ranks, experts), bar in {(64, 256): "<= 1.0", (1024, 512): "<= 20.0"}.items():
-        every = list(balance_simulated.loads(ranks, experts, ranks * 4096, 8, 0))
-        problem = balance_simulated.large(ranks, experts)
-        quota(every[0], problem)
-        taken_s = list[float]()
-        for turn in range(rounds):
-            began = time.perf_counter()
-            quota(every[turn % len(every)], problem)
-            taken_s.append(time.perf_counter() - began)
-        low, high = measure.bootstrap(taken_s)
-        yield measure.row(
-            f"quota decides on a layer, {ranks:,} devices, {experts} experts",
-            1e3 * float(np.median(taken_s)), "ms", bar=bar, against="limit: no rank waits",
-            interval=(1e3 * low, 1e3 * high), repeats=rounds,
-        )  # fmt: skip
+    yield _decision(64, 256, "<= 1.0", rounds)
+    yield _decision(1024, 512, "<= 20.0", rounds)
+
+
+def _decision(ranks: int, experts: int, bar: str, rounds: int) -> measure.Row:
+    loads = itertools.cycle(balance_simulated.loads(ranks, experts, ranks * 4096, 8, 0))
+    problem = balance_simulated.large(ranks, experts)
+    times = measure.interleave({OURS: lambda: quota(next(loads), problem)}, rounds)
+    low, high = measure.bootstrap(times.seconds[OURS])
+    return measure.row(
+        f"quota decides on a layer, {ranks:,} devices, {experts} experts", 1e3 * times.median(OURS),
+        "ms", bar=bar, against="limit: no rank waits", interval=(1e3 * low, 1e3 * high),
+        repeats=rounds,
+    )  # fmt: skip
 
 
 def simulated(rounds: int) -> Iterator[measure.Row]:
@@ -123,19 +110,16 @@ PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {
 
 
 def _over_none(title: str, name: str, found: Found) -> measure.Row:
-    ratio, interval = found.times.ratio(of=PLAIN, to=name)
-    return measure.row(
-        f"{title}: {name} over none", ratio, "ratio", bar="", interval=interval,
-        against=f"no replicas; {found.told.get(name, 'placed by the load of all steps')}; {SHAPE}",
-        repeats=found.times.rounds,
+    return measure.compare(
+        f"{title}: {name} over none", found.times, PLAIN, name,
+        against=f"no replicas; {found.told[name]}; {SHAPE}",
     )  # fmt: skip
 
 
 def _of_even(title: str, found: Found) -> measure.Row:
-    ratio, interval = found.times.ratio(of=EVEN, to=OURS)
-    return measure.row(
-        f"{title}: {OURS}, of even routing", ratio, "ratio", bar="", interval=interval,
-        against=f"limit: as many tokens, routed evenly; {SHAPE}", repeats=found.times.rounds,
+    return measure.compare(
+        f"{title}: {OURS}, of even routing", found.times, EVEN, OURS,
+        against=f"limit: as many tokens, routed evenly; {SHAPE}",
     )  # fmt: skip
 
 

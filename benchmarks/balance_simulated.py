@@ -39,10 +39,8 @@ def rows() -> Iterator[measure.Row]:
         over_none, over_best = _compared(f"{ranks:,} devices, {experts} experts", every)
         details.append(over_none)
         best.append(over_best)
-    yield measure.worst(
-        f"quota over the better of pro-prophet and faster-moe, worst of {len(MANY)} sizes, 64 to "
-        "2,048 devices", best, BAR,
-    )  # fmt: skip
+    title = f"quota over the better of pro-prophet and faster-moe, worst of {len(MANY)} sizes"
+    yield measure.worst(f"{title}, 64 to 2,048 devices", best, BAR)
     yield from details
 
 

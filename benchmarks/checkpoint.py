@@ -9,13 +9,11 @@ the slower rank.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
 import resource
 import shutil
-import socket
 import tempfile
 import time
 import warnings
@@ -36,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import measure
+from benchmarks.on_ranks import on_ranks
 from moesaic.base.errors import StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver
 from moesaic.dist.state import PARAMETER, State, TensorShard
@@ -56,27 +55,18 @@ Waits = tuple[Callable[[], Any], Callable[[], Any]]
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Measure saves and count flipped bits that are found."""
     with tempfile.TemporaryDirectory() as place:
-        times = measure.Times(_run_ranks(Path(place), MIB, min(rounds, ROUNDS)))
+        seconds = on_ranks(NUM_RANKS, timed, Path(place), MIB, min(rounds, ROUNDS))
         spread = _run_flips(Path(place))
-    yield from _time_rows(times)
+    yield from _time_rows(measure.Times(seconds))
     yield from _flip_rows(spread)
 
 
-def _run_ranks(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, (port, place, mib, rounds), nprocs=NUM_RANKS)
-    times: dict[str, list[float]] = json.loads((place / "times.json").read_text())
-    return times
-
-
-def _rank(rank: int, port: int, place: Path, mib: int, rounds: int) -> None:
+def timed(
+    world: World, place: Path, mib: int, rounds: int, root: int
+) -> dict[str, list[float]] | None:
+    """On each rank: let every contender save once a round; return its seconds on rank 0."""
     warnings.filterwarnings("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
-    world = World.join(rank, NUM_RANKS, store)
     columns = 1024
     height = mib * 2**20 // 4 // columns // NUM_TENSORS
     local = {f"w{i}": torch.randn(height, columns) for i in range(NUM_TENSORS)}
@@ -85,7 +75,7 @@ def _rank(rank: int, port: int, place: Path, mib: int, rounds: int) -> None:
     names = list(contenders)
     number, left = 0, rounds // 2
     while len(times[names[0]]) < rounds:
-        watch = measure.Watch(os.getppid())
+        watch = measure.Watch(root)
         one: dict[str, float] = {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
             target = place / f"{name.replace(' ', '-')}-{number}"
@@ -103,11 +93,7 @@ def _rank(rank: int, port: int, place: Path, mib: int, rounds: int) -> None:
             for key, seconds in one.items():
                 times[key].append(seconds)
         number += 1
-    if world.is_rank_zero:
-        (place / "times.json").write_text(json.dumps(times))
-    world.barrier()
-    world.leave()
-    os._exit(0)  # DCP leaves executors behind that outlive a return.
+    return times if world.is_rank_zero else None
 
 
 def _time(world: World, save: Callable[[], Waits]) -> tuple[float, float]:
@@ -148,30 +134,14 @@ def _contenders(
         saver.save(State(pieces), int(target.name.rsplit("-", 1)[1]), {}, True)
         return saver.wait_for_copy, saver.wait
 
-    def ours_first(target: Path) -> Waits:
-        fresh = Saver(target, world, keep=1)
-        fresh.save(State(pieces), 1, {})
-        return fresh.wait_for_copy, fresh.wait
-
     def theirs(target: Path, **options: Any) -> Waits:
         future: Any = dcp.async_save(spread, checkpoint_id=target, **options)
         return _nothing, future.result
 
-    def raw(target: Path) -> Waits:
-        target.mkdir(exist_ok=True)
-        with (target / str(world.rank)).open("wb") as file:
-            for tensor in local.values():
-                file.write(tensor.numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        return _nothing, _nothing
-
     return {
         "moesaic": ours,
-        "moesaic first save": ours_first,
         "dcp.async_save": theirs,
         "dcp.async_save kept stager": partial(theirs, async_stager=kept),
-        "raw write": raw,
         "no save": lambda target: (_nothing, _nothing),
     }
 
@@ -184,17 +154,14 @@ def _time_rows(times: measure.Times) -> Iterator[measure.Row]:
     peers = {
         "dcp.async_save": f"{DCP}, async_save, thread",
         "dcp.async_save kept stager": f"{DCP}, async_save, one DefaultStager kept between saves",
-        "raw write": "writing the same bytes and fsync, same disk, no checkpoint",
     }
-
-    def waiting(own: str, peer: str) -> measure.Row:
-        ratio, interval = times.ratio(own, peer)
-        return measure.row(
-            f"time an asynchronous save keeps training waiting, {own} / {peer}", ratio, "ratio",
-            bar="", against=peers[peer], interval=interval, repeats=times.rounds,
-        )  # fmt: skip
-
-    each = [waiting("moesaic", peer) for peer in ("dcp.async_save", "dcp.async_save kept stager")]
+    each = [
+        measure.compare(
+            f"time an asynchronous save keeps training waiting, moesaic / {peer}", times,
+            "moesaic", peer, against=against,
+        )
+        for peer, against in peers.items()
+    ]  # fmt: skip
     yield measure.worst(
         "time an asynchronous save keeps training waiting, against dcp.async_save, worst of its "
         "two stagers", each, "<= 0.25",
@@ -208,8 +175,7 @@ def _time_rows(times: measure.Times) -> Iterator[measure.Row]:
         "moesaic / dcp.async_save", float(np.median(ratios)), "ratio", bar="<= 1.0",
         against=peers["dcp.async_save"], interval=measure.bootstrap(ratios), repeats=times.rounds,
     )  # fmt: skip
-    yield from (*each, waiting("moesaic", "raw write"))
-    yield waiting("moesaic first save", "dcp.async_save")
+    yield from each
 
 
 # Flipped bits.
@@ -240,7 +206,7 @@ def _flip(place: Path, pipe: Any) -> None:
         name: TensorShard.of_tensor(PARAMETER, name, (32, 1024), (0, 0), t, (0,))
         for name, t in values.items()
     }
-    saver = Saver(place / "num_replay_mismatches", World.solo(), keep=1)
+    saver = Saver(place / "flips", World.solo(), keep=1)
     saver.save(State(list(state.values())), 1, {})
     saver.wait()
     assert saver.newest is not None

@@ -14,7 +14,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -142,29 +141,18 @@ class Conversions:
         """Measure time and memory of every conversion."""
         contenders = self._contenders()
         self._check()
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for number in range(rounds):
-            measure.wait_for_quiet()
-            for name in list(contenders)[:: -1 if number % 2 else 1]:
-                forget(self.source, self.checkpoint)
-                began = time.perf_counter()
-                contenders[name]()
-                seconds[name].append(time.perf_counter() - began)
-                shutil.rmtree(self.out)
-        times = measure.Times(seconds)
+        times = measure.interleave(
+            contenders, rounds, warmup=0, patience_s=0.0, before=self._forget
+        )
+        shutil.rmtree(self.out)
         size, shard = size_of(self.source), largest(self.source)
         rate = size / times.median("copy") / 1e6
         against = f"a copy of the same bytes on the same disk, at {rate:.0f} MB/s"
         what = f"conversion of {size / 1e9:.1f} GB"
         found, above = list[measure.Row](), list[measure.Row]()
         for name in list(contenders)[1:]:
-            ratio, interval = times.ratio(name, "copy")
-            found.append(
-                measure.row(
-                    f"{what}, {name}, time", ratio, "ratio", bar="", against=against,
-                    interval=interval, repeats=rounds,
-                )
-            )  # fmt: skip
+            title = f"{what}, {name}, time"
+            found.append(measure.compare(title, times, name, "copy", against=against))
             over = [(peak - self.own_bytes) / shard for peak in self.peaks[name]]
             above.append(
                 measure.row(
@@ -177,6 +165,11 @@ class Conversions:
         yield measure.worst(f"{what}, time over a copy's, worst of 3 ways", found, QUICK)
         yield measure.worst(f"{what}, memory over a shard, worst of 3 ways", above, SMALL)
         yield from found
+
+    def _forget(self) -> None:
+        """Remove the last result, and drop what is read from the page cache."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        forget(self.source, self.checkpoint)
 
     def _contenders(self) -> dict[str, Callable[[], object]]:
         return {
@@ -242,25 +235,24 @@ def forget(*directories: Path) -> None:
 
 def check_same(left: Path, right: Path) -> None:
     """Raise unless both directories hold the same tensors, bit for bit."""
-    one, other = (Tensors(directory) for directory in (left, right))
-    if one.files.keys() != other.files.keys():
+    files = [_files(directory) for directory in (left, right)]
+    if files[0].keys() != files[1].keys():
         raise ValueError(f"'{left}' and '{right}' hold other tensors")
-    for name in one.files:
-        if not torch.equal(one.read(name), other.read(name)):
+    for name in files[0]:
+        if not torch.equal(*(_read(one[name], name) for one in files)):
             raise ValueError(f"'{name}' of '{left}' is another one in '{right}'")
 
 
-class Tensors:
-    """The tensors of a directory."""
+def _files(directory: Path) -> dict[str, Path]:
+    """Return the file of every tensor."""
+    files: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    return files
 
-    def __init__(self, directory: Path) -> None:
-        self.files: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self.files |= dict.fromkeys(file.keys(), path)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        with safe_open(self.files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor.view(torch.int16)
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor.view(torch.int16)

@@ -17,10 +17,9 @@ from benchmarks.on_ranks import Unlike, in_turn, on_ranks
 from moesaic.dist.all_to_all import Transport
 from moesaic.dist.world import World
 
-SIZES = {"32 KiB": 32 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
-"""Bytes that a rank sends in one exchange, its own share included."""
-BARRED = 1 << 20
-"""Bytes from which on bars apply: below, synchronisation takes longer than copying."""
+SIZES = {"1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
+"""Bytes that a rank sends in one exchange, its own share included; below, synchronisation takes
+longer than copying."""
 BARS = {"gloo": ">= 3.0", "copies": ">= 0.6"}
 WORLDS = (2, 4)
 WIDTH = 64
@@ -176,13 +175,12 @@ def rows(rounds: int) -> Iterator[measure.Row]:
             with tempfile.TemporaryDirectory(dir=SHARED) as memory:
                 found = on_ranks(ranks, timed, every, rounds, memory)
         for peer in BARS:
-            small = [_row(case, peer, found, n, rounds) for n, case in enumerate(every)]
-            large = [row for row, case in zip(small, every, strict=True) if case.bytes >= BARRED]
-            by_peer[peer] += large
-            if peer == "gloo":
-                title = f"all-to-all, {ranks} ranks of one host against gloo"
-                details.append(measure.worst(f"{title}, worst of 32 KiB", small[:2]))
-                details.append(measure.worst(f"{title}, worst of 1 to 16 MiB", large))
+            by_peer[peer] += [
+                _row(case, peer, found[number] if found else None)
+                for number, case in enumerate(every)
+            ]
+        title = f"all-to-all, {ranks} ranks of one host against gloo, worst of 1 to 16 MiB"
+        details.append(measure.worst(title, by_peer["gloo"][-len(every) :]))
     words = {"gloo": "gloo", "copies": "two bare copies"}
     for peer, bar in BARS.items():
         yield measure.worst(
@@ -192,17 +190,12 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     yield from details
 
 
-def _row(
-    case: Case, peer: str, found: list[measure.Times] | None, number: int, rounds: int
-) -> measure.Row:
+def _row(case: Case, peer: str, times: measure.Times | None) -> measure.Row:
     name = f"all-to-all, {case.name}, against {peer}"
-    if found is None:
+    if times is None:
         return measure.untried(name, "", "ranks of this system share no memory")
     words = {
         "gloo": f"gloo's all_to_all_single, torch {torch.__version__}",
         "copies": "limit: a copy into shared memory and one out of it, without synchronisation",
     }
-    ratio, interval = found[number].ratio(peer, "ours")
-    return measure.row(
-        name, ratio, "ratio", bar="", interval=interval, repeats=rounds, against=words[peer]
-    )
+    return measure.compare(name, times, peer, "ours", against=words[peer])

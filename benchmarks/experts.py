@@ -237,17 +237,13 @@ def rows_of(
     modes = [mode for mode in MODES if once.median(mode) <= most]
     kept = {name: contenders[name] for name in ("ours", "dense", *modes)}
     times = measure.interleave(kept, rounds, warmup=1, patience_s=patience_s)
-    share, interval = times.ratio("dense", "ours")
-    limit = measure.row(
-        f"{what}, forward and backward, of a dense product", share, "ratio", bar="",
-        interval=interval, repeats=rounds,
+    limit = measure.compare(
+        f"{what}, forward and backward, of a dense product", times, "dense", "ours",
         against="limit: one product of as many flops, by the same library",
     )  # fmt: skip
     best = min(modes, key=times.median)
-    ratio, interval = times.ratio(best, "ours")
-    peer = measure.row(
-        f"{what}, forward and backward, against transformers", ratio, "ratio", bar="",
-        interval=interval, repeats=rounds,
+    peer = measure.compare(
+        f"{what}, forward and backward, against transformers", times, best, "ours",
         against=f"{TRANSFORMERS}, {best}, the faster of {' and '.join(MODES)}",
     )  # fmt: skip
     return limit, peer
@@ -268,9 +264,7 @@ def _decoding(shape: Shape, dtype: str, rounds: int) -> measure.Row:
             layer.read(slice(first, first + shape.top_k))
 
     times = measure.interleave({"ours": ours, "read": read}, rounds)
-    share, interval = times.ratio("read", "ours")
-    return measure.row(
-        f"{shape.name} experts, {dtype}, one token at a time, of reading their weights", share,
-        "ratio", bar="", interval=interval, repeats=rounds,
-        against="limit: a sum over the same memory, by as many threads",
+    return measure.compare(
+        f"{shape.name} experts, {dtype}, one token at a time, of reading their weights", times,
+        "read", "ours", against="limit: a sum over the same memory, by as many threads",
     )  # fmt: skip

@@ -8,7 +8,6 @@ facts.md says what bounds the figures.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import statistics
 import subprocess
@@ -16,13 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import measure, simulated
+from benchmarks.on_ranks import on_ranks
 from benchmarks.training import UniformSamples, olmoe
 from moesaic.dist.collectives import all_gather, all_reduce_
 from moesaic.dist.probe.links import COLLECTIVES, make_collective, make_filler_compute
@@ -58,8 +58,6 @@ REPEATS = 3
 STEADY = 1.15
 """Slowest over quickest time of the same work amid the steps of a case, at most."""
 ATTEMPTS = 2
-FALSE_STARTS = 3
-"""Attempts of a case that end before their probe, as the machine was unsteady."""
 PART_ROUNDS = 5
 PART_TRIES = 10
 """Rounds at most; the steadiest count."""
@@ -137,11 +135,11 @@ def predicted_steps(rounds: int) -> Iterator[measure.Row]:
     for case in cases():
         cluster, measured, unsteady = steps_around_a_probe(case, steps)
         plan = plan_from_layout(case.job.layout, case.job.model, case.ranks)
-        middle_s = statistics.median(taken.seconds for taken in measured)
+        middle_s = statistics.median(measured)
         one = observe_step(case.name, middle_s, case.job, plan, cluster)
         observed.append(one)
         predicted_s = one.predict_s(UNCALIBRATED)
-        ratios = [predicted_s / taken.seconds for taken in measured]
+        ratios = [predicted_s / seconds for seconds in measured]
         details.append(
             measure.row(
                 f"step, predicted over measured: {case.name}", predicted_s / middle_s, "ratio",
@@ -198,37 +196,18 @@ class Documents(UniformSamples):
         return replace(batch, documents=second.int()) if self._apart else batch
 
 
-@dataclass(frozen=True)
-class Taken:
-    """One measured step."""
-
-    seconds: float
-    phases: dict[str, float]
-
-
-def steps_around_a_probe(case: Case, steps: int) -> tuple[Cluster, list[Taken], float]:
+def steps_around_a_probe(case: Case, steps: int) -> tuple[Cluster, list[float], float]:
     """Take `steps` steps before a probe and as many after it; return how steady the machine was.
 
-    It repeats all of it if the same work, timed amid them, moved too much: before the probe if it
-    moved until then.
+    It repeats all of it if the same work, timed amid them, moved too much.
     """
-    found: list[tuple[Cluster, list[Taken], float]] = []
-    starts = 0
+    found: list[tuple[Cluster, list[float], float]] = []
     while len(found) < ATTEMPTS and not (found and found[-1][2] <= STEADY):
-        starts += 1
-        pool = RankPool()
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "cluster.toml"
             measure.wait_for_quiet()
-            try:
-                taken, references = pool.run(
-                    case.ranks, take_steps, case.job, steps, path, starts > FALSE_STARTS,
-                    timeout_s=600.0,
-                )[0]  # fmt: skip
-            finally:
-                pool.close()
-            if path.exists():
-                found.append((load_cluster(path), taken, max(references) / min(references)))
+            seconds, references = on_ranks(case.ranks, take_steps, case.job, steps, path)
+            found.append((load_cluster(path), seconds, max(references) / min(references)))
     return min(found, key=lambda one: one[2])
 
 
@@ -245,17 +224,17 @@ def reference_s() -> float:
 
 
 def take_steps(
-    world: World, job: Job, steps: int, path: Path, whatever: bool
-) -> tuple[list[Taken], list[float]]:
+    world: World, job: Job, steps: int, path: Path, root: int
+) -> tuple[list[float], list[float]]:
     """On each rank: take `steps` steps, a probe by rank 0 alone, and `steps` more.
 
     Between them rank 0 alone does the reference work. A step that other programs disturb is
-    repeated, with patience. There is no probe if the machine was unsteady, unless `whatever`.
+    repeated, with patience. Return seconds of the steps and of the reference work.
     """
     torch.set_num_threads(devices.num_cores() // world.size)
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    samples, taken, references = Documents(job), list[Taken](), list[float]()
+    samples, taken, references = Documents(job), list[float](), list[float]()
 
     def alone(name: str) -> None:
         if world.is_rank_zero:
@@ -266,23 +245,19 @@ def take_steps(
         world.wait_for_keys(world.store, [name])  # Waiting in gloo would use a core.
 
     alone("begin")
-    for half, then in enumerate(("middle", "end")):
+    for half, moments in enumerate((("middle", "probe"), ("end",))):
         for _ in range(WARM_UP):
             run.step(samples)
         until = time.perf_counter() + PATIENCE_S
         while len(taken) < (half + 1) * steps:
-            watch, began = measure.Watch(os.getppid()), time.perf_counter()
-            facts = run.step(samples)
+            watch, began = measure.Watch(root), time.perf_counter()
+            run.step(samples)
             seconds = time.perf_counter() - began
             disturbed = watch.foreign_share() > measure.FOREIGN_SHARE and began < until
             if not int(all_reduce_(torch.tensor([int(disturbed)]), world.group)):
-                taken.append(Taken(seconds, facts.phases))
-        alone(then)
-        if then == "middle":
-            steady = not world.is_rank_zero or max(references) / min(references) <= STEADY
-            if not whatever and int(all_reduce_(torch.tensor([int(not steady)]), world.group)):
-                break
-            alone("probe")
+                taken.append(seconds)
+        for moment in moments:
+            alone(moment)
     run.close()
     return taken, references
 
@@ -311,25 +286,29 @@ def operations(rounds: int) -> Iterator[measure.Row]:
     finally:
         pool.close()
     steadiest = sorted(taken, key=lambda one: one[0])[:wanted]
-    products, messages = Part(), Part()
+    products, messages = list[list[float]](), list[list[float]]()
     for _, cluster, before, after in steadiest:
         (host,), (link,) = cluster.hosts, cluster.links
         grid = next(d for d in host.devices if d.count == 1).matmul_speed("fp32").times
         curves = {str(one.name): one.times for one in link.collectives}
         assert grid is not None
-        products.add([grid.at(*shape) for shape in shapes], before[0], after[0])
-        messages.add([curves[name].at(size) for name, size in asked], before[1], after[1])
+        predicted_s = [grid.at(*shape) for shape in shapes]
+        products.append(over_measured(predicted_s, before[0], after[0]))
+        predicted_s = [curves[name].at(size) for name, size in asked]
+        messages.append(over_measured(predicted_s, before[1], after[1]))
     words = (
         f"{len(steadiest)} probes, each between two takes, the steadiest of {len(taken)}, in "
         f"which the same work moved by up to {steadiest[-1][0] - 1:.0%}"
     )
-    yield from products.rows(
+    yield error_row(
         f"a matmul's predicted time, median of {PRODUCTS}", "<= 0.05",
         f"the mean of a layer's three matmuls, fp32, {devices.num_cores()} threads; {words}",
+        products,
     )  # fmt: skip
-    yield from messages.rows(
+    yield error_row(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
         f"gloo, all-to-all through memory, {RANKS} ranks, from when the last rank comes; {words}",
+        messages,
     )  # fmt: skip
 
 
@@ -338,39 +317,20 @@ def _widths(draw: random.Random) -> tuple[int, int]:
     return draw.randrange(64, 1025, 32), draw.randrange(64, 1025, 32)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Single operations, predicted by several probes, each between two takes."""
+def over_measured(
+    predicted: Sequence[float], before: Sequence[float], after: Sequence[float]
+) -> list[float]:
+    """Return a probe's predictions over the mean of operations before it and after it."""
+    return [2 * one / (b + a) for one, b, a in zip(predicted, before, after, strict=True)]
 
-    ratios: list[list[float]] = field(default_factory=list)
-    """Predicted over measured of each probe, by operation."""
-    moved: list[list[float]] = field(default_factory=list)
-    """The take after the probe over the one before it, likewise."""
 
-    def add(
-        self, predicted: Sequence[float], before: Sequence[float], after: Sequence[float]
-    ) -> None:
-        """Add a probe's predictions of operations, and what they took before and after it."""
-        pairs = list(zip(before, after, strict=True))
-        self.ratios.append(
-            [2 * one / (b + a) for one, (b, a) in zip(predicted, pairs, strict=True)]
-        )
-        self.moved.append([a / b for b, a in pairs])
-
-    def rows(self, of: str, bar: str, against: str) -> Iterator[measure.Row]:
-        """Yield the median error of single probes, and that of one take as a prediction of the
-        other.
-
-        Operations of one probe are off together, so intervals draw whole rounds.
-        """
-        for name, rounds, its_bar in (
-            (f"error of {of}, by one probe", self.ratios, bar),
-            (f"error of {of}, by the take before it", self.moved, ""),
-        ):
-            yield measure.row(
-                name, single_error(rounds), "share", bar=its_bar, against=against,
-                interval=_by_round(rounds), repeats=len(rounds),
-            )  # fmt: skip
+def error_row(of: str, bar: str, against: str, rounds: Sequence[Sequence[float]]) -> measure.Row:
+    """Return the median error of single probes; operations of one probe are off together, so the
+    interval draws whole rounds."""
+    return measure.row(
+        f"error of {of}, by one probe", single_error(rounds), "share", bar=bar, against=against,
+        interval=_by_round(rounds), repeats=len(rounds),
+    )  # fmt: skip
 
 
 def single_error(rounds: Sequence[Sequence[float]]) -> float:

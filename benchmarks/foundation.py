@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from benchmarks import checkpoint, measure, own_loop
-from benchmarks.apart import Apart
 from benchmarks.on_ranks import in_turn, on_ranks
-from benchmarks.race import TOLERANCE, race
+from benchmarks.race import TOLERANCE, Apart, race
 from benchmarks.training import Ours, olmoe
 from moesaic.dist.world import World
 
@@ -18,31 +17,25 @@ FIRST_STEPS = 3
 
 def training(rounds: int) -> Iterator[measure.Row]:
     """Race one process against transformers; claims are the worse of two batches."""
-    found = []
+    losses, speeds = list[measure.Row](), list[measure.Row]()
     for batch, sequence in SHAPES:
         ours = Ours(olmoe(batch, sequence), World.solo())
         with closing(ours.run), closing(Apart(ours, "grouped_mm")) as theirs:
-            found.append(race(ours, {"grouped_mm": theirs}, rounds, same=FIRST_STEPS))
-    yield measure.worst(
-        f"difference of the losses, first {FIRST_STEPS} steps, worst of {len(SHAPES)} batches",
-        [one["loss"] for one in found], f"<= {TOLERANCE}",
-    )  # fmt: skip
-    yield measure.worst(
-        f"training tokens/s against transformers, worst of {len(SHAPES)} batches",
-        [one["peer"] for one in found], ">= 1.0",
-    )  # fmt: skip
-    for one in found:
-        yield from (one["peer"], one["dense"], one["absolute"])
+            loss, speed = race(ours, {"grouped_mm": theirs}, rounds, same=FIRST_STEPS)
+        losses.append(loss)
+        speeds.append(speed)
+    title = f"difference of the losses, first {FIRST_STEPS} steps, worst of {len(SHAPES)} batches"
+    yield measure.worst(title, losses, f"<= {TOLERANCE}")
+    title = f"training tokens/s against transformers, worst of {len(SHAPES)} batches"
+    yield from measure.claim(title, ">= 1.0", speeds)
 
 
 def two_ranks(rounds: int) -> Iterator[measure.Row]:
     """Measure two ranks with expert parallelism against one rank, one thread each."""
     times = on_ranks(2, timed, rounds)
-    ratio, interval = times.ratio("one rank", "two ranks")
-    yield measure.row(
-        "training tokens/s, two ranks with expert parallelism, 8 x 256 tokens", ratio, "ratio",
-        bar="", against="moesaic on one rank; one thread a rank (ceiling 2.0)", interval=interval,
-        repeats=rounds,
+    yield measure.compare(
+        "training tokens/s, two ranks with expert parallelism, 8 x 256 tokens", times, "one rank",
+        "two ranks", against="moesaic on one rank; one thread a rank (ceiling 2.0)",
     )  # fmt: skip
 
 

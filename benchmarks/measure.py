@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -90,6 +90,22 @@ def row(
     )  # fmt: skip
 
 
+def compare(name: str, times: Times, of: str, to: str, *, against: str) -> Row:
+    """Return the figure of a contender's seconds over those of another, paired by round.
+
+    Args:
+        name: the figure's name.
+        times: seconds of both.
+        of: the contender above the line.
+        to: the contender below the line.
+        against: see `Row`.
+    """
+    ratio, interval = times.ratio(of, to)
+    return row(
+        name, ratio, "ratio", bar="", against=against, interval=interval, repeats=times.rounds
+    )
+
+
 def untried(name: str, bar: str, why: str) -> Row:
     """Return a ratio that cannot be measured here."""
     return row(name, None, "ratio", bar=bar, against=f"untried: {why}", repeats=0)
@@ -108,6 +124,12 @@ def worst(name: str, rows: Sequence[Row], bar: str = "") -> Row:
     more = f", {len(rows) - len(tried)} more untried" * (len(tried) < len(rows))
     against = f"{one.against}; worst of {len(tried)}{more}: {one.name}"
     return replace(one, name=name, bar=bar, holds=holds(bar, one.value), against=against)
+
+
+def claim(name: str, bar: str, details: Sequence[Row]) -> Iterator[Row]:
+    """Yield one row for a claim, the worst of `details`, and then the details."""
+    yield worst(name, details, bar)
+    yield from details
 
 
 def holds(bar: str, value: float | None) -> bool | None:
@@ -169,6 +191,7 @@ def interleave(
     warmup: int = 2,
     patience_s: float = 1200.0,
     root: int | None = None,
+    before: Callable[[], object] = lambda: None,
 ) -> Times:
     """Time all contenders in every round; the order turns with each round.
 
@@ -178,6 +201,7 @@ def interleave(
         warmup: calls of each before the first round.
         patience_s: disturbed rounds are repeated for so long; later ones are kept.
         root: the process whose descendants are not foreign; absent: this one.
+        before: what is done before each call, untimed.
     """
     for call in contenders.values():
         for _ in range(warmup):
@@ -188,7 +212,7 @@ def interleave(
     while taken < rounds:
         names = list(contenders) if (taken + retaken) % 2 == 0 else list(contenders)[::-1]
         watch = Watch(root)
-        one = {name: _seconds(contenders[name]) for name in names}
+        one = {name: _seconds(contenders[name], before) for name in names}
         noisy = watch.foreign_share() > FOREIGN_SHARE
         left_s = patient_until - time.perf_counter()
         if noisy and left_s > 0:
@@ -202,7 +226,8 @@ def interleave(
     return Times(seconds, disturbed, retaken)
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object], before: Callable[[], object]) -> float:
+    before()
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

@@ -382,7 +382,7 @@ def rows(rounds: int, cases: Sequence[Case] = CASES) -> Iterator[measure.Row]:
     even, skewed = list[measure.Row](), list[measure.Row]()
     for case in cases:
         times = on_ranks(RANKS, timed, case, rounds)
-        (skewed if case.skew else even).extend(rows_of(case, times, rounds))
+        (skewed if case.skew else even).extend(rows_of(case, times))
     yield from claims(even, skewed)
     yield from (*even, *skewed)
 
@@ -401,7 +401,7 @@ def claims(even: Sequence[measure.Row], skewed: Sequence[measure.Row]) -> Iterat
     yield measure.worst(f"{what} DeepSpeed and Tutel, skewed routing", peers, SKEWED_BAR)
 
 
-def rows_of(case: Case, times: measure.Times, rounds: int) -> Iterator[measure.Row]:
+def rows_of(case: Case, times: measure.Times) -> Iterator[measure.Row]:
     """Yield a case's figure against each peer."""
     absent = missing()
     sizes = f"top {TOP_K} of {case.experts}, {case.tokens} tokens a rank"
@@ -414,11 +414,7 @@ def rows_of(case: Case, times: measure.Times, rounds: int) -> Iterator[measure.R
         if name not in times.seconds:
             yield measure.untried(title, "", _absent([peer for peer in absent if peer == name]))
             continue
-        ratio, interval = times.ratio(name, OURS)
-        yield measure.row(
-            title, ratio, "ratio", bar="", interval=interval, repeats=rounds,
-            against=f"{version(name)}; {sizes}",
-        )  # fmt: skip
+        yield measure.compare(title, times, name, OURS, against=f"{version(name)}; {sizes}")
 
 
 def hottest_of(case: Case) -> tuple[int, float]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks import measure
 from benchmarks.experts import FixedRouter
 from benchmarks.on_ranks import plan_of
 from benchmarks.training import olmoe
@@ -24,23 +31,15 @@ from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
-from moesaic.policy import dispatch
-from moesaic.policy.balance import (
-    LayerBalancer,
-    MigrationCosts,
-    MigrationFacts,
-    RankDevice,
-    default_prices,
-    layer_problem,
-    plan_migration,
-)
+from moesaic.policy.balance import LayerBalancer, RankDevice, default_prices, layer_problem
+from moesaic.policy.plan.dispatch import default_dispatch
 from moesaic.train import balancing
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN = "even routing", "none"
-MOVED = "experts migrated, no replicas"
-"""Experts are placed by the load of all steps, as if it were known in advance."""
 MOVES_EVERY = 10
+_TRAINED = 150
+"""Steps of the run that learns shares of experts."""
 _STEPS = 40
 """Steps with choices of their own, which a layer takes in turn."""
 
@@ -98,6 +97,30 @@ class Work:
         return torch.from_numpy(np.argsort(-odds, axis=1)[:, : self.skew.top_k].copy())
 
 
+def learnt_shares(experts: int, top_k: int) -> NDArray[np.float64]:
+    """Train the demo's model without a balance loss; return shares of experts in its last step.
+
+    They are those of the layer with the hottest expert.
+    """
+    demo = measure.ROOT / "examples" / "demo"
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([sys.executable, demo / "make_text.py", place], check=True)
+        changed = {
+            "data.path": f"{place}/topics.jsonl", "layout.ep": 1, "routing.balance_loss": 0.0,
+            "model.experts": experts, "model.top_k": top_k, "train.steps": _TRAINED,
+            "data.cache": f"{place}/cache",
+        }  # fmt: skip
+        sets = [f"--set={key}={json.dumps(value)}" for key, value in changed.items()]
+        command = [sys.executable, "-m", "moesaic", "train", demo / "demo.toml", *sets]
+        subprocess.run([*command, "--out", f"{place}/run"], check=True, capture_output=True)
+        table = pq.read_table(Path(place) / "run" / "loads").to_pylist()
+    table.sort(key=lambda one: (one["step"], one["layer"]))
+    counts = np.array([one["counts"] for one in table], np.float64).reshape(_TRAINED, -1, experts)
+    shares: NDArray[np.float64] = counts[-1] / counts[-1].sum(axis=-1, keepdims=True)
+    hottest: NDArray[np.float64] = shares[shares.max(axis=-1).argmax()]
+    return hottest
+
+
 class Layer:
     """One contender's layer."""
 
@@ -135,13 +158,9 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
     plan = plan_of(job, world)
     if work.apart:  # The default dispatch method between hosts.
-        plan = dispatch.default_dispatch(
-            plan, [str(rank) for rank in range(RANKS)], work.skew.top_k
-        )
+        plan = default_dispatch(plan, [str(rank) for rank in range(RANKS)], work.skew.top_k)
     ranks = make_dispatch_ranks(plan, world, replicas=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
-    if name == MOVED:
-        plan = plan.with_expert_placement({0: _moved(work, plan)})
     weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
     choices = [work.even()] if name == EVEN else work.choices(world.rank)
     moe = MoE(
@@ -159,21 +178,13 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     return moe, job, plan
 
 
-def _moved(work: Work, plan: Plan) -> tuple[int, ...]:
-    """Return where experts are placed when moving costs nothing."""
-    every = torch.cat([torch.cat(work.choices(rank)).flatten() for rank in range(RANKS)])
-    totals = torch.bincount(every, minlength=work.experts).numpy()
-    costs = MigrationCosts(1.0, 0.0, 0.0)
-    return plan_migration(MigrationFacts(totals, plan.slot_experts(0), RANKS, costs)).slots
-
-
 def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
     """Return a contender's layer with its policy."""
     moe, job, plan = moe_of(world, work, name)
     draw = torch.Generator().manual_seed(world.rank)
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
-    if name not in (EVEN, PLAIN, MOVED):
+    if name not in (EVEN, PLAIN):
         config = BalanceConfig.model_validate({"policy": name, "as_published": True})
         policy = LayerBalancer(config, _problem(job, plan, config, prices))
         policy.warm_up()

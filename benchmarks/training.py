@@ -1,4 +1,4 @@
-"""Contenders of the training figures: moesaic, transformers and plain matrix products.
+"""Contenders of the training figures: moesaic and transformers.
 
 All take the same step of the same small model: same weights and batches, clipping at 1.0, fused
 AdamW with weight decay on matrices, a balance loss if the job has one.
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from moesaic.base.config import parse
 from moesaic.dist.state import Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
-from moesaic.facts.workload import parameters
 from moesaic.models.hf.config import to_huggingface
 from moesaic.models.hf.names import choose_slices
 from moesaic.models.init import InitialSource
@@ -31,7 +29,6 @@ from moesaic.train.data.batch import Batch
 
 WIDTH, LAYERS, EXPERTS, TOP_K, FFN, VOCAB = 512, 4, 64, 8, 256, 4096
 TRANSFORMERS = f"transformers {transformers.__version__}"
-PEER = f"{TRANSFORMERS}, experts_implementation grouped_mm"
 
 
 def olmoe(batch: int, sequence: int, **tables: dict[str, object]) -> Job:
@@ -178,30 +175,3 @@ class Theirs:
     def _forward(self) -> Any:
         batch = self.samples.batch(range(self.next, self.next + self.job.train.batch))
         return self.model(input_ids=batch.inputs, labels=batch.targets, shift_labels=batch.targets)
-
-
-def dense_limit(job: Job) -> Callable[[], Tensor]:
-    """Return the matrix flops of one step, forward and backward, as matmuls of 1024 x 1024.
-
-    Attention scores, norms, routing and the optimizer are left out: a limit, not a peer.
-    """
-    rows = job.train.batch * job.data.sequence
-    active = sum(_active(job, p.name, p.shape) for p in parameters(job.model))
-    times = round(3 * active / 1024**2)
-    left, right = torch.randn(rows, 1024), torch.randn(1024, 1024)
-    out = torch.empty(rows, 1024)
-
-    def multiply() -> Tensor:
-        for _ in range(times):
-            torch.mm(left, right, out=out)
-        return out
-
-    return multiply
-
-
-def _active(job: Job, name: str, shape: tuple[int, ...]) -> float:
-    """Return elements of a parameter that a token is multiplied with, on average."""
-    if len(shape) < 2 or name == "embed.weight":
-        return 0.0
-    share = job.model.top_k / job.model.experts if ".experts." in name else 1.0
-    return share * shape[0] * shape[1]

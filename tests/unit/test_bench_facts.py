@@ -62,14 +62,12 @@ def test_errors_of_steps(observed: list[Observation]) -> None:
 
 
 def test_errors_of_single_operations() -> None:
-    part = facts.Part()
-    part.add([1.0, 2.0], [1.0, 2.0], [1.0, 6.0])
-    part.add([1.2, 6.0], [0.9, 4.0], [1.1, 4.0])
-    single, moved = part.rows("a matmul", "<= 0.05", "torch")
-    assert part.ratios == [pytest.approx([1.0, 0.5]), pytest.approx([1.2, 1.5])]
-    assert part.moved == [pytest.approx([1.0, 3.0]), pytest.approx([11 / 9, 1.0])]
-    assert (single.value, single.bar, single.holds) == (pytest.approx(0.35), "<= 0.05", False)
-    assert (moved.value, moved.bar) == (pytest.approx(0.1 / 0.9), "")
-    assert single.repeats == moved.repeats == 2
+    rounds = [
+        facts.over_measured([1.0, 2.0], [1.0, 2.0], [1.0, 6.0]),
+        facts.over_measured([1.2, 6.0], [0.9, 4.0], [1.1, 4.0]),
+    ]
+    assert rounds == [pytest.approx([1.0, 0.5]), pytest.approx([1.2, 1.5])]
+    single = facts.error_row("a matmul", "<= 0.05", "torch", rounds)
+    assert (single.value, single.holds, single.repeats) == (pytest.approx(0.35), False, 2)
     # Operations of a round are off together: drawn round by round, it may be either alone.
     assert single.interval == pytest.approx((0.25, 0.35))

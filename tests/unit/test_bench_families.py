@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import conversion, families, measure, race
-from benchmarks.apart import Apart
 from benchmarks.on_ranks import Unlike
+from benchmarks.race import Apart
 from benchmarks.training import Ours, Theirs
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.convert import convert
 
 SMALL: dict[str, Any] = {"layers": 2, "vocab": 64, "ffn": 16}
@@ -70,21 +68,17 @@ def test_a_race_names_the_quickest_mode(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "FOREIGN_SHARE", 9.0)  # No round is repeated.
     ours = Ours(weighed(families.job_of("olmoe", 2, 16, **SMALL), 0.0), World.solo())
     theirs = {mode: Theirs.like(ours, mode) for mode in families.modes()}
-    found = race.race(ours, theirs, 1, same=3)
-    assert found["loss"].name == "difference of the losses, first 3 steps, olmoe, 2 x 16 tokens"
-    assert found["loss"].value < race.TOLERANCE
-    assert "the quickest of 2 modes" in found["peer"].against
-    assert all(row.value > 0 for name, row in found.items() if name != "loss")
+    loss, speed = race.race(ours, theirs, 1, same=3)
+    assert loss.name == "difference of the losses, first 3 steps, olmoe, 2 x 16 tokens"
+    assert loss.value < race.TOLERANCE
+    assert "the quickest of 2 modes" in speed.against
+    assert speed.value > 0
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     conversion.make(tmp_path / "source", ModelConfig(**conversion.NOTHING), 20_000)
     return tmp_path / "source"
-
-
-def test_the_model_has_ten_gigabytes() -> None:
-    assert 10e9 < 2 * count_parameters(ModelConfig(**conversion.OLMOE)).total < 11e9
 
 
 def test_what_is_made_is_read_and_compared(directory: Path, tmp_path: Path) -> None:
@@ -119,8 +113,3 @@ def test_a_disk_without_room_is_told(directory: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(conversion, "ROOM", 1e15)
     with pytest.raises(OSError, match="make room"):
         conversion.check_room(directory, directory)
-
-
-def test_the_index_names_every_tensor(directory: Path) -> None:
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == conversion.Tensors(directory).files.keys()

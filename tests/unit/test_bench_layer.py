@@ -99,9 +99,9 @@ def test_claims_are_for_the_quickest_peer(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(peers, "version", lambda name: name)
     seconds = {OURS: 1.0, PLAIN: 1.5, DEEPSPEED: 2.0, TUTEL: 6.0}
     times = measure.Times({name: [one] * 3 for name, one in seconds.items()})
-    each = list(peers.rows_of(SMALL["even"], times, 3))
+    each = list(peers.rows_of(SMALL["even"], times))
     assert [row.value for row in each] == [1.5, 2.0, 6.0]
-    even, skewed = peers.claims(each, list(peers.rows_of(SMALL["skewed"], times, 3)))
+    even, skewed = peers.claims(each, list(peers.rows_of(SMALL["skewed"], times)))
     assert (even.value, even.bar, even.holds) == (1.5, peers.EVEN_BAR, True)
     assert (skewed.value, skewed.bar, skewed.holds) == (2.0, peers.SKEWED_BAR, False)
 
@@ -109,7 +109,7 @@ def test_claims_are_for_the_quickest_peer(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_peer_that_is_not_there_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "missing", lambda: [DEEPSPEED, TUTEL])
     times = measure.Times({OURS: [1.0] * 3, PLAIN: [3.0] * 3})
-    plain, *others = each = list(peers.rows_of(SMALL["even"], times, 3))
+    plain, *others = each = list(peers.rows_of(SMALL["even"], times))
     assert plain.value == 3.0
     for row in (*others, *peers.claims(each, each)):
         assert (row.value, row.holds) == (None, None)
@@ -128,8 +128,13 @@ def exchanged(world: World, case: exchange.Case, memory: str, spoilt: str) -> No
     one.check()
 
 
-@pytest.mark.parametrize(("size", "even"), [(2, False), (4, True)])
-@pytest.mark.parametrize(("spoilt", "way"), [("", ""), ("rows", "ours"), ("replicas", "copies")])
+@pytest.mark.parametrize(
+    ("size", "even", "spoilt", "way"),
+    [
+        (2, False, "", ""), (4, True, "", ""), (2, False, "rows", "ours"),
+        (4, True, "replicas", "copies"),
+    ],
+)  # fmt: skip
 def test_all_ways_bring_the_same_rows(
     ranks: RankPool, size: int, even: bool, spoilt: str, way: str
 ) -> None:
@@ -178,11 +183,11 @@ def test_without_a_gpu_its_figures_are_untried() -> None:
     assert [row.bar for row in rows] == [on_gpu.BAR] + [""] * 12
 
 
-@pytest.mark.parametrize("module", [hosts, overlap])
+@pytest.mark.parametrize(("module", "bar"), [(hosts, hosts.BAR), (overlap, overlap.HIDDEN_BAR)])
 def test_without_two_hosts_figures_are_untried(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, bar: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "unsupported_reason", lambda: "no namespaces")
     claim, *details = module.rows(3)
-    assert (claim.value, claim.bar, claim.holds) == (None, module.BAR, None)
+    assert (claim.value, claim.bar, claim.holds) == (None, bar, None)
     assert all(row.value is None for row in details)

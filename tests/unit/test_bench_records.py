@@ -10,7 +10,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from benchmarks import generate, measure
 from benchmarks.__main__ import THEMES, chosen, run
@@ -62,40 +61,17 @@ def test_bootstrap_on_known_data() -> None:
     # The exact bootstrap distribution of the median of three: 7/27, 13/27, 7/27.
     assert measure.bootstrap([1.0, 2.0, 3.0]) == (1.0, 3.0)
     assert measure.bootstrap([1.0, 2.0, 3.0], confidence=0.4) == (2.0, 2.0)
-    # For large samples: sample median +- 1.96 * 1.2533 * deviation / sqrt(n).
-    sample = np.random.default_rng(1).normal(5.0, 2.0, 2000)
-    low, high = measure.bootstrap(sample, resamples=4000)
-    half = 1.96 * 1.2533 * 2.0 / np.sqrt(2000)
-    assert low == pytest.approx(np.median(sample) - half, abs=0.03)
-    assert high == pytest.approx(np.median(sample) + half, abs=0.03)
-
-
-def test_the_interval_covers_what_it_should() -> None:
-    """About 95 of 100 intervals hold the true median."""
-    chance = np.random.default_rng(2)
-    samples = np.exp(chance.normal(size=(200, 31)))
-    covered = [
-        low <= 1.0 <= high for low, high in (measure.bootstrap(s, resamples=500) for s in samples)
-    ]
-    assert 0.88 <= np.mean(covered) <= 0.99
 
 
 @pytest.mark.parametrize(
     ("bar", "value", "expected"),
     [
-        (">= 1.0", 1.2, True),
-        (">= 1.0", 1.0, True),
-        (">= 1.0", 0.9, False),
-        ("<= 0.25", 0.25, True),
-        ("<= 0.25", 0.26, False),
-        ("== 300", 300, True),
-        ("== 300", 299, False),
-        (">= 1.0", None, None),
-        ("", 1.2, None),
+        (">= 1.0", 1.0, True), (">= 1.0", 0.9, False), ("<= 0.25", 0.25, True),
+        ("<= 0.25", 0.26, False), ("== 300", 300, True), ("== 300", 299, False),
+        (">= 1.0", None, None), ("", 1.2, None),
     ],
-)
+)  # fmt: skip
 def test_a_row_holds_by_its_median(bar: str, value: float | None, expected: bool | None) -> None:
-    assert measure.holds(bar, value) is expected
     row = measure.row("speed", value, "ratio", bar=bar, against="x", repeats=3, interval=(0.0, 9.0))
     assert row.holds is expected
 

@@ -306,9 +306,12 @@ def test_a_report_counts_samples(ranks: RankPool, tmp_path: Path) -> None:
     started = next(read_events(tmp_path / "run" / "events" / "rank-0.jsonl"))
     assert (started["unit"], started["samples_per_step"]) == ("samples", 8)
     write_report([tmp_path / "run"], tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    assert "samples/s" in text
-    assert "tokens/s" not in text
+    write_report([tmp_path / "run", tmp_path / "run"], tmp_path / "both.html")
+    for name, words in (("report", "Samples per second"), ("both", "samples/s</td>")):
+        text = (tmp_path / f"{name}.html").read_text()
+        assert words in text
+        for line in text.splitlines():  # Plotly is one long line.
+            assert len(line) > 100_000 or "token" not in line.lower()
 
 
 def test_a_resume_adds_and_removes_parts(ranks: RankPool, tmp_path: Path) -> None:

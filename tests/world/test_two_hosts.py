@@ -15,9 +15,15 @@ from torch import Tensor
 from moesaic.dist.all_to_all import PairwiseAllToAll
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.plan import Plan, plan_from_layout
+from moesaic.facts.workload.loads import dedup_token_bytes, routed_by_layer
 from moesaic.models.build import make_dispatch_ranks
-from moesaic.testing.hosts import join_across_hosts, two_hosts, unsupported_reason
+from moesaic.testing.hosts import (
+    join_across_hosts,
+    sent_bytes,
+    two_hosts,
+    unsupported_reason,
+)
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
 
@@ -33,6 +39,36 @@ def own_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+def count_bytes(world: World, job: Job, plan: Plan, one: between.Pass) -> tuple[int, int]:
+    """Return bytes that this host sends over the link in a pass, and those predicted.
+
+    It takes the pass with the fewest bytes: a busy machine sends packets again.
+    """
+    sent = []
+    for _ in range(5):
+        world.barrier()
+        before = sent_bytes()
+        one()
+        world.barrier()
+        sent.append(sent_bytes() - before)
+    counted = one.dispatcher.count(one.choices, training=False)
+    dedup_counts_RP = one.dispatcher.assign_slots(counted).dedup_counts_RP
+    known = [counted.counts_RE] + ([] if dedup_counts_RP is None else [dedup_counts_RP])
+    load, model = torch.cat(known, dim=1).tolist(), job.model
+    back_bytes = there_bytes = model.hidden * 4
+    if plan.dispatch == "dedup":
+        there_bytes = dedup_token_bytes(model.hidden, model.top_k, 4)[0]
+    due, host = 0, world.rank // 2
+    for rank in (2 * host, 2 * host + 1):
+        (tokens,) = routed_by_layer(job, plan, rank, [load])
+        for trip in tokens.exchanges:
+            for other, to, back in zip(
+                trip.group, trip.send_tokens, trip.receive_tokens, strict=True
+            ):
+                due += (other // 2 != host) * (to * there_bytes + back * back_bytes)
+    return min(sent), due
+
+
 Passes = dict[str, tuple[list[str], Tensor, tuple[int, int]]]
 
 
@@ -45,7 +81,7 @@ def exchange(world: World, hosts: tuple[str, str]) -> Passes:
             plan = plan_of(job, world)
             one = between.Pass(job, plan, world)
             names = [transport.name for transport in make_dispatch_ranks(plan, world).transports]
-            found[method] = (names, one(), one.counted())
+            found[method] = (names, one(), count_bytes(world, job, plan, one))
     return found
 
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.report.charts.figure import SERIES, Figure, curve, diamonds, layout
+from moesaic.base.units import format_clock
+from moesaic.report.charts.figure import SERIES, Figure, curve, diamonds
 from moesaic.report.document import cards, document, header, section, table_card
-from moesaic.report.log import Floats
 from moesaic.report.run_stats import RunStats
-from moesaic.report.series import keep_extremes, smooth
+from moesaic.report.series import Floats, smooth
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,
     count,
     digits,
-    duration,
     listing,
     loss,
     plural,
@@ -26,8 +25,8 @@ from moesaic.report.wording import (
 )
 
 _HEADLINES = (
-    "Headline of each run. Look for the lowest validation loss, the most tokens/s, and the "
-    "busiest rank nearest to 1."
+    "Headline of each run. Look for the lowest validation loss, the highest speed, and the busiest "
+    "rank nearest to 1."
 )
 _DIFFERENCES = "Loss of each run beside that of the first. Look for the first step that differs."
 _SETTINGS = "Keys of job.json and plan.json. Look here for the cause of a difference above."
@@ -64,23 +63,20 @@ def _headlines(names: Sequence[str], runs: Sequence[RunStats]) -> str:
     for name, run in zip(names, runs, strict=True):
         headline = summary(run)
         balance = headline["balance"] or {}
-        value = {
-            key: np.nan if number is None else number
-            for key, number in {**headline, **balance}.items()
-        }
-        busiest = [digits(value.get(f"imbalance_{when}", np.nan)) for when in ("before", "after")]
         rows.append(
             (
-                name, headline["status"], f"{headline['step']:,}", loss(value["recent_loss"]),
-                loss(value["best_validation_loss"]), count(value["tokens_per_s"]),
-                count(value["parameters_total"]), str(headline["ranks"] or UNKNOWN),
-                size(value["peak_memory_bytes"]), duration(value["seconds"]),
-                digits(value.get("replicas", np.nan)), *busiest,
+                name, headline["status"], f"{headline['step']:,}", loss(headline["recent_loss"]),
+                loss(headline["best_validation_loss"]),
+                f"{count(headline['tokens_per_s'])} {headline['unit']}/s",
+                count(headline["parameters_total"]), str(headline["ranks"] or UNKNOWN),
+                size(headline["peak_memory_bytes"]), format_clock(headline["seconds"]),
+                digits(balance.get("replicas")), digits(balance.get("imbalance_before")),
+                digits(balance.get("imbalance_after")),
             )
         )  # fmt: skip
     titles = (
-        "run", "status", "step", "recent loss", "best validation", "tokens/s", "parameters",
-        "ranks", "peak memory", "time", "replicas a step", "busiest rank without", "with replicas",
+        "run", "status", "step", "recent loss", "best validation", "speed", "parameters", "ranks",
+        "peak memory", "time", "replicas a step", "busiest rank without", "with replicas",
     )  # fmt: skip
     return table_card(_HEADLINES, titles, rows)
 
@@ -135,12 +131,6 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", "unset" if value is None else json.dumps(value)
 
 
-def _curve(index: int, name: str, run: RunStats, values: Floats, form: str) -> dict[str, Any]:
-    x, y = keep_extremes(run.steps.step, smooth(values))
-    colour = SERIES[index % len(SERIES)]
-    return curve(x, y, name, colour, width=2, legendgroup=str(index), hovertemplate=form)
-
-
 def _losses(pairs: Sequence[tuple[str, RunStats]]) -> Figure:
     data = []
     for index, (name, run) in enumerate(pairs):
@@ -153,25 +143,30 @@ def _losses(pairs: Sequence[tuple[str, RunStats]]) -> Figure:
         "loss",
         "Loss",
         "Training loss, smoothed; diamonds are validations. Look for the step where curves part.",
-        "Smoothed training loss by step of " + listing([name for name, _ in pairs]) + ".",
         data,
-        layout(),
-        12,
-        460,
+        span=12,
+        height=460,
     )
 
 
 def _speeds(pairs: Sequence[tuple[str, RunStats]]) -> Figure:
+    units = listing(list(dict.fromkeys(run.unit for _, run in pairs)))
     return Figure(
-        "tokens-per-second",
-        "Tokens per second",
+        "units-per-second",
+        f"{units.capitalize()} per second",
         "All ranks together, smoothed. Look for a run that is slower or declines.",
-        "Tokens per second by step of " + listing([name for name, _ in pairs]) + ".",
         [
             _curve(index, name, run, run.steps.tokens_per_s, "%{y:.4~s}")
             for index, (name, run) in enumerate(pairs)
         ],
-        layout(yaxis={"rangemode": "tozero", "tickformat": "~s"}),
-        12,
-        320,
+        {"yaxis": {"rangemode": "tozero", "tickformat": "~s"}},
+        span=12,
+        height=320,
+    )
+
+
+def _curve(index: int, name: str, run: RunStats, values: Floats, form: str) -> dict[str, Any]:
+    colour = SERIES[index % len(SERIES)]
+    return curve(
+        run.steps.step, smooth(values), name, colour, form, width=2, legendgroup=str(index)
     )

@@ -94,15 +94,13 @@ def table_card(guide: str, header: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def _card(figure: Figure) -> str:
-    extra = ""
-    if figure.name == "loss":
-        extra = '<label class="switch"><input type="checkbox" id="log-loss"> log scale</label>'
+    title = html.escape(figure.title)
     return (
         f'<figure class="card span-{figure.span}" id="card-{figure.name}">'
-        f"<figcaption><h3>{html.escape(figure.title)}</h3>{extra}"
+        f"<figcaption><h3>{title}</h3>"
         f'<p class="guide">{html.escape(figure.guide)}</p></figcaption>'
         f'<div class="chart" id="{figure.name}" role="img" style="--height:{figure.height}px" '
-        f'aria-label="{html.escape(figure.alt)}"></div></figure>'
+        f'aria-label="{title}"></div></figure>'
     )
 
 

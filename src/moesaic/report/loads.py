@@ -1,4 +1,4 @@
-"""Expert loads of a run, read file by file so that memory does not grow with the run.
+"""Expert loads of a run and their balance, read file by file so that memory stays bounded.
 
 Counts are summed into a bounded number of columns of neighbouring steps. If a step was recorded
 twice, the later record counts.
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,18 @@ import pyarrow as pa
 
 from moesaic.base.errors import StoreError
 from moesaic.base.records import read_records
+from moesaic.report.series import Floats, Ints, edges, known_mean
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-COLUMNS = {"step": pa.int64(), "layer": pa.int64(), "counts": pa.list_(pa.int64())}
+KEY_COLUMNS = {"step": pa.int64(), "layer": pa.int64()}
+LOAD_COLUMNS = {**KEY_COLUMNS, "counts": pa.list_(pa.int64())}
+BALANCE_VALUES = (
+    "imbalance_before", "imbalance_after", "replicas", "replica_bytes", "planning_s",
+    "replica_wait_s", "gradient_wait_s", "forward_s", "backward_s", "predicted_experts_s",
+    "predicted_exposed_s", "predicted_s", "predicted_unbalanced_s",
+)  # fmt: skip
+BALANCE_COLUMNS = {**KEY_COLUMNS, **dict.fromkeys(BALANCE_VALUES, pa.float64())}
 MAX_COLUMNS = 400
 """Columns of the heat map over steps."""
 MAX_CELLS = 40_000
@@ -38,8 +44,7 @@ _ENOUGH = 20
 """Mean tokens per expert below which chance alone makes experts dead or hot."""
 
 
-@dataclass(frozen=True)
-class Extreme:
+class Extreme(NamedTuple):
     """Dead or hot expert in the last quarter of recorded steps."""
 
     layer: int
@@ -58,21 +63,22 @@ class Loads:
     """Recorded steps, ascending."""
     layers: Ints
     """Recorded layers, ascending."""
-    first_step: Ints
-    """First step of each column."""
-    last_step: Ints
-    """Last step of each column."""
     counts: Floats
     """Tokens by expert, summed over the steps of a column, [columns, layers, experts]."""
     recent: Floats
     """Tokens by expert over the last quarter of recorded steps, [layers, experts]."""
-    imbalance: Floats
-    """Tokens of the busiest expert over the mean, [steps, layers]."""
 
     @property
     def num_experts(self) -> int:
         """Number of experts in a layer."""
         return int(self.recent.shape[1])
+
+    @property
+    def column_steps(self) -> Floats:
+        """Middle of the steps of each column."""
+        bounds = edges(len(self.steps), len(self.counts))
+        middle: Floats = (self.steps[bounds[:-1]] + self.steps[bounds[1:] - 1]) / 2
+        return middle
 
     @property
     def recent_steps(self) -> Ints:
@@ -81,9 +87,8 @@ class Loads:
 
     @property
     def recent_imbalance(self) -> float:
-        """Mean imbalance of the layers over the last quarter; NaN if no token was routed."""
-        recent = self.imbalance[-len(self.recent_steps) :]
-        return float(np.mean(recent[np.isfinite(recent)])) if np.isfinite(recent).any() else np.nan
+        """Busiest expert over the mean in the last quarter, averaged over layers with tokens."""
+        return known_mean(self.recent_utilisation.max(axis=1))
 
     @cached_property
     def recent_utilisation(self) -> Floats:
@@ -113,6 +118,24 @@ class Loads:
         ]
 
 
+@dataclass(frozen=True)
+class BalanceStats:
+    """Recorded balance by step and by layer; NaN where a value is unknown."""
+
+    steps: Ints
+    """Recorded steps, ascending."""
+    layers: Ints
+    """Recorded layers, ascending."""
+    by_step: dict[str, Floats]
+    """Sum of each value over the layers, [steps]."""
+    by_layer: dict[str, Floats]
+    """Mean of each value over the steps, [layers]."""
+
+    def mean(self, *names: str) -> float:
+        """Return the mean over steps of the sum of these values over layers."""
+        return float(sum(self.by_step[name].mean() for name in names))
+
+
 def over_mean(counts: Floats) -> Floats:
     """Divide `counts` by their mean along the last axis; NaN where all are zero."""
     mean = counts.mean(axis=-1, keepdims=True)
@@ -122,44 +145,69 @@ def over_mean(counts: Floats) -> Floats:
 
 def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) -> Loads | None:
     """Return the loads of `directory` up to `last_step`; None if there are none."""
-    records = Records(directory, COLUMNS, last_step)
+    records = _Records(directory, LOAD_COLUMNS, last_step)
+    steps, layers = records.steps, records.layers
     loads: Loads | None = None
-    for step, layer, valid, table in records.parts():
-        if valid.any():
-            counts = _counts(table, directory, loads.num_experts if loads else None)[valid]
-            loads = loads or _empty(records.steps, records.layers, counts.shape[1], max_columns)
-            _add(loads, step[valid], layer[valid], counts)
+    for row, layer, table in records.parts():
+        counts = _counts(table, directory, loads.num_experts if loads else None)
+        if loads is None:
+            shape = len(layers), counts.shape[1]
+            affordable = max(MAX_CELLS // (shape[0] * shape[1]), _MIN_COLUMNS)
+            num_columns = min(len(steps), max_columns, affordable)
+            loads = Loads(steps, layers, np.zeros((num_columns, *shape)), np.zeros(shape))
+        bounds = edges(len(steps), len(loads.counts))
+        np.add.at(loads.counts, (np.searchsorted(bounds, row, side="right") - 1, layer), counts)
+        late = row >= len(steps) - len(loads.recent_steps)
+        np.add.at(loads.recent, layer[late], counts[late])
     return loads
 
 
-class Records:
-    """Records of a directory by step and layer, read file by file.
+def read_balance_stats(directory: Path, last_step: int) -> BalanceStats | None:
+    """Return the records of `directory` up to `last_step`; None if there are none."""
+    records = _Records(directory, BALANCE_COLUMNS, last_step)
+    steps, layers = records.steps, records.layers
+    if not len(steps):
+        return None
+    recorded = np.zeros(len(layers))
+    by_step = {name: np.zeros(len(steps)) for name in BALANCE_VALUES}
+    by_layer = {name: np.zeros(len(layers)) for name in BALANCE_VALUES}
+    for row, layer, table in records.parts():
+        np.add.at(recorded, layer, 1)
+        for name in BALANCE_VALUES:
+            values = table.column(name).to_numpy()
+            np.add.at(by_step[name], row, values)
+            np.add.at(by_layer[name], layer, values)
+    means = {name: sums / recorded for name, sums in by_layer.items()}
+    return BalanceStats(steps, layers, by_step, means)
 
-    The last record of a step and layer is valid.
-    """
+
+class _Records:
+    """Records of a directory by step and layer; the last one of a step and layer is valid."""
 
     def __init__(self, directory: Path, columns: Mapping[str, Any], last_step: int) -> None:
         """Read the steps and layers of the records up to `last_step`."""
         self._directory, self._columns = directory, columns
-        self._keys = [
-            (table.column("step").to_numpy(), table.column("layer").to_numpy())
+        keys = [
+            np.stack([table.column(name).to_numpy() for name in KEY_COLUMNS])
             for table in read_records(directory, columns)
         ]
-        empty = (np.zeros(0, np.int64),) * 2
-        step, layer = (np.concatenate(column) for column in zip(empty, *self._keys, strict=True))
-        self._valid = _latest(step, layer) & (step <= last_step)
-        self.steps: Ints = np.unique(step[self._valid])
+        step, layer = np.concatenate([np.zeros((2, 0), np.int64), *keys], axis=1)
+        valid = _latest(step, layer) & (step <= last_step)
+        self._valid = np.split(valid, np.cumsum([key.shape[1] for key in keys])[:-1])
+        self.steps: Ints = np.unique(step[valid])
         """Steps of valid records, ascending."""
-        self.layers: Ints = np.unique(layer[self._valid])
+        self.layers: Ints = np.unique(layer[valid])
         """Layers of valid records, ascending."""
 
-    def parts(self) -> Iterator[tuple[Ints, Ints, Bools, Any]]:
-        """Yield steps, layers, validity and the whole table of each file."""
-        tables, start = read_records(self._directory, self._columns), 0
+    def parts(self) -> Iterator[tuple[Ints, Ints, Any]]:
+        """Yield the valid records of each file, with the index of their step and layer."""
         # A running job may have added files since: zip ignores them.
-        for (step, layer), table in zip(self._keys, tables, strict=False):
-            yield step, layer, self._valid[start : start + len(step)], table
-            start += len(step)
+        tables = read_records(self._directory, self._columns)
+        for valid, table in zip(self._valid, tables, strict=False):
+            if valid.any():
+                kept = table.filter(pa.array(valid))
+                step, layer = (kept.column(name).to_numpy() for name in KEY_COLUMNS)
+                yield np.searchsorted(self.steps, step), np.searchsorted(self.layers, layer), kept
 
 
 def _latest(step: Ints, layer: Ints) -> Bools:
@@ -187,27 +235,3 @@ def _counts(table: Any, directory: Path, num_experts: int | None) -> Floats:
         )
     counts: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
     return counts
-
-
-def _empty(steps: Ints, layers: Ints, num_experts: int, max_columns: int) -> Loads:
-    affordable = MAX_CELLS // (len(layers) * num_experts)
-    num_columns = min(len(steps), max_columns, max(affordable, _MIN_COLUMNS))
-    edges = np.arange(num_columns + 1) * len(steps) // num_columns
-    return Loads(
-        steps=steps,
-        layers=layers,
-        first_step=steps[edges[:-1]],
-        last_step=steps[edges[1:] - 1],
-        counts=np.zeros((num_columns, len(layers), num_experts)),
-        recent=np.zeros((len(layers), num_experts)),
-        imbalance=np.full((len(steps), len(layers)), np.nan),
-    )
-
-
-def _add(loads: Loads, step: Ints, layer: Ints, counts: Floats) -> None:
-    at, row = np.searchsorted(loads.layers, layer), np.searchsorted(loads.steps, step)
-    column = np.searchsorted(loads.first_step, step, side="right") - 1
-    np.add.at(loads.counts, (column, at), counts)
-    loads.imbalance[row, at] = over_mean(counts).max(axis=1)
-    late = step >= loads.recent_steps[0]
-    np.add.at(loads.recent, at[late], counts[late])

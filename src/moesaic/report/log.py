@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from moesaic.base.events import read_events
+from moesaic.report.series import Floats
 
-Floats = npt.NDArray[np.float64]
 Event = Mapping[str, Any]
 _DAMAGE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 _SHARDED = ("ep", "dp_shard", "tp", "etp", "pp")
+CheckpointState = Literal["writing", "done", "failed"]
+_CHECKPOINT_STATES: dict[str, CheckpointState] = {
+    "checkpoint": "writing", "checkpoint_done": "done", "checkpoint_failed": "failed",
+}  # fmt: skip
+"""Progress of a save, by event."""
 
 
 class Machine(NamedTuple):
@@ -68,6 +72,10 @@ class Launch:
     unit: str = "tokens"
     """Plural noun of the unit of progress."""
 
+    def has_layout_of(self, other: Launch) -> bool:
+        """Return whether ranks, layout and device are those of `other`."""
+        return (self.ranks, self.layout, self.device) == (other.ranks, other.layout, other.device)
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -87,7 +95,7 @@ class Checkpoint:
     """Step after which it was taken."""
     path: str
     """Directory, relative to the run."""
-    state: Literal["writing", "done", "failed"]
+    state: CheckpointState
     """Progress; "done" means committed."""
     error: str = ""
     """Reason of a failure."""
@@ -202,8 +210,9 @@ class Log:
             self.migrations |= {
                 (step, one["layer"]): _migration(one, step) for one in event.get("migration", ())
             }
-        elif kind in ("checkpoint", "checkpoint_done", "checkpoint_failed"):
-            self._note_checkpoint(kind, event, step)
+        elif kind in _CHECKPOINT_STATES:
+            path, error = (str(event.get(name, "")) for name in ("path", "error"))
+            self.checkpoints[step] = Checkpoint(step, path, _CHECKPOINT_STATES[kind], error)
 
     def steps(self) -> Steps:
         """Return the valid steps, ascending."""
@@ -245,16 +254,6 @@ class Log:
             for late in [key for key in kept if key > step]:
                 del kept[late]
         self.migrations = {key: one for key, one in self.migrations.items() if key[0] <= step}
-
-    def _note_checkpoint(self, kind: str, event: Event, step: int) -> None:
-        path = str(event.get("path", ""))
-        if kind == "checkpoint":
-            self.checkpoints[step] = Checkpoint(step, path, "writing")
-        elif kind == "checkpoint_done":
-            self.checkpoints[step] = Checkpoint(step, path, "done")
-        else:
-            error = str(event.get("error", ""))
-            self.checkpoints[step] = Checkpoint(step, path, "failed", error)
 
 
 def read_log(path: Path) -> Log:

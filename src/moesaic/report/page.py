@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from typing import Any
 
+from moesaic.base.units import format_clock
 from moesaic.report.charts import balance, experts, learning, speed, timeline
 from moesaic.report.document import cards, document, header, section, table, table_card
-from moesaic.report.prediction import Prediction
-from moesaic.report.run_stats import RunStats
+from moesaic.report.run_stats import Prediction, RunStats
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,
@@ -43,29 +42,27 @@ def render(run: RunStats) -> str:
         figures = [figure for _, _, group in groups for figure in group]
     if run.prediction is not None:
         lanes = timeline.figures(run.prediction)
-        content = _prediction_table(run.prediction) + cards(lanes)
+        content = _prediction_table(run.prediction, run.unit) + cards(lanes)
         parts.append(section("Predicted and measured", content))
         figures += lanes
     body = (
-        f"{_head(run, headline)}<main>{_tiles(headline, run.unit)}{_findings(headline)}"
+        f"{_head(run, headline)}<main>{_tiles(headline)}{_findings(headline)}"
         f"{''.join(parts)}{_details(run)}</main>{_foot(run)}"
     )
     title = f"{run.name} \N{MIDDLE DOT} moesaic report"
     return document(title, body, figures, len(run.steps), loads)
 
 
-def _prediction_table(prediction: Prediction) -> str:
+def _prediction_table(prediction: Prediction, unit: str) -> str:
     predicted, measured = prediction.predicted, prediction.measured
-    times = [("step", predicted.step_s, measured.step_s)] + [
-        (name, predicted.phases_s.get(name, math.nan), measured.phases_s.get(name, math.nan))
+    times = {"step": (predicted.step_s, measured.step_s)} | {
+        name: (predicted.phases_s.get(name), measured.phases_s.get(name))
         for name in prediction.phases()
-    ]
-    rows: list[tuple[str, ...]] = [
-        (name, duration(one), duration(other), _ratio(one, other)) for name, one, other in times
-    ]
+    }
+    rows = [(name, *map(duration, pair), _ratio(*pair)) for name, pair in times.items()]
     rates = predicted.tokens_per_s, measured.tokens_per_s
-    rows.append(("tokens a second", *map(count, rates), _ratio(*rates)))
-    peaks = predicted.used_bytes_by_kind.get("peak", math.nan), measured.peak_bytes or math.nan
+    rows.append((f"{unit} a second", *map(count, rates), _ratio(*rates)))
+    peaks = predicted.used_bytes_by_kind.get("peak"), measured.peak_bytes
     # Resident memory includes libraries; the prediction covers tensors alone.
     ratio = UNKNOWN if measured.memory == "resident" else _ratio(*peaks)
     rows.append((f"peak memory of a rank, {measured.memory}", *map(size, peaks), ratio))
@@ -80,8 +77,8 @@ def _prediction_table(prediction: Prediction) -> str:
     return table_card(guide, ("", "predicted", "measured", "measured / predicted"), rows)
 
 
-def _ratio(predicted: float, measured: float) -> str:
-    return digits(measured / predicted) if predicted > 0 else UNKNOWN
+def _ratio(predicted: float | None, measured: float | None) -> str:
+    return digits(measured / predicted) if predicted and measured is not None else UNKNOWN
 
 
 def _controls(layers: list[int]) -> str:
@@ -112,38 +109,36 @@ def _head(run: RunStats, headline: dict[str, Any]) -> str:
 
 def _describe(run: RunStats, headline: dict[str, Any]) -> list[str]:
     """Return the model, the ranks and the device in words."""
-    family, num_layers, num_experts = (
-        run.setting(f"model.{key}") for key in ("family", "layers", "experts")
-    )
-    words = [str(family)] if family else []
-    words += [f"{num_layers} layers"] if num_layers else []
-    top_k = run.setting("model.top_k")
-    words.append(f"{num_experts} experts, top {top_k}" if num_experts else "dense")
+    words, model = [], run.setting("model")
+    if model is not None:
+        experts = f"{model['experts']} experts, top {model['top_k']}"
+        words = [model["family"], f"{model['layers']} layers"]
+        words.append(experts if model["experts"] else "dense")
     words.append(plural(headline["ranks"] or 1, "rank"))
     return words + ([headline["device"]] if headline["device"] else [])
 
 
-def _tiles(headline: dict[str, Any], unit: str) -> str:
-    value = {key: math.nan if number is None else number for key, number in headline.items()}
-    recent, validated = headline["recent_steps"], headline["validation_step"]
-    best_step, active = headline["best_validation_step"], value["parameters_active"]
+def _tiles(headline: dict[str, Any]) -> str:
+    unit, active = headline["unit"].capitalize(), headline["parameters_active"]
+    validated, best_step = headline["validation_step"], headline["best_validation_step"]
     validation = "none measured"
     if validated is not None:
-        best = f"best {loss(value['best_validation_loss'])} at {best_step:,}"
+        best = f"best {loss(headline['best_validation_loss'])} at {best_step:,}"
         validation = f"at step {validated:,}, {'its best' if best_step == validated else best}"
-    dense = active == value["parameters_total"]
+    all_active = active == headline["parameters_total"]
     resumes = f", {plural(headline['resumes'], 'resume')}" if headline["resumes"] else ""
     tiles = [
-        ("Loss", loss(value["loss"]), f"mean of last {recent}: {loss(value['recent_loss'])}"),
-        ("Validation loss", loss(value["validation_loss"]), validation),
-        (f"{unit.capitalize()} per second", count(value["tokens_per_s"]),
-         f"median; {duration(value['step_s'])} a step"),
-        (f"{unit.capitalize()} seen", count(value["tokens"]), "with a loss target"),
-        ("Parameters", count(value["parameters_total"]),
-         "all active" if dense else f"{count(active)} active"),
+        ("Loss", loss(headline["loss"]),
+         f"mean of last {headline['recent_steps']}: {loss(headline['recent_loss'])}"),
+        ("Validation loss", loss(headline["validation_loss"]), validation),
+        (f"{unit} per second", count(headline["tokens_per_s"]),
+         f"median; {duration(headline['step_s'])} a step"),
+        (f"{unit} seen", count(headline["tokens"]), "repeated steps count once"),
+        ("Parameters", count(headline["parameters_total"]),
+         "all active" if all_active else f"{count(active)} active"),
         ("Ranks", str(headline["ranks"] or UNKNOWN),
-         f"peak {size(value['peak_memory_bytes'])} each"),
-        ("Time", duration(value["seconds"]), f"start to last event{resumes}"),
+         f"peak {size(headline['peak_memory_bytes'])} each"),
+        ("Time", format_clock(headline["seconds"]), f"start to last event{resumes}"),
     ]  # fmt: skip
     shown = "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{html.escape(text)}<small>{html.escape(note)}'

@@ -1,4 +1,4 @@
-"""Series of values over steps: thinning, smoothing and medians."""
+"""Series of values over steps: thinning, smoothing and averages of known values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 MAX_POINTS = 800
 """Most points of one curve."""
@@ -20,20 +21,15 @@ def keep_extremes(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats
         return x, y
     kept: list[int] = []
     low, high = np.where(np.isnan(y), np.inf, y), np.where(np.isnan(y), -np.inf, y)
-    for start, end in pairwise(_edges(len(x), max(limit // 2, 1)).tolist()):
+    for start, end in pairwise(edges(len(x), max(limit // 2, 1)).tolist()):
         pair = {int(start + low[start:end].argmin()), int(start + high[start:end].argmax())}
         kept += sorted(pair)
     return x[kept], y[kept]
 
 
-def average(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
-    """Average both over `limit` intervals, along the first axis of `y`."""
-    if len(x) <= limit:
-        return x, y
-    edges = _edges(len(x), limit)
-    width = np.diff(edges)
-    means = np.add.reduceat(y, edges[:-1], axis=0) / width.reshape(-1, *[1] * (y.ndim - 1))
-    return np.add.reduceat(x, edges[:-1]) / width, means
+def edges(size: int, intervals: int) -> Ints:
+    """Return where each of `intervals` of a series begins, and where the last one ends."""
+    return np.arange(intervals + 1) * size // intervals
 
 
 def smooth(y: Floats, share: float = 0.02) -> Floats:
@@ -41,22 +37,16 @@ def smooth(y: Floats, share: float = 0.02) -> Floats:
 
     The window shrinks towards the start, so the steep fall of an early loss stays sharp.
     """
-    half = max(2, round(len(y) * share / 2))
-    return _moving_mean(_moving_mean(y, half), half)
-
-
-def _moving_mean(y: Floats, half: int) -> Floats:
-    size = len(y)
-    known = np.isfinite(y)
-    total = np.concatenate([[0.0], np.cumsum(np.where(known, y, 0.0))])
-    number = np.concatenate([[0], np.cumsum(known)])
-    at = np.arange(size)
+    half, at = max(2, round(len(y) * share / 2)), np.arange(len(y))
     start = at - np.minimum(half, at // 2)
-    end = np.minimum(at + np.minimum(half, at // 2) + 1, size)
-    count = number[end] - number[start]
-    sums = total[end] - total[start]
-    mean: Floats = np.divide(sums, count, out=np.full(size, np.nan), where=count > 0)
-    return mean
+    end = np.minimum(2 * at - start + 1, len(y))
+    for _ in range(2):
+        known = np.isfinite(y)
+        total = np.concatenate([[0.0], np.cumsum(np.where(known, y, 0.0))])
+        number = np.concatenate([[0], np.cumsum(known)])
+        sums, count = total[end] - total[start], number[end] - number[start]
+        y = np.divide(sums, count, out=np.full(len(y), np.nan), where=count > 0)
+    return y
 
 
 def median(values: Floats) -> float:
@@ -70,7 +60,3 @@ def known_mean(values: Floats) -> float:
     """Return the mean of known values; NaN if none is known."""
     known = values[np.isfinite(values)]
     return float(known.mean()) if len(known) else math.nan
-
-
-def _edges(size: int, intervals: int) -> npt.NDArray[np.int64]:
-    return np.arange(intervals + 1) * size // intervals

@@ -27,6 +27,7 @@ def summary(run: RunStats) -> dict[str, Any]:
         "run": run.name,
         "directory": str(run.directory),
         "status": run.status,
+        "unit": run.unit,
         "step": run.last_step,
         "planned_steps": run.planned_steps,
         **_losses(run),
@@ -107,6 +108,6 @@ def _experts(run: RunStats) -> dict[str, Any] | None:
         "layers": len(loads.layers),
         "experts": loads.num_experts,
         "imbalance": loads.recent_imbalance,
-        "dead": [asdict(extreme) for extreme in loads.dead],
-        "hot": [asdict(extreme) for extreme in loads.hot],
+        "dead": [extreme._asdict() for extreme in loads.dead],
+        "hot": [extreme._asdict() for extreme in loads.hot],
     }

@@ -14,7 +14,7 @@ from moesaic.dist.clock import Clock, timed
 from moesaic.facts.balance import BalanceDecision, BalanceFacts, BalanceProblem, IntArray
 from moesaic.policy.balance import BalanceStats, LayerDecision, balance_stats, quota
 from moesaic.policy.balance.yardsticks import top_k_broadcast
-from moesaic.report.balance_stats import COLUMNS
+from moesaic.report.loads import BALANCE_COLUMNS
 from moesaic.train.lm_stats import BALANCE_SCHEMA
 
 PROBLEM = BalanceProblem(
@@ -142,4 +142,4 @@ def test_nested_clock_intervals_count_once() -> None:
 
 
 def test_reports_read_all_columns() -> None:
-    assert set(COLUMNS) <= set(BALANCE_SCHEMA.names)
+    assert set(BALANCE_COLUMNS) <= set(BALANCE_SCHEMA.names)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunStats
-from moesaic.report.balance_stats import COLUMNS
+from moesaic.report.loads import BALANCE_COLUMNS
 
 START_S = 1_760_000_000.0
 LOADS = pa.schema(
@@ -28,7 +28,7 @@ LOADS = pa.schema(
         ("dropped", pa.int64()),
     ]
 )
-BALANCE = pa.schema(COLUMNS)
+BALANCE = pa.schema(BALANCE_COLUMNS)
 TOKENS = 2048
 PREDICTED = {
     "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
@@ -50,8 +50,6 @@ class Story:
     """Events and sizes of a fabricated run."""
 
     steps: int = 80
-    planned: int | None = None
-    """Steps of the job; unset: as many as happen."""
     layers: int = 3
     experts: int = 8
     top_k: int = 2
@@ -150,7 +148,7 @@ class Fabric:
         memory = int(412e6 + 6e6 * random.random())
         logs[0].emit(
             "step", time=self.now_s, step=step, loss=loss, grad_norm=norm,
-            lr=self._rate(step), tokens=TOKENS - 32, step_s=step_s,
+            lr=3e-3 / step, tokens=TOKENS - 32, step_s=step_s,
             tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped,
             num_replay_mismatches=story.flips, memory_bytes=memory, phases=all_phases[0],
             **({"replicas": story.balance.get("replicas", 2) * story.layers,
@@ -191,19 +189,11 @@ class Fabric:
         names = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
         return dict(zip(names, (self.story.step_s * share).tolist(), strict=True))
 
-    def _rate(self, step: int) -> float:
-        steps, warmup = self.story.planned or self.story.steps, max(self.story.steps // 12, 1)
-        if step <= warmup:
-            return 3e-3 * step / warmup
-        along = (step - warmup) / max(steps - warmup, 1)
-        return 3e-3 * (0.1 + 0.9 * 0.5 * (1 + float(np.cos(np.pi * along))))
-
     def _loads(self, step: int) -> list[dict[str, Any]]:
         story, rows = self.story, []
         along = min(1.0, 2 * step / story.steps)
         for layer in range(story.layers):
-            bend = np.sin(np.arange(story.experts) * 2.1 + layer) * 0.9 * np.exp(-6 * along)
-            share = np.exp(bend + 0.07 * self.random.normal(size=story.experts))
+            share = np.exp(0.07 * self.random.normal(size=story.experts))
             if layer in story.hot:
                 share[story.hot[layer]] *= 1 + 3.2 * along**2
             if layer in story.dead:
@@ -244,7 +234,7 @@ class Fabric:
                         "capacity_factor": None},
             "layout": {"ep": self.plan()["ep"], "dp_shard": "all"},
             "data": {"path": "text/*.txt", "tokenizer": "bytes", "sequence": 256},
-            "train": {"steps": story.planned or story.steps, "batch": 8, "clip": 1.0,
+            "train": {"steps": story.steps, "batch": 8, "clip": 1.0,
                       "precision": "fp32"},
             "optimizer": {"kind": "adamw", "lr": 3e-3},
             "schedule": {"kind": "cosine", "warmup": max(story.steps // 12, 1)},

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.report import wording
-from moesaic.report.series import average, keep_extremes, median, smooth
+from moesaic.report.series import keep_extremes, median, smooth
 
 
 @given(st.integers(1, 500), st.integers(2, 60), st.randoms())
@@ -31,16 +31,10 @@ def test_extremes_pass_over_what_is_not_known() -> None:
     assert thin.tolist() == [1.0, 5.0]
 
 
-def test_average_is_the_mean_of_each_interval() -> None:
-    y = np.array([[1.0, 10.0], [3.0, 6.0], [5.0, 2.0], [7.0, 4.0]])
-    x, mean = average(np.array([1.0, 2.0, 3.0, 4.0]), y, 2)
-    assert x.tolist() == [1.5, 3.5]
-    assert mean.tolist() == [[2.0, 8.0], [6.0, 3.0]]
-
-
-def test_smooth_leaves_straight_lines_and_constants_alone() -> None:
-    assert smooth(np.full(300, 2.5)) == pytest.approx(np.full(300, 2.5))
-    line = np.arange(300.0)
+@pytest.mark.parametrize("size", [0, 1, 2, 300])
+def test_smooth_leaves_constants_and_lines_alone(size: int) -> None:
+    assert smooth(np.full(size, 2.5)) == pytest.approx(np.full(size, 2.5))
+    line = np.arange(float(size))
     assert smooth(line)[:200] == pytest.approx(line[:200], abs=1)
 
 
@@ -50,11 +44,6 @@ def test_smooth_calms_noise_and_passes_over_nan() -> None:
     calm = smooth(noise)
     assert np.isfinite(calm).all()
     assert calm.std() < 0.35 * np.nanstd(noise)
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 3])
-def test_smooth_of_few_values(size: int) -> None:
-    assert smooth(np.ones(size)).tolist() == [1.0] * size
 
 
 def test_median_leaves_the_first_step_out() -> None:
@@ -67,28 +56,18 @@ def test_median_leaves_the_first_step_out() -> None:
     ("text", "expected"),
     [
         (wording.count(99_999), "99,999"),
+        (wording.count(350_000), "350 k"),
         (wording.count(13_640_832), "13.6 M"),
-        (wording.count(6_900_000_000), "6.90 B"),
         (wording.count(math.nan), "\u2013"),
+        (wording.count(None), "\u2013"),
         (wording.digits(0.0), "0"),
         (wording.digits(0.01234), "0.0123"),
         (wording.digits(0.0000123), "1.23e-05"),
-        (wording.size(512), "512 B"),
-        (wording.size(1536 * 1024**2), "1.50 GiB"),
-        (wording.duration(0.0213), "21.3 ms"),
-        (wording.duration(59.96), "1 min 0 s"),
-        (wording.duration(3599.7), "1 h 0 min"),
-        (wording.duration(200_000), "2 d 7 h"),
-        (wording.percent(0.0), "0%"),
-        (wording.percent(0.0004), "under 0.1%"),
-        (wording.percent(0.034), "3.4%"),
-        (wording.percent(0.47), "47%"),
+        (wording.size(None), "\u2013"),
+        (wording.duration(math.nan), "\u2013"),
         (wording.listing(["a"]), "a"),
         (wording.listing(["a", "b", "c"]), "a, b and c"),
         (wording.listing(["a", "b", "c"], 2), "a, b and 1 more"),
-        (wording.plural(1, "step"), "1 step"),
-        (wording.step_range(3, 3), "step 3"),
-        (wording.loss(1.23456), "1.2346"),
     ],
 )
 def test_wording(text: str, expected: str) -> None:

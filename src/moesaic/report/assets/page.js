@@ -39,11 +39,13 @@
       ...layout,
     };
     for (const key of ["xaxis", "yaxis"]) full[key] = { ...axis, ...full[key] };
-    if (full.xaxis.title?.text === "step") {
+    if (!full.xaxis.title) {
+      full.xaxis.title = { text: "step" };
       full.xaxis.hoverformat = ",.0f";
       full.xaxis.unifiedhovertitle = { text: "<b>step %{x}</b>" };
       if (page.span <= 10) full.xaxis.dtick = 1;
     }
+    for (const key of ["xaxis", "yaxis"]) if (full[key].title) full[key].title.standoff = 6;
     if (layout.showlegend !== false && !layout.margin) full.margin = { ...full.margin, t: 34 };
     return full;
   }
@@ -57,7 +59,10 @@
   function choose(at) {
     const loads = page.loads;
     const layer = loads.layers[at];
-    const flags = loads.flags[layer] || [];
+    const overview = figures.get("expert-overview");
+    const flags = overview.data.slice(1).flatMap((marks) => marks.x
+      .map((expert, mark) => ({ expert, kind: marks.name, layer: marks.y[mark] }))
+      .filter((flag) => flag.layer === layer));
     const crowded = loads.hundredths[at].length > 32;
     const heat = figures.get("expert-load");
     heat.data[0].z = loads.hundredths[at].map((row) => row.map((cell) => (cell === null ? null : cell / 100)));
@@ -66,7 +71,6 @@
       text: crowded ? (flag.kind === "dead" ? "\u00d7" : "\u25b2") : `<b>${flag.kind}</b>`,
       font: { size: 11, color: flag.kind === "dead" ? "var(--series-0)" : "var(--series-1)" },
     }));
-    const overview = figures.get("expert-overview");
     overview.layout.shapes = [{
       type: "rect", xref: "paper", x0: 0, x1: 1, y0: layer - 0.5, y1: layer + 0.5,
       line: { color: "var(--ink)", width: 2 },
@@ -91,13 +95,6 @@
   }
   drawAll();
 
-  const log = document.getElementById("log-loss");
-  if (log !== null) {
-    log.addEventListener("change", () => {
-      figures.get("loss").layout.yaxis.type = log.checked ? "log" : "linear";
-      draw("loss");
-    });
-  }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 
   // Printed pages are light and as wide as paper.

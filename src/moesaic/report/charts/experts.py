@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.report.charts.figure import SERIES, Figure, column, curve, layout
+from moesaic.report.charts.figure import SERIES, Figure, column, curve
 from moesaic.report.loads import DEAD, HOT, Loads
-from moesaic.report.series import keep_extremes, smooth
-from moesaic.report.wording import digits, plural, step_range
+from moesaic.report.series import smooth
+from moesaic.report.wording import step_range
 
 MAX_UTILISATION = 4.0
 """End of the colour scale; 1 is an even load."""
@@ -26,44 +26,34 @@ def figures(loads: Loads) -> list[Figure]:
 
 
 def page_data(loads: Loads) -> dict[str, Any]:
-    """Return the data from which `page.js` draws layers: load in hundredths, and the marks."""
+    """Return the data from which `page.js` draws layers: load in hundredths."""
     cells = np.round(loads.utilisation() * 100)
-    flags: dict[int, list[dict[str, Any]]] = {}
-    for kind, extremes in (("dead", loads.dead), ("hot", loads.hot)):
-        for extreme in extremes:
-            flags.setdefault(extreme.layer, []).append({"expert": extreme.expert, "kind": kind})
     return {
         "layers": loads.layers.tolist(),
         "chosen": _worst_layer(loads),
         "hundredths": [[column(row) for row in layer] for layer in cells.transpose(1, 2, 0)],
-        "flags": flags,
     }
 
 
 def _load_by_step(loads: Loads) -> Figure:
     """Chart the experts of one layer by step; `page.js` fills in the chosen layer."""
     trace = _heat("expert %{y}, step %{x}")
-    trace["x"] = column((loads.first_step + loads.last_step) / 2)
+    trace["x"] = column(loads.column_steps)
     trace["y"] = list(range(loads.num_experts))
     return Figure(
         "expert-load",
         "Load by step",
         "Tokens of each expert over an even share. Look for rows that stay dark blue (dead) or red "
         "(hot).",
-        f"Heat map of expert load over {step_range(int(loads.steps[0]), int(loads.steps[-1]))}, "
-        f"{plural(loads.num_experts, 'expert')} in each of {plural(len(loads.layers), 'layer')}. "
-        f"{_extremes(loads)}",
         [trace],
-        layout(
-            hovermode="closest",
-            showlegend=False,
-            margin={"l": 52, "r": 44, "t": 8, "b": 40},
-            xaxis={"showgrid": False},
-            yaxis=_whole_axis("expert") | {"autorange": "reversed"},
-        ),
+        {
+            "hovermode": "closest", "showlegend": False, "xaxis": {"showgrid": False},
+            "yaxis": _whole_axis("expert", loads.num_experts) | {"autorange": "reversed"},
+            "margin": {"l": 52, "r": 44, "t": 8, "b": 40},
+        },
         span=8,
         height=_height(loads),
-    )
+    )  # fmt: skip
 
 
 def _all_layers(loads: Loads) -> Figure:
@@ -73,45 +63,40 @@ def _all_layers(loads: Loads) -> Figure:
     trace["y"] = loads.layers.tolist()
     trace["z"] = [column(row) for row in np.round(loads.recent_utilisation, 3)]
     trace["xgap"] = trace["ygap"] = 1
-    span = step_range(int(loads.recent_steps[0]), int(loads.recent_steps[-1]))
+    # Explicit ranges: marks at the edge would extend them.
+    experts = [-0.5, loads.num_experts - 0.5]
+    layers = [int(loads.layers[-1]) + 0.5, int(loads.layers[0]) - 0.5]
     return Figure(
         "expert-overview",
         "All layers, last quarter",
-        f"{span.capitalize()}. Look for marks; click a layer.",
-        f"Heat map of layers by experts over the last quarter recorded. {_extremes(loads)}",
+        f"{step_range(*loads.recent_steps[[0, -1]].tolist()).capitalize()}. Look for marks; click "
+        "a layer.",
         [trace, *_flags(loads)],
-        layout(
-            hovermode="closest",
-            showlegend=False,
-            margin={"l": 46, "r": 12, "t": 8, "b": 40},
-            # Explicit ranges: marks at the edge would extend them.
-            xaxis=_whole_axis("expert") | {"range": [-0.5, loads.num_experts - 0.5]},
-            yaxis=_whole_axis("layer")
-            | {"range": [int(loads.layers[-1]) + 0.5, int(loads.layers[0]) - 0.5]},
-        ),
+        {
+            "hovermode": "closest", "showlegend": False,
+            "xaxis": _whole_axis("expert", loads.num_experts) | {"range": experts},
+            "yaxis": _whole_axis("layer", len(loads.layers)) | {"range": layers},
+            "margin": {"l": 46, "r": 12, "t": 8, "b": 40},
+        },
         span=4,
         height=_height(loads),
-    )
+    )  # fmt: skip
 
 
 def _imbalance(loads: Loads) -> Figure:
     """Chart the busiest expert over the mean, in the mean and in the least even layer."""
-    steps, known = loads.steps.astype(np.float64), np.nan_to_num(loads.imbalance, nan=1.0)
-    data = []
-    for name, values, colour in (
-        ("mean of the layers", known.mean(axis=1), SERIES[0]),
-        ("least even layer", known.max(axis=1), SERIES[1]),
-    ):
-        x, y = keep_extremes(steps, smooth(values, 0.01))
-        data.append(curve(x, y, name, colour, hovertemplate=f"{name}: %{{y:.2f}}x<extra></extra>"))
+    by_layer = np.nan_to_num(loads.utilisation().max(axis=2), nan=1.0)
     return Figure(
         "imbalance",
         "Busiest expert over the mean",
         "1 is even. Look for curves that stay high or rise.",
-        f"Load of the busiest expert over the mean: {digits(loads.recent_imbalance)} on average in "
-        "the last quarter recorded.",
-        data,
-        layout(hovermode="x", yaxis={"rangemode": "normal"}),
+        [
+            curve(loads.column_steps, smooth(values, 0.01), name, colour, "%{y:.2f}x")
+            for name, values, colour in (
+                ("mean of the layers", by_layer.mean(axis=1), SERIES[0]),
+                ("least even layer", by_layer.max(axis=1), SERIES[1]),
+            )
+        ],
         span=12,
         height=230,
     )
@@ -149,17 +134,13 @@ def _flags(loads: Loads) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _whole_axis(title: str) -> dict[str, Any]:
-    """Return an axis of experts or layers, with ticks at whole numbers."""
+def _whole_axis(title: str, count: int) -> dict[str, Any]:
+    """Return an axis of experts or layers, with at most eight ticks at whole numbers."""
     return {
-        "title": {"text": title, "standoff": 6}, "zeroline": False, "showgrid": False,
-        "tickformat": "d", "nticks": 9,
+        "title": {"text": title}, "zeroline": False, "showgrid": False, "tickformat": "d",
+        "tick0": 0, "dtick": -(-count // 8),
     }  # fmt: skip
 
 
 def _height(loads: Loads) -> int:
     return min(max(14 * loads.num_experts + 60, 300), 560)
-
-
-def _extremes(loads: Loads) -> str:
-    return f"In the last quarter {len(loads.dead)} dead and {len(loads.hot)} hot experts."

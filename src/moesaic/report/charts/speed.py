@@ -1,4 +1,4 @@
-"""Speed charts: tokens per second, phases by step, and phases by rank."""
+"""Speed charts: units per second, phases by step, and phases by rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from moesaic.report.charts.figure import (
     column,
     curve,
     label,
-    layout,
     phase_colour,
     raw_and_smooth,
     resumes,
@@ -18,8 +17,8 @@ from moesaic.report.charts.figure import (
 )
 from moesaic.report.log import RankStats, Steps
 from moesaic.report.run_stats import RunStats
-from moesaic.report.series import average, median
-from moesaic.report.wording import count, duration, listing, percent, size
+from moesaic.report.series import edges
+from moesaic.report.wording import size
 
 MAX_BARS = 32
 """Ranks that get a bar."""
@@ -28,7 +27,7 @@ _PHASE_COLUMNS = 300
 
 def figures(run: RunStats) -> list[Figure]:
     """Return the speed charts."""
-    charts = [_tokens_per_second(run)]
+    charts = [_units_per_second(run)]
     if run.steps.phases:
         charts.append(_phases_by_step(run.steps))
     if run.ranks:
@@ -36,16 +35,15 @@ def figures(run: RunStats) -> list[Figure]:
     return charts
 
 
-def _tokens_per_second(run: RunStats) -> Figure:
-    rate, unit = run.steps.tokens_per_s, run.unit
+def _units_per_second(run: RunStats) -> Figure:
+    unit = run.unit
     return Figure(
-        "tokens-per-second",
+        "units-per-second",
         f"{unit.capitalize()} per second",
         "All ranks together. Dips at saves and validations are normal; look for a lasting decline.",
-        f"{unit.capitalize()} per second by step: median {count(median(rate))}.",
-        raw_and_smooth(run.steps.step, rate, f"{unit}/s", SERIES[2]),
-        layout(showlegend=False, shapes=resumes(run),
-               yaxis={"rangemode": "tozero", "tickformat": "~s"}),
+        raw_and_smooth(run.steps.step, run.steps.tokens_per_s, f"{unit}/s", SERIES[2]),
+        {"showlegend": False, "shapes": resumes(run),
+         "yaxis": {"rangemode": "tozero", "tickformat": "~s"}},
         span=12,
     )  # fmt: skip
 
@@ -53,33 +51,29 @@ def _tokens_per_second(run: RunStats) -> Figure:
 def _phases_by_step(steps: Steps) -> Figure:
     """Chart the share of each phase in the steps of rank 0."""
     stacked = np.nan_to_num(np.stack(list(steps.phases.values()), axis=1))
-    x, seconds = average(steps.step, stacked, _PHASE_COLUMNS)
+    bounds = edges(len(steps), min(len(steps), _PHASE_COLUMNS))
+    x = np.add.reduceat(steps.step, bounds[:-1]) / np.diff(bounds)
+    seconds = np.add.reduceat(stacked, bounds[:-1], axis=0)
     whole = seconds.sum(axis=1, keepdims=True)
     shares = np.divide(seconds, whole, out=np.zeros_like(seconds), where=whole > 0)
-    data = []
-    for name, share in zip(steps.phases, shares.T, strict=True):
-        trace = curve(x, 100 * share, name, "var(--card)", width=0.5, stackgroup="phases",
-                      fillcolor=phase_colour(name), hovertemplate="%{y:.1f}%")  # fmt: skip
-        data.append(trace | {"mode": "lines" if len(x) > 1 else "lines+markers"})
-    means = [
-        f"{name} {percent(share)}"
-        for name, share in zip(steps.phases, shares.mean(axis=0).tolist(), strict=True)
-    ]
-    legend = {"x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top", "traceorder": "reversed"}
     return Figure(
         "phases",
         "Time by phase",
         "Share of a step on rank 0. Look for data, reduce or clip growing: the rank waits there.",
-        f"Share of each phase in a step: {listing(means, len(means))}.",
-        data,
-        layout(
-            yaxis={"range": [0, 100], "ticksuffix": "%", "fixedrange": True},
-            legend=legend,
-            margin={"l": 52, "r": 8, "t": 10, "b": 40},
-        ),
+        [
+            curve(x, 100 * share, name, "var(--card)", "%{y:.1f}%", width=0.5, stackgroup="phases",
+                  fillcolor=phase_colour(name), mode="lines" if len(x) > 1 else "lines+markers")
+            for name, share in zip(steps.phases, shares.T, strict=True)
+        ],
+        {
+            "yaxis": {"range": [0, 100], "ticksuffix": "%", "fixedrange": True},
+            "legend": {"x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top",
+                       "traceorder": "reversed"},
+            "margin": {"l": 52, "r": 8, "t": 10, "b": 40},
+        },
         span=7,
         height=280,
-    )
+    )  # fmt: skip
 
 
 def _phases_by_rank(ranks: list[RankStats]) -> Figure:
@@ -98,21 +92,18 @@ def _phases_by_rank(ranks: list[RankStats]) -> Figure:
         for name in dict.fromkeys(name for rank in shown for name in rank.phases_s)
     ]  # fmt: skip
     some = f", the {MAX_BARS} slowest of {len(ranks)} ranks" if len(ranks) > MAX_BARS else ""
-    totals = [f"rank {rank.rank} {duration(sum(rank.phases_s.values()))}" for rank in shown]
     return Figure(
         "phases-by-rank",
         "Phases by rank",
         f"Mean {unit} of a step{some}, with peak memory. Look for a rank with long forward and "
         "backward.",
-        f"Mean time of a step by rank: {listing(totals)}.",
         data,
-        layout(
-            barmode="stack", hovermode="closest", showlegend=False,
-            bargap=0.6 if len(shown) < 4 else 0.3,
-            margin={"l": 58, "r": 16, "t": 8, "b": 40},
-            xaxis={"title": {"text": unit, "standoff": 6}},
-            yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
-        ),
+        {
+            "barmode": "stack", "hovermode": "closest", "showlegend": False,
+            "bargap": 0.6 if len(shown) < 4 else 0.3,
+            "margin": {"l": 58, "r": 16, "t": 8, "b": 40}, "xaxis": {"title": {"text": unit}},
+            "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+        },
         span=5,
         height=max(280, 60 + 22 * len(shown)),
     )  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moesaic.facts.plan import ALL_BLOCKS, RankSpan, RankTimeline
-from moesaic.report.charts.figure import Figure, column, label, layout, phase_colour, time_unit
-from moesaic.report.prediction import Prediction
-from moesaic.report.wording import duration, listing
+from moesaic.report.charts.figure import Figure, column, label, phase_colour, time_unit
+from moesaic.report.run_stats import Prediction
+from moesaic.report.wording import duration
 
 _TALL = 0.72
 _HEIGHTS = {"computation": _TALL, "waiting": 0.08, "collectives": _TALL / 2}
@@ -44,22 +44,20 @@ def figures(prediction: Prediction) -> list[Figure]:
     lanes = [*(_predicted(rank) for rank in timeline), _measured(prediction)]
     scale, unit = time_unit(max(lane.step_s for lane in lanes))
     names = [f"{lane.name}<br><b>{duration(lane.step_s)}</b>" for lane in lanes]
-    ends = listing([f"{lane.name} {duration(lane.step_s)}" for lane in lanes])
     figure = Figure(
         "step-timeline",
         "Timeline of a step",
         "Tall bars compute, half bars communicate, thin bars wait. Compare the lengths of the "
         "predicted and the measured lane.",
-        f"Timeline of a step: {ends}.",
         _traces(lanes, scale),
-        layout(
-            barmode="overlay", hovermode="closest", bargap=0,
-            margin={"l": 116, "r": 14, "t": 34, "b": 40},
-            xaxis={"title": {"text": unit, "standoff": 6}, "rangemode": "tozero"},
-            yaxis={"tickvals": list(range(len(lanes))), "ticktext": names,
-                   "range": [len(lanes) - 0.5, -0.5], "fixedrange": True, "showgrid": False,
-                   "zeroline": False},
-        ),
+        {
+            "barmode": "overlay", "hovermode": "closest", "bargap": 0,
+            "margin": {"l": 116, "r": 14, "t": 34, "b": 40},
+            "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+            "yaxis": {"tickvals": list(range(len(lanes))), "ticktext": names,
+                      "range": [len(lanes) - 0.5, -0.5], "fixedrange": True, "showgrid": False,
+                      "zeroline": False},
+        },
         span=12,
         height=100 + 62 * len(lanes),
     )  # fmt: skip

@@ -1,0 +1,489 @@
+"""Findings of a report: what happened to which step, layer or rank, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
+from moesaic.report.run_stats import RunStats
+from moesaic.report.series import Ints, known_mean, median
+from moesaic.report.wording import (
+    count,
+    digits,
+    duration,
+    listing,
+    loss,
+    plural,
+    size,
+    step_range,
+)
+
+Severity = Literal["problem", "warning", "note"]
+
+_SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note")
+_MAX_LAYERS = 8
+"""Layers that a list of experts names."""
+_MANY_DROPS = 0.01
+"""Share of dropped assignments in the last quarter from which a note becomes a warning."""
+_MANY_SKIPS = 0.05
+"""Share of skipped steps above which a note becomes a warning."""
+_NEAR = 9
+"""Earlier steps whose median is the expected loss."""
+_SPIKE_SIGMAS = 8.0
+"""A spike exceeds the expected loss by this many robust standard deviations ..."""
+_SPIKE_RISE = 0.1
+"""... and by this share."""
+_OVERFIT_RISE = 0.01
+"""Share above the best validation loss at which the last three count as overfitting."""
+_SLOW = 2.0
+"""Multiple of the median above which a step is slow."""
+_LOST = 0.01
+"""Share of the run's time above which slow steps are reported."""
+_OFF = 0.2
+"""Relative error of the prediction above which it is reported."""
+_EVEN = 1.1
+"""Busiest rank over the mean, up to which loads count as even."""
+_FAR_OFF = 2.5
+"""Ratio of measured to predicted expert time, in either direction, that noise does not explain."""
+_FEWEST = 3
+"""Recorded steps needed for a median that ignores the first, slow one."""
+
+_COMPUTING = (
+    "That is computation, not waiting. Fewer train.micro_batches, train.recompute = false and, on "
+    'a GPU, train.precision = "bf16" shorten it, as far as memory allows.'
+)
+_PHASE_ADVICE: dict[str, tuple[Severity, str]] = {
+    "data": (
+        "warning",
+        "The ranks wait for data: put data.cache on a local disk, or shorten the documents.",
+    ),
+    "forward": ("note", _COMPUTING),
+    "backward": ("note", _COMPUTING),
+    "pipeline": ("note", "Raise train.micro_batches to shrink the pipeline bubble."),
+    "reduce": (
+        "warning",
+        "The ranks wait for gradients. Raise train.batch and train.micro_batches to reduce them "
+        "less often, and look for a slow rank under 'Phases by rank'.",
+    ),
+    "clip": ("warning", "It waits for every rank: look for a slow rank under 'Phases by rank'."),
+    "optimizer": ("note", 'Set layout.dp_shard = "all" to shard the update over the ranks.'),
+    "log": ("warning", "Raise log.loads_every, or turn off loggers you do not read."),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Event, severity and advice."""
+
+    kind: str
+    """Machine-readable name."""
+    severity: Severity
+    """problem: results or work are lost. warning: change something. note: good to know."""
+    title: str
+    """Sentence on what happened, to which layer, rank or step."""
+    text: str
+    """Numbers, and what to do: key and value."""
+
+
+def find(run: RunStats) -> list[Finding]:
+    """Return every finding of `run`, most severe first."""
+    if not len(run.steps):
+        return [_no_steps(run)]
+    findings = [finding for finder in _FINDERS if (finding := finder(run)) is not None]
+    return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
+
+
+def _no_steps(run: RunStats) -> Finding:
+    text = "The run ended before its first step. Read its terminal output for the cause."
+    if run.status == "running":
+        text = "The run is starting. Write the report again after its first step."
+    return Finding("no_steps", "note", "No step has finished yet", text)
+
+
+def _stopped(run: RunStats) -> Finding | None:
+    if run.status != "stopped":
+        return None
+    goal = f" of {run.planned_steps:,}" if run.planned_steps else ""
+    checkpoint = run.newest_checkpoint
+    text = "The log has no end event: the process was killed or crashed. "
+    if run.ended:
+        text = f"The run was {run.ended}. "
+    if checkpoint is None:
+        text += (
+            "No checkpoint was committed, so the work is lost. Find the cause in the terminal or "
+            "the scheduler's log, and set checkpoint.every for the next run."
+        )
+    else:
+        text += (
+            f"Resume from the newest checkpoint, step {checkpoint.step:,}; it repeats "
+            f"{plural(run.last_step - checkpoint.step, 'step')}."
+        )
+    return Finding("stopped", "problem", f"The run stopped at step {run.last_step:,}{goal}", text)
+
+
+def _failed_saves(run: RunStats) -> Finding | None:
+    failed = [checkpoint for checkpoint in run.checkpoints if checkpoint.state == "failed"]
+    if not failed:
+        return None
+    where = listing([f"{checkpoint.step:,}" for checkpoint in failed])
+    error = failed[-1].error or "not recorded"
+    text = f"The last error was: {error}. Check free space and permissions on that disk."
+    title = f"{plural(len(failed), 'checkpoint')} failed to write (step {where})"
+    return Finding("failed_saves", "problem", title, text)
+
+
+def _not_a_number(run: RunStats) -> Finding | None:
+    steps = run.steps
+    rows = np.flatnonzero(~np.isfinite(steps.loss) & ~(steps.skipped > 0))
+    if not len(rows):
+        return None
+    step = int(steps.step[rows[0]])
+    text = (
+        f"{len(rows):,} of {len(steps):,} steps from step {step:,} on have no finite loss, and "
+        "the weights after it are useless. Resume from an earlier checkpoint with a lower "
+        "optimizer.lr, a longer schedule.warmup or a smaller train.clip. If train.precision is "
+        '"bf16", try "fp32".'
+    )
+    title = f"The loss diverged (NaN or infinite) at step {step:,}"
+    return Finding("not_a_number", "problem", title, text)
+
+
+def _skipped(run: RunStats) -> Finding | None:
+    steps = run.steps
+    rows = np.flatnonzero(steps.skipped > 0)
+    if not len(rows):
+        return None
+    text = (
+        f"The last was step {int(steps.step[rows[-1]]):,}. Gradients overflowed fp16, the "
+        "optimizer did not run, and the loss scale halved each time; it is now "
+        f"{steps.loss_scale[-1]:g}. A few skips at the start are normal."
+    )
+    often = len(rows) > _MANY_SKIPS * len(steps)
+    if often:
+        text += (
+            ' These are too many: lower optimizer.lr, or set train.precision = "bf16" or "fp32".'
+        )
+    title = f"{plural(len(rows), 'step')} of {len(steps):,} skipped for fp16 overflow"
+    return Finding("skipped", "warning" if often else "note", title, text)
+
+
+def _spikes(run: RunStats) -> Finding | None:
+    steps = run.steps
+    if len(steps) <= _NEAR:
+        return None
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(steps.loss, _NEAR)[:-1], axis=1)
+    over = steps.loss[_NEAR:] - usual
+    # Differences measure noise even while the loss falls.
+    noise = median(np.abs(np.diff(steps.loss))) * 1.4826 / math.sqrt(2)
+    spiking = (over > _SPIKE_SIGMAS * noise) & (over > _SPIKE_RISE * np.abs(usual))
+    rows = np.flatnonzero(spiking)
+    if not len(rows):
+        return None
+    worst = int(rows[over[rows].argmax()])
+    row = worst + _NEAR
+    clip, rate = run.setting("train.clip"), run.setting("optimizer.lr")
+    text = (
+        f"It rose from {loss(float(usual[worst]))} to {loss(float(steps.loss[row]))}, with "
+        f"gradient norm {digits(float(steps.grad_norm[row]))} (median "
+        f"{digits(median(steps.grad_norm))}). One spike that recovers is harmless. If spikes "
+        f"recur, lower optimizer.lr (now {rate}), lengthen schedule.warmup, or "
+        + (f"lower train.clip (now {clip:g})." if clip else "set train.clip = 1.0.")
+    )
+    number = 1 + int((np.diff(rows) > _NEAR).sum())  # Neighbours are one spike.
+    times = "" if number == 1 else f" {number:,} times, most"
+    title = f"The loss spiked{times} at step {int(steps.step[row]):,}"
+    return Finding("loss_spikes", "warning", title, text)
+
+
+def _overfitting(run: RunStats) -> Finding | None:
+    losses = np.array([validation.loss for validation in run.validations])
+    if len(losses) < 6 or not np.isfinite(losses).all():
+        return None
+    best = int(losses.argmin())
+    rise = float(losses[-3:].min() - losses[best])
+    if rise < _OVERFIT_RISE * losses[best]:
+        return None
+    at = run.validations[best].step
+    text = (
+        f"Validation loss was {loss(float(losses[best]))} at step {at:,}. The last three are at "
+        f"least {loss(rise)} higher. Use the checkpoint nearest to step {at:,}. Train on more "
+        "data, for fewer train.steps, or with a higher optimizer.weight_decay."
+    )
+    return Finding("overfitting", "warning", f"Overfitting since step {at:,}", text)
+
+
+def _dead_experts(run: RunStats) -> Finding | None:
+    loads = run.loads
+    if loads is None or not loads.dead:
+        return None
+    first = loads.dead[0]
+    title = f"{plural(len(loads.dead), 'expert')} are dead"
+    if len(loads.dead) == 1:
+        title = f"Expert {first.expert} of layer {first.layer} is dead"
+    text = (
+        f"Under {DEAD:.0%} of an even share in {_recent(loads)}: {_by_layer(loads.dead)}. Dead "
+        f"experts take memory and hardly train. To revive them, {_spread_load(run)} If they stay "
+        "dead, use a smaller model.experts."
+    )
+    return Finding("dead_experts", "warning", title, text)
+
+
+def _hot_experts(run: RunStats) -> Finding | None:
+    loads = run.loads
+    if loads is None or not loads.hot:
+        return None
+    top = loads.hot[0]
+    hottest = f"Expert {top.expert} of layer {top.layer}"
+    title = f"{len(loads.hot):,} experts are hot" if len(loads.hot) > 1 else f"{hottest} is hot"
+    text = (
+        f"{hottest} received {digits(top.utilisation)}x its even share in {_recent(loads)}. Its "
+        f"owner rank computes longest, unless it has replicas. Over {HOT:g}x: "
+        f"{_by_layer(loads.hot)}. To spread the load, {_spread_load(run)}"
+    )
+    if run.setting("routing.capacity_factor") is None:
+        text += " Or set routing.capacity_factor to bound its work; excess tokens are then dropped."
+    return Finding("hot_experts", "warning", title, text)
+
+
+def _drops(run: RunStats) -> Finding | None:
+    steps, total = run.steps, float(np.nansum(run.steps.dropped))
+    if total <= 0:
+        return None
+    layers = (run.setting("model.layers") or 1) - (run.setting("model.dense_layers") or 0)
+    last_quarter = slice(3 * len(steps) // 4, None)
+    tokens = float(np.nansum(steps.tokens[last_quarter]))
+    assignments = max(tokens * layers * (run.setting("model.top_k") or 1), 1.0)
+    recent = float(np.nansum(steps.dropped[last_quarter])) / assignments
+    text = (
+        f"Full experts dropped {count(total)} assignments in the whole run. Raise "
+        f"routing.capacity_factor{_now(run.setting('routing.capacity_factor'))}, or spread the "
+        f"load: {_spread_load(run)}"
+    )
+    title = f"Assignments were dropped: {recent:.1%} in the last quarter of the run"
+    return Finding("drops", "warning" if recent >= _MANY_DROPS else "note", title, text)
+
+
+def _replay_mismatches(run: RunStats) -> Finding | None:
+    steps = run.steps
+    rows = np.flatnonzero(steps.num_replay_mismatches > 0)
+    if not len(rows):
+        return None
+    text = (
+        f"The router disagreed with the replayed choices "
+        f"{count(float(np.nansum(steps.num_replay_mismatches)))} times in "
+        f"{plural(len(rows), 'step')}, first at step {int(steps.step[rows[0]]):,}. The replayed "
+        "choices were used. A few come from rounding. If there are many from the first step on, "
+        "compare weights and data with the recorded run."
+    )
+    return Finding("replay_mismatches", "note", "Routing differs from the recording", text)
+
+
+def _recent(loads: Loads) -> str:
+    steps = loads.recent_steps
+    return f"{step_range(int(steps[0]), int(steps[-1]))} (the last quarter recorded)"
+
+
+def _by_layer(extremes: Sequence[Extreme]) -> str:
+    layers: dict[int, list[str]] = {}
+    for extreme in sorted(extremes):
+        layers.setdefault(extreme.layer, []).append(str(extreme.expert))
+    texts = [f"layer {layer}: {listing(experts)}" for layer, experts in layers.items()]
+    more = "; ..." if len(texts) > _MAX_LAYERS else ""
+    return "; ".join(texts[:_MAX_LAYERS]) + more
+
+
+def _spread_load(run: RunStats) -> str:
+    """Return the setting that evens out the load, as the end of a sentence."""
+    by_bias = run.setting("model.family") == "deepseek_v3"
+    key = "routing.bias_update_rate" if by_bias else "routing.balance_loss"
+    value = run.setting(key)
+    return f"raise {key}{_now(value)} by a factor of 2 to 10." if value else f"set {key} = 0.01."
+
+
+def _now(value: object) -> str:
+    return f" (now {value:g})" if isinstance(value, (int, float)) else ""
+
+
+def _slow_steps(run: RunStats) -> Finding | None:
+    steps = run.steps
+    starts = [launch.step + 1 for launch in run.launches]
+    warm = ~np.isin(steps.step, starts) & np.isfinite(steps.step_s)
+    if warm.sum() < 8:
+        return None
+    usual_s = float(np.median(steps.step_s[warm]))
+    rows = np.flatnonzero(warm & (steps.step_s > _SLOW * usual_s))
+    lost_s = float((steps.step_s[rows] - usual_s).sum())
+    if not len(rows) or lost_s < _LOST * float(steps.step_s[warm].sum()):
+        return None
+    worst = int(rows[steps.step_s[rows].argmax()])
+    text = (
+        f"They cost {duration(lost_s)} in total. The longest, step {int(steps.step[worst]):,}, "
+        f"took {duration(float(steps.step_s[worst]))}; the median is {duration(usual_s)}. "
+        f"{_cause(run, rows)}"
+    )
+    title = f"{plural(len(rows), 'step')} took over {_SLOW:g}x the median"
+    return Finding("slow_steps", "warning", title, text)
+
+
+def _cause(run: RunStats, rows: Ints) -> str:
+    """Return a sentence on what most of the slow steps coincide with, or on their phase."""
+    steps = run.steps.step[rows]
+    for noun, key, events in (
+        ("checkpoint", "checkpoint.every", run.checkpoints),
+        ("validation pass", "train.validate_every", run.validations),
+    ):
+        at = [event.step for event in events]
+        if np.mean(np.isin(steps, at) | np.isin(steps - 1, at)) > 0.5:
+            return f"Most come at or just after a {noun}: raise {key}."
+    excess_s = {
+        name: float(np.nansum(seconds[rows] - np.nanmedian(seconds)))
+        for name, seconds in run.steps.phases.items()
+    }
+    phase = max(excess_s, key=lambda name: excess_s[name], default="step")
+    return (
+        f"Steps {listing([f'{step:,.0f}' for step in steps])} were slow, mostly in '{phase}': look "
+        "for other work on the machine at those times."
+    )
+
+
+def _slowest_phase(run: RunStats) -> Finding | None:
+    """Report the longest phase on rank 0; the first step is warmup and does not count."""
+    steps = run.steps
+    later = slice(min(1, len(steps) - 1), None)
+    totals = {name: float(np.nansum(seconds[later])) for name, seconds in steps.phases.items()}
+    whole_s = sum(totals.values())
+    if whole_s <= 0:
+        return None
+    name = max(totals, key=lambda phase: totals[phase])
+    severity, advice = _PHASE_ADVICE.get(name, ("note", "See 'Time by phase' for when it grew."))
+    text = (
+        f"It takes {duration(totals[name] / len(steps.step[later]))} of a step on rank 0, at "
+        f"{count(median(steps.tokens_per_s))} {run.unit} a second. {advice}"
+    )
+    title = f"'{name}' is the slowest phase: {totals[name] / whole_s:.0%} of a step"
+    return Finding("slowest_phase", severity, title, text)
+
+
+def _wrong_prediction(run: RunStats) -> Finding | None:
+    if run.prediction is None or abs(run.prediction.ratio - 1) <= _OFF:
+        return None
+    predicted, measured = run.prediction.predicted, run.prediction.measured
+    text = (
+        f"Measured {duration(measured.step_s)}, predicted {duration(predicted.step_s)} for cluster "
+        f"'{predicted.cluster}'. Run `moesaic probe` while the machines are idle and plan again. "
+        "Check that nothing else ran on them."
+    )
+    title = f"A step took {digits(run.prediction.ratio)}x the predicted time"
+    return Finding("prediction", "note", title, text)
+
+
+# Balance. The saving of replicas is predicted, because no step runs twice. Their cost, waiting and
+# planning, is measured.
+
+
+def _replicas(run: RunStats) -> Finding | None:
+    made, stats = known_mean(run.steps.replicas), run.balance
+    if np.isnan(made):
+        return None
+    before = known_mean(run.steps.imbalance_before)
+    if made == 0:
+        return _no_replicas(before)
+    text = (
+        f"{digits(made)} replicas a step. In the least even layer the busiest rank had "
+        f"{digits(before)} times the mean without replicas and "
+        f"{digits(known_mean(run.steps.imbalance_after))} with them."
+    )
+    if stats is None or not stats.mean("predicted_unbalanced_s") > 0:
+        title = "Replicas were made; no record shows their saving"
+        text += " Lower log.loads_every to record the layers."
+        return Finding("replicas_unknown", "note", title, text)
+    mismatch = _price_mismatch(stats)
+    if mismatch:
+        title = f"Balance prices do not match this machine: {mismatch}"
+        text += (
+            " Replicas have no verdict by such prices. Remove balance.prices and "
+            "balance.measure_prices, and plan with `moesaic probe` of an idle machine."
+        )
+        return Finding("replicas_unknown", "warning", title, text)
+    return _judge_replicas(stats, text)
+
+
+def _no_replicas(before: float) -> Finding:
+    text = f"In the least even layer the busiest rank had {digits(before)} times the mean."
+    title = "Loads were even: no replicas were needed"
+    if before > _EVEN:
+        title = "No replicas were made"
+        text += (
+            " None would pay by balance.prices, within balance.max_replicas and with at least "
+            "balance.min_replica_tokens tokens each."
+        )
+    return Finding("no_replicas", "note", title, text)
+
+
+def _price_mismatch(stats: BalanceStats) -> str:
+    """Return how prices are wrong; empty if nothing shows that they are."""
+    measured_s = float(np.median(stats.by_step["forward_s"] + stats.by_step["backward_s"]))
+    predicted_s = float(np.median(stats.by_step["predicted_experts_s"]))
+    comparable = len(stats.steps) >= _FEWEST and measured_s > 0 and predicted_s > 0
+    if not comparable or 1 / _FAR_OFF <= measured_s / predicted_s <= _FAR_OFF:
+        return ""
+    return f"experts took {duration(measured_s)} on rank 0, predicted {duration(predicted_s)}"
+
+
+def _judge_replicas(stats: BalanceStats, text: str) -> Finding:
+    """Compare the predicted saving with the measured cost.
+
+    No record says how much of the planning overlaps other work, so all of it counts.
+    """
+    with_s, without_s = stats.mean("predicted_s"), stats.mean("predicted_unbalanced_s")
+    saved_s, cost_s = without_s - with_s, stats.mean("planning_s")
+    waited_s = stats.mean("replica_wait_s", "gradient_wait_s")
+    waiting = "Waiting for replicas is not measured on this device"
+    if np.isfinite(waited_s):
+        saved_s += stats.mean("predicted_exposed_s")
+        cost_s += waited_s
+        waiting = f"Sending and waiting for replicas took {duration(waited_s)}"
+    text += (
+        f" Predicted: {duration(with_s)} a step with replicas, {duration(without_s)} without. "
+        f"{waiting}, planning {duration(stats.mean('planning_s'))}."
+    )
+    if with_s < without_s and cost_s <= saved_s:
+        share = digits(with_s / without_s)
+        title = f"Replicas paid: expert layers take a predicted {share} of the time without them"
+        return Finding("replicas_paid", "note", title, text)
+    title = (
+        f"Replicas did not pay: they cost {duration(cost_s)} a step, the predicted saving is "
+        f"{duration(max(saved_s, 0.0))}"
+    )
+    return Finding("replicas_did_not_pay", "warning", title, f'{text} Set balance.policy = "none".')
+
+
+def _migrated(run: RunStats) -> Finding | None:
+    migrations = run.migrations
+    if not migrations:
+        return None
+    before, after = (
+        digits(float(np.mean([getattr(one, f"imbalance_{when}") for one in migrations])))
+        for when in ("before", "after")
+    )
+    experts = plural(sum(one.experts for one in migrations), "expert")
+    layers = plural(len({one.layer for one in migrations}), "layer")
+    times = plural(len({one.step for one in migrations}), "time")
+    text = (
+        f"They moved {size(sum(one.bytes for one in migrations))}. In the layers that changed, the "
+        f"busiest rank had {before} times the mean, and {after} with the new owner ranks."
+    )
+    title = f"{experts} migrated to another rank ({layers}, {times})"
+    return Finding("migrated", "note", title, text)
+
+
+_FINDERS: tuple[Callable[[RunStats], Finding | None], ...] = (
+    _not_a_number, _stopped, _failed_saves, _dead_experts, _hot_experts, _drops, _replay_mismatches,
+    _spikes, _skipped, _overfitting, _slow_steps, _replicas, _migrated, _wrong_prediction,
+    _slowest_phase,
+)  # fmt: skip
