@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.on_ranks import plan_of
 from benchmarks.training import olmoe
-from moesaic.dist.shm_all_to_all import SHARED_MEMORY
 from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceProblem
 from moesaic.facts.job import BalanceConfig, Job, Prices
@@ -24,7 +23,6 @@ from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
-from moesaic.policy import dispatch
 from moesaic.policy.balance import (
     LayerBalancer,
     MigrationCosts,
@@ -34,6 +32,7 @@ from moesaic.policy.balance import (
     layer_problem,
     plan_migration,
 )
+from moesaic.policy.plan import dispatch
 from moesaic.train import balancing
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
@@ -187,10 +186,7 @@ def _problem(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Bal
 
 
 def prices_of(world: World, work: Work) -> Prices:
-    """Return the default prices on one host, and measured ones over a link."""
-    moe, job, plan = moe_of(world, work, PLAIN)
-    carrier = moe.dispatcher.groups.replica_transport
-    assert carrier is not None
-    if carrier.name == SHARED_MEMORY:
-        return default_prices(job, plan, [RankDevice("here", "cpu", 1)] * RANKS)
-    return balancing.measure_prices(moe, None, world)
+    """Return the default prices of one host, or of a host for each rank."""
+    _, job, plan = moe_of(world, work, PLAIN)
+    hosts = [str(rank) if work.apart else "here" for rank in range(RANKS)]
+    return default_prices(job, plan, [RankDevice(host, "cpu", 1) for host in hosts])

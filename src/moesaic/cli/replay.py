@@ -59,11 +59,6 @@ class ReplayConfig(YardstickConfig):
 
     @model_validator(mode="after")
     def _check_replayable(self) -> ReplayConfig:
-        if self.measure_prices:
-            raise ValueError(
-                "measure_prices = true, but a replay has no ranks to measure: remove it, or set "
-                "prices"
-            )
         if self.migrate_every:
             raise ValueError(
                 f"migrate_every = {self.migrate_every}, but a replay keeps experts on their first "

@@ -365,7 +365,6 @@ def test_errors_quote_flags_as_typed(
         ([], "RUN is missing"),
         (["nowhere"], "there is no run directory 'nowhere'"),
         (["RUN", "--policy", "auto"], 'policy = "auto" is not known'),
-        (["RUN", "--set", "measure_prices=true"], "a replay has no ranks to measure"),
         (["RUN", "--set", "migrate_every=5"], "a replay keeps experts on their first owner ranks"),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
         (["EMPTY", *SET], "has no loads by rank"),

@@ -307,30 +307,26 @@ PRICES = (
         (['balance.policy="none"', "balance.max_replicas=1", "balance.prefetch=true"],
          ['max_replicas has no effect: balance.policy = "none"',
           'prefetch has no effect: balance.policy = "none"']),
-        ([PRICES % "true", "balance.measure_prices=true"],
-         ["measure_prices has no effect: balance.prices is set"]),
         ([PRICES % "false"],
          ["prices.cpu_s_per_byte has no effect: balance.prices.overlaps = false"]),
-        (["balance.max_replicas=1", "balance.measure_prices=true"], []),
+        (["balance.max_replicas=1"], []),
         (["balance.as_published=true"], ['as_published has no effect: balance.policy = "quota"']),
         (['balance.policy="eplb"', "balance.as_published=true"], []),
         *((([f'balance.policy="{policy}"', "balance.min_replica_tokens=8"],
             [f'min_replica_tokens has no effect: balance.policy = "{policy}"']))
           for policy in ("eplb", "pro-prophet", "faster-moe")),
         (["balance.min_replica_tokens=8"], []),
-        (['balance.policy="none"', "balance.replan_every=4", "balance.measure_prices=true"],
-         ['measure_prices has no effect: balance.policy = "none"',
-          'replan_every has no effect: balance.policy = "none"']),
-        (['balance.policy="none"', "balance.measure_prices=true", "balance.migrate_every=5"], []),
+        (['balance.policy="none"', "balance.replan_every=4"],
+         ['replan_every has no effect: balance.policy = "none"']),
+        ([PRICES % "true", 'balance.policy="none"', "balance.migrate_every=5"], []),
         ([PRICES % "true", 'balance.policy="none"'],
          ['prices has no effect: balance.policy = "none"']),
         *(([f'balance.policy="{policy}"', "balance.prefetch=true"],
            [f'prefetch has no effect: balance.policy = "{policy}" always prefetches'])
           for policy in ("eplb", "pro-prophet")),
         (['balance.policy="quota"', "balance.prefetch=true"], []),
-        (["balance.max_replicas=0", "balance.max_replicas_sent=2", "balance.measure_prices=true"],
-         ["max_replicas_sent has no effect: balance.max_replicas = 0",
-          "measure_prices has no effect: balance.max_replicas = 0"]),
+        (["balance.max_replicas=0", "balance.max_replicas_sent=2"],
+         ["max_replicas_sent has no effect: balance.max_replicas = 0"]),
     ],
 )  # fmt: skip
 def test_ineffective_balance_settings_are_reported(sets: list[str], sentences: list[str]) -> None:
@@ -342,7 +338,7 @@ def test_ineffective_balance_settings_are_reported(sets: list[str], sentences: l
 def test_balance_settings_are_ineffective_without_expert_parallelism() -> None:
     given = {
         "policy": '"eplb"', "as_published": "true", "max_replicas": "1", "prefetch": "true",
-        "measure_prices": "true", "migrate_every": "5",
+        "migrate_every": "5",
     }  # fmt: skip
     message = job(
         *(f"balance.{key}={value}" for key, value in given.items())

@@ -104,11 +104,6 @@ class BalanceConfig(Section):
     """Costs that policies assume. Unset: those of the plan, which `moesaic plan` derives from the
     cluster's file. Without a plan: typical values of such devices, with 1 Gbit/s between hosts. Set
     them where `moesaic probe` has measured the machine and there is no plan."""
-    measure_prices: bool = False
-    """Measure the prices when a run starts, if neither job nor plan has them. Set it on unusual
-    machines if two runs may decide differently. The run's plan and checkpoints keep the measured
-    prices."""
-
     migrate_every: int = Field(default=0, ge=0)
     """Steps between permanent migrations of experts to other ranks, with their optimizer moments;
     0: never. Set it (to 100, for example) where the same experts stay busy for hundreds of steps.
@@ -160,7 +155,7 @@ class BalanceConfig(Section):
         if not self.uses_replicas:
             reason = policy if self.policy == "none" else "balance.max_replicas = 0"
             unused = given & _REPLICA_KEYS - ({"max_replicas"} if self.policy != "none" else set())
-            unused |= set() if self.migrate_every else given & {"prices", "measure_prices"}
+            unused |= set() if self.migrate_every else given & {"prices"}
             return [f"balance.{key} has no effect: {reason}" for key in sorted(unused)]
         if not self._limits_replica_tokens and "min_replica_tokens" in given:
             sentences.append(f"balance.min_replica_tokens has no effect: {policy}")
@@ -168,13 +163,10 @@ class BalanceConfig(Section):
             sentences.append(f"balance.prefetch has no effect: {policy} always prefetches")
         if self.as_published and self.has_cost_check:
             sentences.append(f"balance.as_published has no effect: {policy}")
-        if self.prices is not None:
-            if self.measure_prices:
-                sentences.append("balance.measure_prices has no effect: balance.prices is set")
-            if self.prices.cpu_s_per_byte and not self.prices.overlaps:
-                sentences.append(
-                    "balance.prices.cpu_s_per_byte has no effect: balance.prices.overlaps = false"
-                )
+        if self.prices is not None and self.prices.cpu_s_per_byte and not self.prices.overlaps:
+            sentences.append(
+                "balance.prices.cpu_s_per_byte has no effect: balance.prices.overlaps = false"
+            )
         return sentences
 
     def ineffective_settings_without_ep(self, reason: str) -> list[str]:

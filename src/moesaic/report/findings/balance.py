@@ -123,11 +123,6 @@ def _fix_prices(run: RunStats) -> str:
     """Say how to correct the prices, by their source."""
     if run.setting("balance.prices") is not None:
         return "Remove balance.prices, or correct it with `moesaic probe` on an idle machine."
-    if run.setting("balance.measure_prices"):
-        return (
-            "balance.measure_prices timed the start of the run: caches were cold, or the machine "
-            "was busy. Remove it, or set balance.prices from the times of a step."
-        )
     return "Set balance.prices, or plan with the result of `moesaic probe` on an idle machine."
 
 
@@ -155,6 +150,5 @@ def _judge(run: RunStats, stats: BalanceStats, text: str) -> Finding:
             f"Replicas may not have paid: {costs} cost {duration(cost_s)} a step, the predicted "
             f"saving is {duration(saved_s)}"
         )
-        if not run.setting("balance.measure_prices"):
-            action += ", or measure prices: balance.measure_prices = true, without balance.prices"
+        action += ", or plan with the result of `moesaic probe`"
     return Finding("replicas_did_not_pay", "warning", title, f"{text} {action}.")
