@@ -26,7 +26,7 @@ from moesaic.facts.cluster import (
 )
 from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
-from moesaic.facts.plan import WARMUP_STEPS, Plan, check_plan, placement_mismatch, round_digits
+from moesaic.facts.plan import Plan, check_plan, placement_mismatch, round_digits
 
 if TYPE_CHECKING:
     from moesaic.policy.cost.calibrate import Factors, Observation
@@ -140,6 +140,7 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunStats:
     """Return the run at `path`; raise UserError if the factors cannot be fitted to it."""
     from moesaic.policy.plan.mapping import assign_places
     from moesaic.report import RunStats
+    from moesaic.report.prediction import WARMUP_STEPS
 
     run = RunStats.read(path)
     if run.prediction is None:

@@ -14,9 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
+import torch
+
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
+from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
 from moesaic.facts.plan import describe_plan
 from moesaic.kernels import device as devices
@@ -25,7 +28,6 @@ from moesaic.train import loss_scale
 from moesaic.train.assemble import DTYPES
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob, AnyRun, Data, J, JobKind
-from moesaic.train.prediction_check import PredictionCheck, max_peak_bytes
 from moesaic.train.record import RunRecord
 from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.topology import describe_ranks
@@ -236,7 +238,6 @@ class _Session(Generic[J]):
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.write_event,
         )  # fmt: skip
         run.phase_hook = self._on_phase
-        self.prediction_check = PredictionCheck(run.plan, kind.units_per_step(job), world)
         self.figures: dict[str, Any] = {}
 
     def train(self, origin: str | None) -> dict[str, Any]:
@@ -265,10 +266,7 @@ class _Session(Generic[J]):
         self._validate()
         self._save()
         self.saver.wait()
-        peak_bytes = max_peak_bytes(self.world)
-        comparison = self.prediction_check.compare(peak_bytes)
-        if comparison is not None:
-            self.record.write_event("prediction", step=self.run.counters["step"], **comparison)
+        peak_bytes = _max_peak_bytes(self.world)
         self.world.barrier()  # The rank that serves the store must not leave before the others.
         self.progress.done()
         seconds = time.perf_counter() - began
@@ -320,7 +318,6 @@ class _Session(Generic[J]):
             separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
-        self.prediction_check.add_step(step_s, stats.phases)
         self.figures = {**self.figures, **self.record.write_step(stats, step_s)}
         self.figures["step"] = stats.step
         self.progress.step(self.figures)
@@ -359,6 +356,12 @@ class _Session(Generic[J]):
             "data": self.data.digest,
         }  # fmt: skip
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
+
+
+def _max_peak_bytes(world: World) -> int:
+    """Return the peak memory of the rank that used most so far; every rank must call this."""
+    peak = torch.tensor([devices.peak_bytes(world.device)], device=world.device)
+    return int(all_gather(peak, world.group).max())
 
 
 def collective_timeout(job: AnyJob) -> timedelta:

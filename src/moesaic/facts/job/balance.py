@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -25,6 +26,11 @@ _REPLICA_KEYS = {
     "max_replicas", "max_replicas_sent", "min_replica_tokens", "prefetch", "as_published",
     "replan_every", "replan_drift",
 }  # fmt: skip
+
+
+def no_effect(table: str, names: Iterable[str], reason: str) -> list[str]:
+    """Return one sentence for each setting of `table` that has no effect for `reason`."""
+    return [f"{table}.{name} has no effect: {reason}" for name in sorted(names)]
 
 
 class Prices(Section):
@@ -149,37 +155,19 @@ class BalanceConfig(Section):
         return self
 
     def ineffective_settings(self) -> list[str]:
-        """Return one sentence for each setting that was given and has no effect."""
-        given, sentences = self.model_fields_set, list[str]()
-        policy = f'balance.policy = "{self.policy}"'
-        if not self.uses_replicas:
-            reason = policy if self.policy == "none" else "balance.max_replicas = 0"
-            unused = given & _REPLICA_KEYS - ({"max_replicas"} if self.policy != "none" else set())
-            unused |= set() if self.migrate_every else given & {"prices"}
-            return [f"balance.{key} has no effect: {reason}" for key in sorted(unused)]
-        if not self._limits_replica_tokens and "min_replica_tokens" in given:
-            sentences.append(f"balance.min_replica_tokens has no effect: {policy}")
-        if self.policy in PAST_LOAD_POLICIES and self.prefetch:
-            sentences.append(f"balance.prefetch has no effect: {policy} always prefetches")
-        if self.as_published and self.has_cost_check:
-            sentences.append(f"balance.as_published has no effect: {policy}")
-        if self.prices is not None and self.prices.cpu_s_per_byte and not self.prices.overlaps:
-            sentences.append(
-                "balance.prices.cpu_s_per_byte has no effect: balance.prices.overlaps = false"
-            )
-        return sentences
-
-    def ineffective_settings_without_ep(self, reason: str) -> list[str]:
-        """Return these sentences for a job that balances nothing, for `reason`.
-
-        All given settings are listed, except values that change nothing and policy "none"."""
-        return [
-            f"balance.{key} has no effect: {reason}"
-            for key in type(self).model_fields
-            if key in self.model_fields_set
-            and getattr(self, key) != type(self).model_fields[key].default
-            and not (key == "policy" and self.policy == "none")
-        ]
+        """Return one sentence for each setting that is not a default and has no effect."""
+        given, policy = self.non_default_fields, f'balance.policy = "{self.policy}"'
+        if self.policy == "none":
+            unused = _REPLICA_KEYS if self.migrate_every else {*_REPLICA_KEYS, "prices"}
+            return no_effect("balance", given & unused, policy)
+        if self.max_replicas == 0:
+            unused = _REPLICA_KEYS - {"max_replicas"}
+            unused |= set() if self.migrate_every else {"prices"}
+            return no_effect("balance", given & unused, "balance.max_replicas = 0")
+        unused = {"as_published"} if self.has_cost_check else set()
+        unused |= set() if self._limits_replica_tokens else {"min_replica_tokens"}
+        unused |= {"prefetch"} if self.policy in PAST_LOAD_POLICIES else set()
+        return no_effect("balance", given & unused, policy)
 
     @property
     def uses_replicas(self) -> bool:
