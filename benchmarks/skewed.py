@@ -134,9 +134,9 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
     plan = plan_of(job, world)
     if work.apart:  # The default dispatch method between hosts.
-        plan = dispatch.default_dispatch(
-            plan, [str(rank) for rank in range(RANKS)], work.skew.top_k
-        )
+        hosts = [str(rank) for rank in range(RANKS)]
+        facts = dispatch.DispatchFacts(plan.ep_groups(), hosts, work.skew.top_k)
+        plan = plan.model_copy(update=dispatch.default_dispatch(facts)._asdict())
     ranks = make_dispatch_ranks(plan, world, replicas=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
     if name == MOVED:

@@ -228,7 +228,6 @@ def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -
         (["--cluster", "new.toml"], ", but it has 'A better CPU'; give the cluster as it was"),
         (["--out", "copy.toml"], "--out 'copy.toml' already exists"),
         (["run"], "RUN 'run' is given twice: give it once"),
-        (["copy"], "RUN 'copy' is given twice, also as 'run': give it once"),
     ):
         capfd.readouterr()
         assert main([*line, *flags]) == 2

@@ -218,6 +218,14 @@ def suggest_choice(value: str, words: Sequence[str], expected: str) -> str:
     return f"did you mean {show(near[0])} (it takes {expected})?" if near else f"give {expected}"
 
 
+def check_choice(where: str, value: object, words: Sequence[str]) -> str:
+    """Return `value` if it is one of `words`; raise ConfigError that starts with `where` if not."""
+    if not isinstance(value, str) or value not in words:
+        remedy = suggest_choice(str(value), words, join_words([show(word) for word in words]))
+        raise ConfigError(f"{where} = {show(value)} is not known: {remedy}")
+    return value
+
+
 def join_words(words: Sequence[str], last: str = "or") -> str:
     """Join words: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

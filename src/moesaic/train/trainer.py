@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol
 import torch
 
 from moesaic.base import keys
+from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
 from moesaic.dist.collectives import all_gather
@@ -79,7 +80,8 @@ def _train(
     progress: Progress,
     kind: JobKind[J],
 ) -> dict[str, Any]:
-    job, plan = loaded.job, kind.plan(loaded, world)
+    decisions: list[Decision[Any, Any]] = []
+    job, plan = loaded.job, kind.plan(loaded, world, decisions)
     data = kind.open_data(job, world, progress.message)
     checkpoint = None
     if resume is not None:
@@ -94,7 +96,7 @@ def _train(
         stack.enter_context(session)
         if world.size > 1:
             progress.message(f"plan: {describe_plan(run.plan)}")
-        return session.train(None if checkpoint is None else str(checkpoint.path))
+        return session.train(None if checkpoint is None else str(checkpoint.path), decisions)
 
 
 def _open_checkpoint(
@@ -240,11 +242,11 @@ class _Session(Generic[J]):
         run.phase_hook = self._on_phase
         self.figures: dict[str, Any] = {}
 
-    def train(self, origin: str | None) -> dict[str, Any]:
+    def train(self, origin: str | None, decisions: list[Decision[Any, Any]]) -> dict[str, Any]:
         """Take steps until the job is done; return the last figures."""
         train, began = self.job.train, time.perf_counter()
         first_done = self.run.counters["step"]
-        self._write_run_start(origin)
+        self._write_run_start(origin, decisions)
         for line in self.kind.describe(self.run):
             self.progress.message(line)
         if train.precision in LOW_PRECISION and self.world.device.type == "cpu":
@@ -300,12 +302,18 @@ class _Session(Generic[J]):
             if kind is None:
                 raise
 
-    def _write_run_start(self, origin: str | None) -> None:
+    def _write_run_start(self, origin: str | None, decisions: list[Decision[Any, Any]]) -> None:
         self.record.write_event(
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             plan=self.run.plan.decisions(), rank_hosts=describe_ranks(self.world),
-            unit=self.kind.unit,
+            unit=self.kind.unit, decisions=[
+                {
+                    "facts": one.facts._asdict(), "outcome": one.outcome._asdict(),
+                    "seconds": one.seconds,
+                }
+                for one in decisions
+            ],
             **{f"{self.kind.unit}_per_step": self.kind.units_per_step(self.job)},
             **self.kind.start_fields(self.run),
         )  # fmt: skip

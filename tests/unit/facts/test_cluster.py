@@ -375,11 +375,6 @@ def test_wildcard_matches_any_text(end: str, matched: list[str]) -> None:
     assert list(made.hosts_of_end[end]) == matched
 
 
-def test_many_wildcards_are_fast() -> None:
-    with pytest.raises(ConfigError, match="no host has the name"):
-        cluster([host("a" * 200)], [link("*a" * 40 + "*b", "*")])
-
-
 def test_copy_recomputes_cached_properties() -> None:
     made = cluster([host("a"), host("b"), host("c")], [link("*", "*"), link("b", "c", 1)])
     fewer = made.model_copy(update={"hosts": made.hosts[:2], "links": made.links[:1]})
@@ -451,27 +446,6 @@ def test_calibration_is_replaced_in_a_handwritten_file(text: str) -> None:
         assert line in written.splitlines()
     assert written.count("[calibration]") == 1
     assert "X" not in written
-    assert replace_calibration(written, calibration, "here.toml") == written
-    windows = replace_calibration(text.replace("\n", "\r\n"), calibration, "here.toml")
-    assert tomllib.loads(windows) == tomllib.loads(written)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        HANDWRITTEN.rstrip(), f"{HANDWRITTEN}\n \n\n", f"{HANDWRITTEN}  ",
-        HANDWRITTEN.replace("\n", "\r\n"), f"\ufeff{HANDWRITTEN}",
-        f"{HANDWRITTEN}# Of a line within one:\u2028[calibration]\n",
-    ],
-)  # fmt: skip
-def test_calibration_keeps_every_byte_of_a_handwritten_file(text: str) -> None:
-    calibration = Calibration(runs=1, devices=["C"], matmul=1.0, elementwise=1.5, collectives=1.0)
-    written = replace_calibration(text, calibration, "here.toml")
-    assert written.startswith(text)
-    assert (
-        resolve_cluster(tomllib.loads(written.lstrip("\ufeff")), "here.toml").calibration
-        == calibration
-    )
     assert replace_calibration(written, calibration, "here.toml") == written
 
 

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from moesaic.base import keys
 from moesaic.base.config import Section
-from moesaic.base.errors import ConfigError
 from moesaic.facts.job.balance import BalanceConfig, no_effect
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
@@ -141,6 +140,31 @@ class Job(Section):
 
         With a plan, `layout_keys` are the layout settings to check: the plan may override the
         others."""
+        found = []
+        for applies, table, names, reason in self._unused_settings():
+            given = getattr(self, table).non_default_fields
+            if table == "layout" and layout_keys is not None:
+                given = layout_keys
+            found += no_effect(table, given & names, reason) if applies else []
+        if self.layout.ep > 1:
+            found += self.balance.ineffective_settings()
+        if self.finetune is not None and self.finetune.method == "lora":
+            targets, available = set(self.finetune.targets), _available_targets(self.model)
+            if targets - available:
+                found.append(
+                    f"finetune.targets names {keys.join_words(sorted(targets - available), 'and')},"
+                    f" which the model lacks: set it to {keys.show(sorted(targets & available))}"
+                )
+        if self.checkpoint.every > self.train.steps:
+            found.append(
+                f"checkpoint.every = {self.checkpoint.every} is more than train.steps = "
+                f"{self.train.steps}: the run saves only at the end"
+            )
+        return found
+
+    def _unused_settings(self) -> list[tuple[bool, str, AbstractSet[str], str]]:
+        """Return for each reason if it applies, a table, its settings without effect, and the
+        reason."""
         model, layout, finetune = self.model, self.layout, self.finetune
         dense, has_validation = not model.experts, self.data.validation_path is not None
         has_validation |= self.data.validation_share > 0
@@ -179,27 +203,7 @@ class Job(Section):
                 ),
                 (full, "finetune", {"targets", "rank", "alpha"}, 'finetune.method = "full"'),
             ]  # fmt: skip
-        found = []
-        for applies, table, names, reason in unused:
-            given = getattr(self, table).non_default_fields
-            if table == "layout" and layout_keys is not None:
-                given = layout_keys
-            found += no_effect(table, given & names, reason) if applies else []
-        if layout.ep > 1:
-            found += self.balance.ineffective_settings()
-        if finetune is not None and finetune.method == "lora":
-            targets, available = set(finetune.targets), _available_targets(model)
-            if targets - available:
-                found.append(
-                    f"finetune.targets names {keys.join_words(sorted(targets - available), 'and')},"
-                    f" which the model lacks: set it to {keys.show(sorted(targets & available))}"
-                )
-        if self.checkpoint.every > self.train.steps:
-            found.append(
-                f"checkpoint.every = {self.checkpoint.every} is more than train.steps = "
-                f"{self.train.steps}: the run saves only at the end"
-            )
-        return found
+        return unused
 
 
 def _available_targets(model: ModelConfig) -> set[str]:
@@ -218,9 +222,5 @@ def fill_preset(raw: dict[str, Any], origin: str) -> dict[str, Any]:
     if not isinstance(model, dict) or "preset" not in model:
         return raw
     chosen = dict(model)
-    name = chosen.pop("preset")
-    if not isinstance(name, str) or name not in PRESETS:
-        known = keys.join_words([keys.show(preset) for preset in PRESETS])
-        remedy = keys.suggest_choice(str(name), list(PRESETS), known)
-        raise ConfigError(f"{origin}: model.preset = {keys.show(name)} is not known: {remedy}")
+    name = keys.check_choice(f"{origin}: model.preset", chosen.pop("preset"), list(PRESETS))
     return {**raw, "model": {**PRESETS[name], **chosen}}
