@@ -92,14 +92,9 @@ def read_text(path: Path) -> str:
     """Return the text of a TOML file."""
     try:
         return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file '{path}': give the path of a TOML file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"'{path}' is a directory: give the path of a TOML file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"'{path}' is not UTF-8 text: give a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be read ({error.strerror}): give a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"'{path}' cannot be read ({reason}): give a TOML file") from None
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:
@@ -119,8 +114,6 @@ def read_json(path: Path, origin: str, remedy: str) -> dict[str, Any]:
         raw = json.loads(
             path.read_text(encoding="utf-8-sig"), object_pairs_hook=_reject_duplicate_keys
         )
-    except FileNotFoundError:
-        raise ConfigError(f"{origin}: there is no such file: {remedy}") from None
     except OSError as error:
         raise ConfigError(f"{origin} cannot be read ({error.strerror}): {remedy}") from None
     except KeyError as error:

@@ -188,12 +188,12 @@ def test_set_below_a_value_is_rejected() -> None:
 
 def test_unusable_file_is_explained(tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
-    with pytest.raises(ConfigError, match=r"there is no file '.*bad.toml'"):
+    with pytest.raises(ConfigError, match=r"bad.toml' cannot be read \(No such file"):
         read_toml(bad)
-    with pytest.raises(ConfigError, match="is a directory"):
+    with pytest.raises(ConfigError, match="Is a directory"):
         read_toml(tmp_path)
     bad.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
         read_toml(bad)
     bad.write_text("a = 1\na = 2\n")
     with pytest.raises(

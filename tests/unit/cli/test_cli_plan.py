@@ -504,7 +504,7 @@ def test_memory_is_compared_with_each_ranks_device(
     [
         ("plan", "JOB.toml is missing"),
         ("plan job.toml", "--cluster is missing"),
-        ("plan job.toml --cluster no.toml", "there is no file 'no.toml'"),
+        ("plan job.toml --cluster no.toml", "'no.toml' cannot be read (No such file"),
         ("plan job.toml --cluster cluster.toml --nproc 64", "error: cluster.toml: cluster"),
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "ep = 3 does not divide"),
         (

@@ -132,9 +132,6 @@ def test_a_file_of_another_program_is_kept(place: Path) -> None:
     [
         ("--out disk", "--out 'disk' is a directory: name a file, such as disk/cluster.toml"),
         ("--out there.toml", "--out 'there.toml' already exists: remove it, or name another file"),
-        ("--out no/where.toml", "--out 'no/where.toml' is in a directory that does not exist: "
-         "create it first"),
-        ("--nproc 0", "--nproc 0: give a number from 1"),
         ("--set disks=['nowhere']", "disks = 'nowhere' is not a directory; name one on the disk to "
          "measure"),
         ("--set device=gpu", "device = 'gpu' is not a device; use auto, cpu or cuda"),

@@ -153,7 +153,9 @@ def test_invalid_workload_is_rejected(raw: Any, message: str) -> None:
 
 
 def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such file: give a file that `moesaic tra"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read \(No such file.*: give a file that `moesaic tra"
+    ):
         load_traced(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_traced(tmp_path)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
-from moesaic.base.keys import join_words, show
 
 Policy = Literal["none", "quota", "pro-prophet", "eplb", "faster-moe"]
 """Policies of a training job. A policy decides which experts have replicas in a step."""
@@ -16,11 +15,31 @@ Policy = Literal["none", "quota", "pro-prophet", "eplb", "faster-moe"]
 Yardstick = Literal["best", "llep", "lp", "top-k-broadcast"]
 """Policies for comparison in `moesaic replay`; training does not accept them."""
 
-PAST_LOAD_POLICIES: tuple[Policy, ...] = ("pro-prophet", "eplb")
-"""Policies that always place replicas by the loads of earlier micro-batches."""
 
-_COST_CHECKED_POLICIES = ("none", "quota")
-"""Policies that themselves skip replicas predicted to cost more than they save."""
+class _Traits(NamedTuple):
+    """Traits of a policy."""
+
+    has_cost_check: bool = False
+    """The policy itself skips replicas predicted to cost more than they save."""
+    uses_past_loads: bool = False
+    """Loads of earlier micro-batches always place the replicas."""
+    limits_replicas: bool = False
+    """The policy obeys `max_replicas` and `max_replicas_sent`."""
+    limits_replica_tokens: bool = False
+    """The policy obeys `min_replica_tokens`."""
+
+
+_TRAITS: dict[Policy | Yardstick, _Traits] = {
+    "none": _Traits(has_cost_check=True, limits_replicas=True),
+    "quota": _Traits(has_cost_check=True, limits_replicas=True, limits_replica_tokens=True),
+    "pro-prophet": _Traits(uses_past_loads=True),
+    "eplb": _Traits(uses_past_loads=True, limits_replicas=True),
+    "faster-moe": _Traits(),
+    "best": _Traits(has_cost_check=True, limits_replicas=True, limits_replica_tokens=True),
+    "llep": _Traits(limits_replicas=True, limits_replica_tokens=True),
+    "lp": _Traits(uses_past_loads=True, limits_replicas=True),
+    "top-k-broadcast": _Traits(),
+}
 
 _REPLICA_KEYS = {
     "max_replicas", "max_replicas_sent", "min_replica_tokens", "prefetch", "as_published",
@@ -116,22 +135,11 @@ class BalanceConfig(Section):
     An expert moves only if that saves more than it costs until the next migration. It works with
     every `policy`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_yardsticks(cls, raw: Any) -> Any:
-        policy = raw.get("policy") if isinstance(raw, dict) else None
-        if policy in get_args(Yardstick):
-            raise ValueError(
-                f"balance.policy = {show(policy)} is a yardstick for replay; training takes "
-                f"{join_words(get_args(Policy))}"
-            )
-        return raw
-
     @model_validator(mode="after")
     def _check_memory_limits(self) -> BalanceConfig:
         for name in ("max_replicas", "max_replicas_sent"):
             limit = getattr(self, name)
-            if limit is not None and not self._limits_replicas:
+            if limit is not None and not _TRAITS[self.policy].limits_replicas:
                 raise ValueError(
                     f'balance.{name} = {limit} with balance.policy = "{self.policy}", which has '
                     "no such limit: remove it, or use a policy that has one (quota, eplb)"
@@ -149,8 +157,7 @@ class BalanceConfig(Section):
             raise ValueError(
                 f"balance.replan_every = {self.replan_every} with balance.policy = "
                 f'"{self.policy}", which plans by current loads: remove it, use a policy that '
-                f"plans by earlier loads ({', '.join(PAST_LOAD_POLICIES)}), or set "
-                "balance.prefetch = true"
+                "plans by earlier loads (pro-prophet, eplb), or set balance.prefetch = true"
             )
         return self
 
@@ -165,8 +172,8 @@ class BalanceConfig(Section):
             unused |= set() if self.migrate_every else {"prices"}
             return no_effect("balance", given & unused, "balance.max_replicas = 0")
         unused = {"as_published"} if self.has_cost_check else set()
-        unused |= set() if self._limits_replica_tokens else {"min_replica_tokens"}
-        unused |= {"prefetch"} if self.policy in PAST_LOAD_POLICIES else set()
+        unused |= set() if _TRAITS[self.policy].limits_replica_tokens else {"min_replica_tokens"}
+        unused |= {"prefetch"} if _TRAITS[self.policy].uses_past_loads else set()
         return no_effect("balance", given & unused, policy)
 
     @property
@@ -177,7 +184,7 @@ class BalanceConfig(Section):
     @property
     def has_cost_check(self) -> bool:
         """True if the policy itself skips replicas predicted to cost more than they save."""
-        return self.policy in _COST_CHECKED_POLICIES
+        return _TRAITS[self.policy].has_cost_check
 
     @property
     def display_name(self) -> str:
@@ -188,17 +195,7 @@ class BalanceConfig(Section):
     @property
     def uses_past_loads(self) -> bool:
         """True if loads of earlier micro-batches place the replicas."""
-        return self.prefetch or self.policy in PAST_LOAD_POLICIES
-
-    @property
-    def _limits_replicas(self) -> bool:
-        """True if the policy obeys `max_replicas` and `max_replicas_sent`."""
-        return self.policy in (*_COST_CHECKED_POLICIES, "eplb")
-
-    @property
-    def _limits_replica_tokens(self) -> bool:
-        """True if the policy obeys `min_replica_tokens`."""
-        return self.policy == "quota"
+        return self.prefetch or _TRAITS[self.policy].uses_past_loads
 
 
 class YardstickConfig(BalanceConfig):
@@ -209,26 +206,3 @@ class YardstickConfig(BalanceConfig):
     current loads. llep: tokens above a rank's even share go to the least loaded ranks. lp: replicas
     as with eplb, with tokens split so that the busiest rank has the fewest. top-k-broadcast: the
     busiest expert to every rank."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_yardsticks(cls, raw: Any) -> Any:
-        return raw  # Yardsticks are valid here.
-
-    @property
-    def has_cost_check(self) -> bool:
-        """Like a job's; best also compares with no replicas."""
-        return super().has_cost_check or self.policy == "best"
-
-    @property
-    def uses_past_loads(self) -> bool:
-        """Like a job's; lp places replicas by earlier loads."""
-        return super().uses_past_loads or self.policy == "lp"
-
-    @property
-    def _limits_replicas(self) -> bool:
-        return super()._limits_replicas or self.policy in ("best", "llep", "lp")
-
-    @property
-    def _limits_replica_tokens(self) -> bool:
-        return super()._limits_replica_tokens or self.policy in ("best", "llep")
