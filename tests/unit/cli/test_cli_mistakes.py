@@ -117,7 +117,7 @@ def test_a_file_that_is_no_toml(text: str, place: Path, capfd: pytest.CaptureFix
 VERBS = [
     ("train", "JOB.toml is missing"),
     ("train no.toml", "'no.toml' cannot be read (No such file"),
-    ("train old", "'old' is a directory"),
+    ("train old", "'old' cannot be read (Is a directory"),
     ("train job.toml --nproc 0", "--nproc 0: give a number from 1"),
     ("train job.toml --nproc two", "--nproc two: give an integer"),
     ("train job.toml --nproc 3 --set layout.ep=2", "does not divide ranks = 3"),

@@ -148,7 +148,7 @@ def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFix
         ("trace nets:make --out /dev/null", "--out '/dev/null' is not a plain file"),
         (
             "plan --workload none.json --cluster cluster.toml",
-            "'none.json' cannot be read (No such file",
+            "'none.json' cannot be read (No",
         ),
         ("plan --workload a.json", "--cluster is missing"),
         ("plan job.toml --workload a.json --cluster cluster.toml", "combined with JOB.toml, which"),
