@@ -213,15 +213,11 @@ def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -
     assert Path("cluster.toml").read_text() == calibrated
     assert main([*line, "--out", "copy.toml", "--json"]) == 0
     assert Path("copy.toml").read_text() == calibrated
-    Path("marked.toml").write_text(original, encoding="utf-8-sig")
-    assert main([*line[:-1], "marked.toml"]) == 0
-    assert Path("marked.toml").read_bytes() == b"\xef\xbb\xbf" + calibrated.encode()
 
     Path("other.toml").write_text(original.replace('"here"', '"there"'))
     Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
     head, _, alone = original.split("[[hosts.devices]]")
     Path("few.toml").write_text(f"{head}[[hosts.devices]]{alone}")
-    shutil.copytree("run", "copy")
     for flags, words in (
         (["--cluster", "few.toml"], "RUN 'run' had 2 ranks, for which 'few.toml' has no places ("),
         (["--cluster", "other.toml"], "planned for cluster 'here', but 'other.toml' describes 'th"),

@@ -225,7 +225,7 @@ def test_a_dry_run_warns_of_idle_ranks(capfd: pytest.CaptureFixture[str]) -> Non
     captured = capfd.readouterr()
     words = (
         "2 of 4 ranks have no sample in a micro-batch (train.batch = 2, train.micro_batches = 1): "
-        "use fewer ranks, or raise train.batch to 4"
+        "lower train.micro_batches, use fewer ranks, or raise train.batch to 4"
     )
     assert words in json.loads(captured.out)["warnings"]
     assert f"warning: {words}\n" in captured.err
