@@ -20,7 +20,6 @@ from benchmarks import measure
 from benchmarks.experts import FixedRouter
 from benchmarks.on_ranks import plan_of
 from benchmarks.training import olmoe
-from moesaic.dist.shm_all_to_all import SHARED_MEMORY
 from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceProblem
 from moesaic.facts.job import BalanceConfig, Job, Prices
@@ -31,8 +30,13 @@ from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
-from moesaic.policy.balance import LayerBalancer, RankDevice, default_prices, layer_problem
-from moesaic.policy.plan.dispatch import default_dispatch
+from moesaic.policy.balance import (
+    LayerBalancer,
+    RankDevice,
+    default_prices,
+    layer_problem,
+)
+from moesaic.policy.plan import dispatch
 from moesaic.train import balancing
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
@@ -158,7 +162,9 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
     plan = plan_of(job, world)
     if work.apart:  # The default dispatch method between hosts.
-        plan = default_dispatch(plan, [str(rank) for rank in range(RANKS)], work.skew.top_k)
+        hosts = [str(rank) for rank in range(RANKS)]
+        facts = dispatch.DispatchFacts(plan.ep_groups(), hosts, work.skew.top_k)
+        plan = plan.model_copy(update=dispatch.default_dispatch(facts)._asdict())
     ranks = make_dispatch_ranks(plan, world, replicas=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
     weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
@@ -198,10 +204,7 @@ def _problem(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Bal
 
 
 def prices_of(world: World, work: Work) -> Prices:
-    """Return the default prices on one host, and measured ones over a link."""
-    moe, job, plan = moe_of(world, work, PLAIN)
-    carrier = moe.dispatcher.groups.replica_transport
-    assert carrier is not None
-    if carrier.name == SHARED_MEMORY:
-        return default_prices(job, plan, [RankDevice("here", "cpu", 1)] * RANKS)
-    return balancing.measure_prices(moe, None, world)
+    """Return the default prices of one host, or of a host for each rank."""
+    _, job, plan = moe_of(world, work, PLAIN)
+    hosts = [str(rank) if work.apart else "here" for rank in range(RANKS)]
+    return default_prices(job, plan, [RankDevice(host, "cpu", 1) for host in hosts])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +321,8 @@ def test_the_placement_of_a_resumed_run(ranks: RankPool, text: Path, tmp_path: P
         ranks.run(2, run_job, str(text), str(here), {"ep": 2}, start, more, plan_)
         (began,) = events(here, "run_start")
         assert began["plan"]["expert_placement_by_layer"] == expected
+        outcomes = [one["outcome"] for one in began["decisions"]]
+        assert outcomes == [{"dispatch": "all_to_all", "dispatch_hosts": 1}] * (plan_ is None)
         if more is still:
             assert everything(at(here, 6))["placement"] == expected
             assert not events(here, "decisions")
@@ -350,8 +351,5 @@ def test_replay_of_a_run_without_prices_uses_typical_ones(
         ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, more)
         results.append(replay_run(out, ReplayConfig(policy="quota")))
     assert results[0]["prices_source"] == "of the run"
-    assert re.fullmatch(
-        r"typical of such devices: cpu, \d+ threads? per rank, one host",
-        results[1]["prices_source"],
-    )
+    assert results[1]["prices_source"] == "typical of such devices"
     assert results[0]["prices"] == results[1]["prices"]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.base.events import read_events
 from moesaic.cli.main import main
 from moesaic.kernels import device
 from moesaic.testing.jobs import RUN_JOB
@@ -108,18 +107,14 @@ def test_a_run_follows_its_plan_and_records_measurements(
     layout = read_json("run/job.json")["layout"]
     assert layout == {
         "ep": 2, "dp_shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
-        "dispatch": planned["dispatch"], "dispatch_hosts": None, "overlap_local": "auto",
-        "chunks": "auto", "embedding": "auto",
+        "dispatch": planned["dispatch"], "dispatch_hosts": 1, "overlap_local": False,
+        "chunks": 1, "embedding": "whole",
     }  # fmt: skip
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
-    events = [e for e in read_events(Path("run/events/rank-0.jsonl")) if e["event"] == "prediction"]
-    (prediction,) = events
-    assert prediction["predicted"] == planned["predictions"]
-    assert prediction["measured"]["steps"] == 3
-    assert prediction["measured"]["memory"] == "resident"
-    assert prediction["measured"]["phases_s"].keys() >= planned["predictions"]["phases_s"].keys()
-    assert facts["prediction"]["measured"] == prediction["measured"]
-    assert facts["peak_memory_bytes"] == prediction["measured"]["peak_bytes"]
+    measured = facts["prediction"]["measured"]
+    assert (measured["steps"], measured["memory"]) == (3, "resident")
+    assert measured["phases_s"].keys() >= planned["predictions"]["phases_s"].keys()
+    assert facts["peak_memory_bytes"] == measured["peak_bytes"]
     assert "Predicted and measured" in Path("run/report.html").read_text()
 
     # The first plan assumed even loads; the next one uses the recorded loads.
@@ -154,8 +149,8 @@ def test_measured_phases_of_a_pipeline_include_the_predicted_ones(directory: Pat
     assert prediction["predicted"]["phases_s"] == predicted["phases_s"]
     assert predicted["phases_s"].keys() == {"pipeline", "clip", "optimizer", "log"}
     assert predicted["phases_s"].keys() <= prediction["measured"]["phases_s"].keys()
-    (fullest, *_) = sorted(predicted["timeline"], key=lambda one: -len(one["spans"]))
-    assert any(span.get("waiting_s") for span in fullest["spans"] if span["phase"] == "pipeline")
+    phases = [one for rank in predicted["timeline"] for one in rank["phases"]]
+    assert any(one["waiting_s"] for one in phases if one["phase"] == "pipeline")
     assert "Predicted and measured" in (directory / "run/report.html").read_text()
 
 
@@ -218,22 +213,17 @@ def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -
     assert Path("cluster.toml").read_text() == calibrated
     assert main([*line, "--out", "copy.toml", "--json"]) == 0
     assert Path("copy.toml").read_text() == calibrated
-    Path("marked.toml").write_text(original, encoding="utf-8-sig")
-    assert main([*line[:-1], "marked.toml"]) == 0
-    assert Path("marked.toml").read_bytes() == b"\xef\xbb\xbf" + calibrated.encode()
 
     Path("other.toml").write_text(original.replace('"here"', '"there"'))
     Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
     head, _, alone = original.split("[[hosts.devices]]")
     Path("few.toml").write_text(f"{head}[[hosts.devices]]{alone}")
-    shutil.copytree("run", "copy")
     for flags, words in (
         (["--cluster", "few.toml"], "RUN 'run' had 2 ranks, for which 'few.toml' has no places ("),
         (["--cluster", "other.toml"], "planned for cluster 'here', but 'other.toml' describes 'th"),
         (["--cluster", "new.toml"], ", but it has 'A better CPU'; give the cluster as it was"),
         (["--out", "copy.toml"], "--out 'copy.toml' already exists"),
         (["run"], "RUN 'run' is given twice: give it once"),
-        (["copy"], "RUN 'copy' is given twice, also as 'run': give it once"),
     ):
         capfd.readouterr()
         assert main([*line, *flags]) == 2

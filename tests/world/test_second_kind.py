@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.base.config import Section, parse
+from moesaic.base.decisions import Decision
 from moesaic.base.errors import StoreError
 from moesaic.base.events import read_events
 from moesaic.dist.checkpoint import Checkpoint, resume_candidates
@@ -202,9 +203,11 @@ class VectorsKind:
         """Return the samples of a step."""
         return job.train.batch
 
-    def plan(self, loaded: LoadedJob[VectorsJob], world: World) -> Plan:
+    def plan(
+        self, loaded: LoadedJob[VectorsJob], world: World, decisions: list[Decision[Any, Any]]
+    ) -> Plan:
         """Return data parallelism."""
-        del loaded
+        del loaded, decisions
         return Plan(ranks=world.size, ep=1, dp_shard=1, experts=0)
 
     def open_data(self, job: VectorsJob, world: World, log: Callable[[str], None]) -> VectorData:

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -58,7 +58,6 @@ S = TypeVar("S", bound=Section)
 
 SET_FLAG = "--set"
 """Origin of settings that have no file: `--set` is their only source."""
-_ADD_SET_HINT = " add --set {}=VALUE ("
 
 
 def _toml_lines(section: Section, path: str) -> Iterator[str]:
@@ -69,7 +68,8 @@ def _toml_lines(section: Section, path: str) -> Iterator[str]:
             yield f"{mark}{keys.dotted_key([name])} = {keys.toml(value)}"
     for name, value in values.items():
         for table in _subsections(value):
-            yield f"\n{_table_header(f'{path}{name}', isinstance(value, list))}"
+            header = f"[{path}{name}]"
+            yield f"\n[{header}]" if isinstance(value, list) else f"\n{header}"
             yield from _toml_lines(table, f"{path}{name}.")
 
 
@@ -77,16 +77,6 @@ def _subsections(value: object) -> list[Section]:
     """Return the sections that a field holds: itself, or the items of a list."""
     items = value if isinstance(value, list) else [value]
     return [one for one in items if isinstance(one, Section)]
-
-
-def _table_header(key: str, in_list: bool) -> str:
-    """Return the TOML header of table `key`, without list indices."""
-    return f"[[{_without_indices(key)}]]" if in_list else f"[{_without_indices(key)}]"
-
-
-def _without_indices(key: str) -> str:
-    """Return `key` without list indices: `hosts[0].name` becomes `hosts.name`."""
-    return re.sub(r"\[\d+\]", "", key)
 
 
 def _own_fields(section: Section) -> Iterable[tuple[str, FieldInfo]]:
@@ -102,14 +92,9 @@ def read_text(path: Path) -> str:
     """Return the text of a TOML file."""
     try:
         return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file '{path}': give the path of a TOML file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"'{path}' is a directory: give the path of a TOML file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"'{path}' is not UTF-8 text: give a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be read ({error.strerror}): give a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"'{path}' cannot be read ({reason}): give a TOML file") from None
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:
@@ -129,8 +114,6 @@ def read_json(path: Path, origin: str, remedy: str) -> dict[str, Any]:
         raw = json.loads(
             path.read_text(encoding="utf-8-sig"), object_pairs_hook=_reject_duplicate_keys
         )
-    except FileNotFoundError:
-        raise ConfigError(f"{origin}: there is no such file: {remedy}") from None
     except OSError as error:
         raise ConfigError(f"{origin} cannot be read ({error.strerror}): {remedy}") from None
     except KeyError as error:
@@ -193,18 +176,17 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
     try:
         return kind.model_validate(dict(raw), by_alias=True, by_name=False)
     except ValidationError as error:
-        mistakes = _mistakes(kind, error)
-    first = mistakes[0]
-    others = len(mistakes) - 1
-    more = f" (and {others} more mistake{'s'[: others > 1]})" if others else ""
-    culprits = [item for item in sets if sets_key(item, first.key)]
-    if origin == SET_FLAG and first.order == _MISSING:
-        sentence = re.sub(
-            r" add .* (to \[\S+\]|at the top) \(", _ADD_SET_HINT.format(first.key), first.sentence
-        )
-        raise ConfigError(f"{sentence}{more}")
-    where = f"--set {culprits[-1]}" if culprits else error_origin(origin, sets, first.sentence)
-    raise ConfigError(f"{where}: {first.sentence}{more}")
+        by_key: dict[str, str] = {}
+        details = error.errors(include_url=False)
+        for detail in sorted(details, key=lambda one: one["type"] != "extra_forbidden"):
+            if detail["type"] != "default_factory_not_called":  # Another mistake caused it.
+                key, sentence = _describe_mistake(kind, detail)
+                by_key.setdefault(key, sentence)
+    (key, sentence), *others = by_key.items()
+    more = f" (and {len(others)} more mistake{'s'[: len(others) > 1]})" if others else ""
+    culprits = [item for item in sets if sets_key(item, key)]
+    where = f"--set {culprits[-1]}" if culprits else error_origin(origin, sets, sentence)
+    raise ConfigError(f"{where}: {sentence}{more}")
 
 
 def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:
@@ -218,155 +200,55 @@ def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:
 def sets_key(item: str, key: str) -> bool:
     """Return True if an item of `--set` sets `key` or a table that contains it."""
     named = item.partition("=")[0].strip()
-    return bool(key) and f"{_without_indices(key)}.".startswith(f"{named}.")
+    without_indices = re.sub(r"\[\d+\]", "", key)
+    return bool(key) and f"{without_indices}.".startswith(f"{named}.")
 
 
-class _Mistake(NamedTuple):
-    order: int
-    key: str
-    sentence: str
-    suggestion: str | None = None
-    """Known key that an unknown one probably stands for."""
-
-
-def _mistakes(kind: type[BaseModel], error: ValidationError) -> list[_Mistake]:
-    """Return one mistake per key, unknown keys first.
-
-    A misspelt key is also reported as missing; that second report is dropped."""
-    by_key: dict[str, _Mistake] = {}
-    for detail in error.errors(include_url=False):
-        mistake = _mistake(kind, detail)
-        by_key.setdefault(mistake.key, mistake)
-    meant = {one.suggestion for one in by_key.values()}
-    return sorted(
-        (
-            one
-            for one in by_key.values()
-            if one.order != _MISSING or _without_indices(one.key) not in meant
-        ),
-        key=lambda one: one.order,
-    )
-
-
-_UNKNOWN, _WRONG, _MISSING = range(3)
-
-_RANGE_ERRORS = {
-    "greater_than_equal", "greater_than", "less_than", "less_than_equal", "finite_number",
-    "too_short", "too_long", "string_too_short",
-}  # fmt: skip
-
-
-def _mistake(kind: type[BaseModel], detail: Any) -> _Mistake:
-    value, reason = detail.get("input"), detail["type"]
+def _describe_mistake(kind: type[BaseModel], detail: Any) -> tuple[str, str]:
+    """Return the key of a mistake that pydantic found, and a sentence with a remedy."""
+    value, reason, location = detail.get("input"), detail["type"], detail["loc"]
     if reason == "extra_forbidden":
-        parts = detail["loc"]
-        meant = keys.nearest_key(kind, [part for part in parts if isinstance(part, str)])
-        return _Mistake(
-            _UNKNOWN, keys.dotted_key(parts), keys.unknown_key_message(kind, parts), meant
-        )
-    field, key, index = _locate_error(kind, detail["loc"])
+        return keys.dotted_key(location), keys.unknown_key_message(kind, location)
+    field, name, key = _locate_error(kind, location)
     if reason == "value_error":
         sentence = str(detail["ctx"]["error"])
-        if field is not None and keys.section_of(field.annotation) is None:
-            sentence = f"{key} = {keys.show(value)}: {sentence}"
-        elif _without_indices(key) != key:  # A table in a list cannot name its own index.
-            sentence = f"{key}: {sentence}"
-        return _Mistake(_WRONG, key, sentence)
+        # A table in a list cannot name its own index.
+        return key, f"{key}: {sentence}" if "[" in key else sentence
+    shown = f"{key} = {keys.show(value)}"
     if field is None:
-        return _Mistake(
-            _WRONG, key, f"{key or 'the whole'} = {keys.show(value)}: {_lower_first(detail['msg'])}"
-        )
+        return key, f"{shown}: {_lower_first(detail['msg'])}"
+    expected = keys.describe_type(field)
     if reason == "missing":
-        return _Mistake(_MISSING, key, _describe_missing(kind, field, key))
-    depth = index.count("[") + index.startswith(".")
-    return _Mistake(
-        _WRONG,
-        key,
-        _describe_wrong_value(field, key + index, depth, value, reason in _RANGE_ERRORS),
-    )
+        meaning = keys.meaning(field).partition(". ")[0].rstrip(".")
+        return key, f"{key} is missing: give {expected} ({_lower_first(meaning)})"
+    choices = keys.choices(field.annotation)
+    if choices and isinstance(value, str):
+        return key, f"{shown} is not known: {keys.suggest_choice(value, choices, expected)}"
+    return key, f"{shown}: {'give' if key == name else f'{name} takes'} {expected}"
 
 
 def _locate_error(
     kind: type[BaseModel], location: Sequence[str | int]
 ) -> tuple[FieldInfo | None, str, str]:
-    """Return the field at a pydantic location, its dotted key, and the index inside its value.
+    """Return the field at a pydantic location, its dotted key, and the key of the value inside it.
 
-    An index in a list of tables belongs to the key: `hosts[0].name`. Inside a list of values the
-    index is `[i]`, inside a table with free keys `.key`.
+    The location also names members of unions, which are no keys.
     """
     section: type[BaseModel] | None = kind
     field: FieldInfo | None = None
     names: list[str | int] = []
-    index = ""
+    depth = 0
     for part in location:
-        if isinstance(part, int) and section is not None:
-            names.append(part)
-        elif isinstance(part, int):
-            index += f"[{part}]"
-        elif field is not None and keys.is_table(field.annotation) and part != "[key]":
-            index += f".{keys.dotted_key([part])}"
-        elif section is not None and part in keys.fields(section):
-            field = keys.fields(section)[part]
+        if section is not None and part in keys.fields(section):
+            field = keys.fields(section)[str(part)]
             section = keys.section_of(field.annotation)
             names.append(part)
-    return field, keys.dotted_key(names), index
-
-
-def _describe_missing(kind: type[BaseModel], field: FieldInfo, key: str) -> str:
-    table, _, name = key.rpartition(".")
-    if keys.section_of(field.annotation) is not None:
-        header = _table_header(key, keys.is_list(field.annotation))
-        inside = f" to {table}" if _without_indices(table) != table else ""
-        return f"table {header} is missing: add it{inside} ({_lower_first(_first_sentence(field))})"
-    holder = (
-        keys.section_of(keys.locate(kind, _without_indices(table)).annotation) if table else kind
-    )
-    also = getattr(holder, "file_keys", None)
-    names = keys.join_words([name, *keys.fields(also)] if also else [name])
-    where = f"to {_table_header(table, table.endswith(']'))}" if table else "at the top"
-    what = f"{keys.describe_type(field)}: {_lower_first(_first_sentence(field))}"
-    return f"{key} is missing: add {names} {where} ({what})"
-
-
-def _first_sentence(field: FieldInfo) -> str:
-    return keys.meaning(field).partition(". ")[0].rstrip(".")
-
-
-def _describe_wrong_value(
-    field: FieldInfo, place: str, depth: int, value: object, out_of_range: bool
-) -> str:
-    section = keys.section_of(field.annotation)
-    if section is not None:
-        in_list = keys.is_list(field.annotation)
-        header, names = _table_header(place, in_list), ", ".join(keys.fields(section))
-        if out_of_range:
-            return f"{place} = {keys.show(value)} is empty: write {header} with keys {names}"
-        needed = "a list of tables" if in_list and not place.endswith("]") else "a table"
-        return (
-            f"{place} = {keys.show(value)} is {_type_name(value)} where {needed} is needed: "
-            f"write {header} with keys {names}"
-        )
-    expected = keys.describe_element_type(field, depth) if depth else keys.describe_type(field)
-    if isinstance(value, dict):
-        return f"{place} is a table where a value is needed: give {expected}"
-    shown, words = f"{place} = {keys.show(value)}", keys.choices(field, depth)
-    if words and isinstance(value, str):
-        return f"{shown} is not known: {keys.suggest_choice(value, words, expected)}"
-    if value == "" or (value == [] and out_of_range):
-        return f"{shown} is empty: give {expected}"
-    if isinstance(value, list) and out_of_range:
-        return f"{shown} is {len(value)} long: give {expected}"
-    if out_of_range:
-        return f"{shown} is out of range: give {expected}"
-    return f"{shown} is {_type_name(value)}: give {expected}"
-
-
-def _type_name(value: object) -> str:
-    names: dict[type, str] = {
-        bool: "a boolean", int: "an integer", float: "a number with a fraction", str: "a string",
-        list: "a list", dict: "a table", type(None): "nothing",
-    }  # fmt: skip
-    return names.get(type(value), "a date or time")
+            depth = len(names)
+        elif isinstance(part, int) or (
+            field is not None and keys.is_table(field.annotation) and part != "[key]"
+        ):
+            names.append(part)
+    return field, keys.dotted_key(names[:depth]), keys.dotted_key(names)
 
 
 def _lower_first(message: str) -> str:

@@ -84,33 +84,31 @@ def _field_docstrings(body: Sequence[ast.stmt], at: str) -> Iterator[tuple[str, 
 
 def locate(root: type[BaseModel], key: str) -> FieldInfo:
     """Return the field of the dotted `key`; raise ConfigError with a suggestion if unknown."""
-    section, parts = root, key.split(".")
-    for depth, part in enumerate(parts):
-        known = fields(section)
-        if part not in known:
-            raise ConfigError(unknown_key_message(root, parts[: depth + 1]))
-        if depth == len(parts) - 1:
-            return known[part]
-        inner = section_of(known[part].annotation)
-        if inner is None:
-            where = ".".join(parts[: depth + 1])
-            raise ConfigError(
-                f"unknown key '{key}': '{where}' is a value and has no keys of its own"
-            )
-        section = inner
-    raise AssertionError("str.split gives at least one part")
+    found = dict(_walk_fields(root))
+    if key not in found:
+        raise ConfigError(unknown_key_message(root, key.split(".")))
+    return found[key]
 
 
 def walk(root: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Yield every key of a section and of its subsections, in source order."""
-    for name, field in fields(root).items():
-        key, inner = f"{prefix}{name}", section_of(field.annotation)
-        if inner is None:
+    for key, field in _walk_fields(root, prefix):
+        if section_of(field.annotation) is None:
             yield Key(key, describe_type(field), default(field), meaning(field))
         else:
-            kind = "list of tables" if is_list(field.annotation) else "table"
-            yield Key(key, kind, "", meaning(field))
-            yield from walk(inner, f"{key}.")
+            yield Key(key, _table_kind(field), "", meaning(field))
+
+
+def _walk_fields(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in fields(root).items():
+        yield f"{prefix}{name}", field
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from _walk_fields(inner, f"{prefix}{name}.")
+
+
+def _table_kind(field: FieldInfo) -> str:
+    return "list of tables" if typing.get_origin(field.annotation) is list else "table"
 
 
 def explain(root: type[BaseModel], key: str) -> str:
@@ -119,14 +117,11 @@ def explain(root: type[BaseModel], key: str) -> str:
     inner = section_of(field.annotation)
     if inner is None:
         lines = [f"{key}: {describe_type(field)}", f"  {meaning(field)}"]
-        return "\n".join(
-            [*lines, f"  default: {default(field)}".replace("default: required", "required")]
-        )
-    kind = "list of tables" if is_list(field.annotation) else "table"
-    lines = [f"{key}: {kind}", f"  {meaning(field)}"]
-    return "\n".join(
-        [*lines, *(f"  .{name}: {meaning(child)}" for name, child in fields(inner).items())]
-    )
+        lines.append("  required" if field.is_required() else f"  default: {default(field)}")
+    else:
+        lines = [f"{key}: {_table_kind(field)}", f"  {meaning(field)}"]
+        lines += [f"  .{name}: {meaning(child)}" for name, child in fields(inner).items()]
+    return "\n".join(lines)
 
 
 def meaning(field: FieldInfo) -> str:
@@ -138,28 +133,16 @@ def default(field: FieldInfo) -> str:
     """Return the default of a field as TOML."""
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True, validated_data={})
     return "unset" if value is None else show(value)
 
 
 def describe_type(field: FieldInfo) -> str:
     """Return the type of a field in words: `an integer from 1`, `"a", "b" or "c"`."""
+    inner = section_of(field.annotation)
+    if inner is not None:
+        return f"a {_table_kind(field)} with keys {', '.join(fields(inner))}"
     return _describe_annotation(field.annotation, field.metadata)
-
-
-def describe_element_type(field: FieldInfo, depth: int) -> str:
-    """Return the type of the values `depth` lists or tables deep in a field, in words."""
-    kind = _element_type(field, depth)
-    return "a value" if kind is None else _describe_annotation(kind, ())
-
-
-def _element_type(field: FieldInfo, depth: int) -> Any:
-    kind: Any = field.annotation
-    for _ in range(depth):
-        if typing.get_origin(kind) in (types.UnionType, typing.Union):
-            kind = next(one for one in typing.get_args(kind) if one is not type(None))
-        kind = typing.get_args(kind)[-1] if typing.get_args(kind) else None
-    return kind
 
 
 def is_table(annotation: object) -> bool:
@@ -167,9 +150,11 @@ def is_table(annotation: object) -> bool:
     return typing.get_origin(annotation) is dict
 
 
-def choices(field: FieldInfo, depth: int) -> list[str]:
-    """Return the strings that a field lists as choices, `depth` lists or tables deep."""
-    return [value for value in _literals(_element_type(field, depth)) if isinstance(value, str)]
+def choices(annotation: object) -> list[str]:
+    """Return the strings that a field's type lists as choices, at any depth."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [value for value in typing.get_args(annotation) if isinstance(value, str)]
+    return [word for one in typing.get_args(annotation) for word in choices(one)]
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
@@ -180,46 +165,39 @@ def section_of(annotation: object) -> type[BaseModel] | None:
     return None
 
 
-def is_list(annotation: object) -> bool:
-    """Return True if a field holds a list (of sections, where `section_of` finds one)."""
-    return typing.get_origin(annotation) is list
-
-
 def unknown_key_message(root: type[BaseModel], parts: Sequence[str | int]) -> str:
     """Return the message for an unknown key, of which only the last part is unknown.
 
     A number among `parts` is an index in a list of tables.
     """
-    key, names = dotted_key(parts), [part for part in parts if isinstance(part, str)]
-    above = ".".join(names[:-1])
-    hint = nearest_key(root, names)
+    names = [part for part in parts if isinstance(part, str)]
+    hint, above = nearest_key(root, names), ".".join(names[:-1])
     if hint:
-        return f"unknown key '{key}': did you mean '{hint}'?"
-    known = [path[2] for path in _paths(root) if path[0] == above]
-    if not known:
-        return f"unknown key '{key}': there are no keys"
+        return f"unknown key '{dotted_key(parts)}': did you mean '{hint}'?"
+    siblings = [name for name, parent in _names_and_parents(root) if parent == above]
     where = f"'{above}' has the keys" if above else "the keys at the top are"
-    return f"unknown key '{key}': {where} {', '.join(known)}"
+    known = f"{where} {', '.join(siblings)}" if siblings else "there are no keys"
+    return f"unknown key '{dotted_key(parts)}': {known}"
 
 
 def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:
-    """Return the key that was probably meant: the same name elsewhere, or a similar one.
-
-    A sibling that differs by about one letter comes first.
-    """
+    """Return the key that was probably meant: the same name elsewhere, or a similar one."""
     *_, word = parts
-    above, known = ".".join(parts[:-1]), _paths(root)
-    siblings = [path[2] for path in known if path[0] == above]
-    elsewhere = [path for path in known if path[2] == word]
-    near = difflib.get_close_matches(word, siblings, n=1, cutoff=0.85)
-    if len(elsewhere) == 1 and not near:
-        return "".join(elsewhere[0])
-    similar = near or difflib.get_close_matches(word, siblings, n=1)
-    if similar:
-        return f"{above}.{similar[0]}" if above else similar[0]
-    others = difflib.get_close_matches(word, {path[2] for path in known}, n=1, cutoff=0.8)
-    places = [path for path in known if path[2] in others]
-    return "".join(places[0]) if len(places) == 1 else None
+    above, known = ".".join(parts[:-1]), _names_and_parents(root)
+    siblings = {name: parent for name, parent in known if parent == above}
+    elsewhere = dict(known)
+    same = [parent for name, parent in known if name == word]
+    if len(same) == 1 and not difflib.get_close_matches(word, siblings, n=1, cutoff=0.85):
+        return f"{same[0]}.{word}".removeprefix(".")
+    for places, cutoff in ((siblings, 0.6), (elsewhere, 0.8)):
+        for name in difflib.get_close_matches(word, places, n=1, cutoff=cutoff):
+            return f"{places[name]}.{name}".removeprefix(".")
+    return None
+
+
+def _names_and_parents(root: type[BaseModel]) -> list[tuple[str, str]]:
+    paths = (path.rpartition(".") for path, _ in _walk_fields(root))
+    return [(name, parent) for parent, _, name in paths]
 
 
 def dotted_key(parts: Iterable[str | int]) -> str:
@@ -234,15 +212,18 @@ def dotted_key(parts: Iterable[str | int]) -> str:
     return key
 
 
-def _paths(root: type[BaseModel]) -> list[tuple[str, str, str]]:
-    """Return every key as (parent, dot, name)."""
-    return [entry.path.rpartition(".") for entry in walk(root)]
-
-
 def suggest_choice(value: str, words: Sequence[str], expected: str) -> str:
     """Return the remedy for a value that is none of `words`; `expected` lists all valid ones."""
     near = difflib.get_close_matches(value.lower(), words, n=1)
     return f"did you mean {show(near[0])} (it takes {expected})?" if near else f"give {expected}"
+
+
+def check_choice(where: str, value: object, words: Sequence[str]) -> str:
+    """Return `value` if it is one of `words`; raise ConfigError that starts with `where` if not."""
+    if not isinstance(value, str) or value not in words:
+        remedy = suggest_choice(str(value), words, join_words([show(word) for word in words]))
+        raise ConfigError(f"{where} = {show(value)} is not known: {remedy}")
+    return value
 
 
 def join_words(words: Sequence[str], last: str = "or") -> str:
@@ -281,6 +262,8 @@ def _describe_annotation(annotation: object, constraints: Iterable[Any]) -> str:
     if origin in (types.UnionType, typing.Union):
         kinds = [argument for argument in arguments if argument is not type(None)]
         return join_words([_describe_annotation(kind, constraints) for kind in kinds])
+    if origin is dict and arguments[1] is not Any:
+        return f"a table of values, each {_describe_annotation(arguments[1], ())}"
     if origin is list:
         return _describe_list(arguments[0], constraints)
     names: dict[object, str] = {
@@ -317,11 +300,3 @@ def _number(value: float) -> str:
     """Return a limit as text; large powers of two as `2^n`."""
     power = int(value).bit_length() - 1
     return f"2^{power}" if power > 20 and value == 2**power else str(value)
-
-
-def _literals(annotation: object) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) is typing.Literal:
-        return typing.get_args(annotation)
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return tuple(value for one in typing.get_args(annotation) for value in _literals(one))
-    return ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from moesaic.facts.cluster import (
 )
 from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
-from moesaic.facts.plan import WARMUP_STEPS, Plan, check_plan, placement_mismatch, round_digits
+from moesaic.facts.plan import Plan, check_plan, placement_mismatch, round_digits
 
 if TYPE_CHECKING:
     from moesaic.policy.cost.calibrate import Factors, Observation
@@ -95,7 +94,7 @@ def _is_worse(facts: dict[str, Any]) -> bool:
 
 def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibration) -> None:
     """Put the calibration into the cluster's file, or into a copy of it."""
-    text = path.read_bytes().decode("utf-8") if path.is_file() else None
+    text = path.read_text(encoding="utf-8-sig") if path.is_file() else None
     if text is None or parse_cluster(text, str(path)) != cluster:
         raise UserError(
             f"--cluster '{path}' has changed meanwhile, or is not a plain file: try again with a "
@@ -122,17 +121,11 @@ def _fit_factors(runs: Sequence[RunStats], cluster: Cluster) -> tuple[Calibratio
 
 
 def _check_unique(runs: Sequence[Path]) -> Sequence[Path]:
-    """Return `runs`; raise UserError if one is given twice, perhaps as a copy with the same log."""
-    seen: dict[bytes, Path] = {}
-    for run in runs:
-        log, identity = run / "events" / "rank-0.jsonl", bytes(run.resolve())
-        if log.is_file():
-            with log.open("rb") as file:
-                identity = hashlib.file_digest(file, "sha256").digest()
-        if identity in seen:
-            also = f", also as '{seen[identity]}'" if seen[identity] != run else ""
-            raise UserError(f"RUN '{run}' is given twice{also}: give it once")
-        seen[identity] = run
+    """Return `runs`; raise UserError if one is given twice."""
+    places = [run.resolve() for run in runs]
+    for run, place in zip(runs, places, strict=True):
+        if places.count(place) > 1:
+            raise UserError(f"RUN '{run}' is given twice: give it once")
     return runs
 
 
@@ -140,6 +133,7 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunStats:
     """Return the run at `path`; raise UserError if the factors cannot be fitted to it."""
     from moesaic.policy.plan.mapping import assign_places
     from moesaic.report import RunStats
+    from moesaic.report.prediction import WARMUP_STEPS
 
     run = RunStats.read(path)
     if run.prediction is None:

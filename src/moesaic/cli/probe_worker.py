@@ -59,14 +59,14 @@ def run_probe_task(task: ProbeTask) -> None:
         result = replace(result, notes=[*result.notes, *_noise_warnings(result, config)])
         for note in result.notes:
             screen.print_warning(note)
-        _write(Path(task.out), result)
+        _write(Path(task.out), result, config.repeats)
         _print_result(task, result)
 
 
-def _write(path: Path, result: ProbeResult) -> None:
+def _write(path: Path, result: ProbeResult, repeats: int) -> None:
     opening = (
         f"# Measured by moesaic {__version__} on {datetime.now():%Y-%m-%d %H:%M}, "
-        f"{len(result.repeats)} repeats.\n# {_describe_noise(result)}.\n"
+        f"{repeats} repeats.\n# {_describe_noise(result)}.\n"
         "# Units: bytes, seconds, bytes per second, operations per second. docs/facts.md explains\n"
         "# the keys; so does `moesaic plan --explain cluster.hosts`.\n"
         + "".join(f"# {note}.\n" for note in result.notes)
@@ -102,22 +102,14 @@ def _describe_noise(result: ProbeResult) -> str:
 
 def _print_result(task: ProbeTask, result: ProbeResult) -> None:
     from moesaic.dist.probe.cluster import headlines
-    from moesaic.dist.probe.timing import relative_range
 
-    repeats = zip(*(headlines(cluster) for cluster in result.repeats), strict=True)
-    rows = [
-        (headline, relative_range([repeat.value for repeat in own_repeats]))
-        for headline, own_repeats in zip(headlines(result.cluster), repeats, strict=True)
-    ]
+    figures = list(headlines(result.cluster))
     median_range, p90_range = _repeat_ranges(result)
     if task.as_json:
         screen.print_json(
             {
                 "out": task.out,
-                "figures": [
-                    {**headline._asdict(), "relative_range": own_range}
-                    for headline, own_range in rows
-                ],
+                "figures": [figure._asdict() for figure in figures],
                 "points": {
                     "count": len(result.relative_ranges), "relative_range_median": median_range,
                     "relative_range_p90": p90_range,
@@ -128,13 +120,12 @@ def _print_result(task: ProbeTask, result: ProbeResult) -> None:
         )  # fmt: skip
         return
     table, subject = list[tuple[str, ...]](), ""
-    for headline, own_range in rows:
-        if headline.subject != subject:
-            subject = headline.subject
+    for figure in figures:
+        if figure.subject != subject:
+            subject = figure.subject
             table.append((subject,))
-        value = format_quantity(headline.value, headline.unit)
-        table.append((f"  {headline.metric}", value, f"{own_range:.0%}"))
-    screen.print_table(("", "figure", "repeats within"), table)
+        table.append((f"  {figure.metric}", format_quantity(figure.value, figure.unit)))
+    screen.print_table(("", "figure"), table)
     screen.print_line(f"\n{_describe_noise(result)}.")
     screen.print_line(f"wrote {task.out}")
 

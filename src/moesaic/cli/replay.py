@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -14,7 +14,6 @@ from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
-from moesaic.cli.prices import SourcedPrices, find_prices
 from moesaic.facts.balance import IntArray
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import YardstickConfig
@@ -22,12 +21,18 @@ from moesaic.facts.plan import Plan
 from moesaic.policy.balance import (
     BalanceStats,
     LayerBalancer,
+    RankDevice,
     balance_stats,
+    can_migrate,
     compile_notice,
+    default_prices,
     layer_problem,
     should_balance,
 )
 from moesaic.policy.balance.yardsticks import make_balancer
+
+if TYPE_CHECKING:
+    from moesaic.report import RunStats
 
 _JOB_PREFIX = "balance."
 """Prefix of these settings in a job file."""
@@ -59,11 +64,6 @@ class ReplayConfig(YardstickConfig):
 
     @model_validator(mode="after")
     def _check_replayable(self) -> ReplayConfig:
-        if self.measure_prices:
-            raise ValueError(
-                "measure_prices = true, but a replay has no ranks to measure: remove it, or set "
-                "prices"
-            )
         if self.migrate_every:
             raise ValueError(
                 f"migrate_every = {self.migrate_every}, but a replay keeps experts on their first "
@@ -177,7 +177,7 @@ def replay_run(
             f"'{run}' had all experts on every rank (layout.ep = 1), so no rank has more load: "
             "replay a run with layout.ep above 1"
         )
-    prices, source = find_prices(facts, job, plan, config.prices)
+    prices, source = _find_prices(facts, job, plan, config.prices)
     groups = sorted(
         {tuple(r % plan.ranks_per_stage // plan.etp for r in g) for g in plan.ep_groups()}
     )
@@ -256,13 +256,42 @@ def _locate_rows(run: Path) -> Iterator[tuple[int, int, tuple[Path, int]]]:
         yield step, layer, latest[step, layer]
 
 
+def _find_prices(
+    run: RunStats, job: Job, plan: Plan, requested: Prices | None
+) -> tuple[Prices, str]:
+    """Return the prices that a policy assumes for `run`, and their source.
+
+    Without prices in the run, its job or its plan, they are typical of the run's devices."""
+    if requested is not None:
+        return requested, "given"
+    if plan.prices is not None and (should_balance(job, plan) or can_migrate(job, plan)):
+        return plan.prices, "of the run"
+    if job.balance.prices is not None:
+        return job.balance.prices, "of the job"
+    if plan.prices is not None:
+        return plan.prices, "of the plan"
+    machines = run.launches[-1].machines if run.launches else ()
+    if len(machines) == plan.ranks:
+        ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in machines]
+        source = "typical of such devices"
+    elif plan.places:
+        ranks = [RankDevice(place.host, place.kind, 1) for place in plan.places]
+        source = "typical of the plan's devices"
+    else:
+        ranks = [RankDevice("0", "cpu", 1)] * plan.ranks
+        source = (
+            "typical of one CPU thread per rank on one host; the run has not recorded its devices"
+        )
+    return default_prices(job, plan, ranks), source
+
+
 def _print_facts(facts: dict[str, Any]) -> None:
     titles = (
         "layer", "micro-batches", "imbalance before", "after", "replicas", "unbalanced", "balanced",
         "speedup",
     )  # fmt: skip
     screen.print_table(titles, map(_cells, facts["layers"]), left=0)
-    screen.print_line(SourcedPrices(Prices(**facts["prices"]), facts["prices_source"]).describe())
+    screen.print_line(f"prices {facts['prices_source']}; {Prices(**facts['prices']).describe()}")
     name = f"{facts['policy']}{', as published' if facts['as_published'] else ''}"
     if not facts["enabled"] and facts["policy"] != "none":
         screen.print_line(

@@ -406,8 +406,8 @@ def _replicas(run: RunStats) -> Finding | None:
     if mismatch:
         title = f"Balance prices do not match this machine: {mismatch}"
         text += (
-            " Replicas have no verdict by such prices. Remove balance.prices and "
-            "balance.measure_prices, and plan with `moesaic probe` of an idle machine."
+            " Replicas have no verdict by such prices. Remove balance.prices, and plan with the "
+            "result of `moesaic probe` on an idle machine."
         )
         return Finding("replicas_unknown", "warning", title, text)
     return _judge_replicas(stats, text)

@@ -9,7 +9,8 @@ from typing import Any
 from moesaic.base.units import format_clock
 from moesaic.report.charts import balance, experts, learning, speed, timeline
 from moesaic.report.document import cards, document, header, section, table, table_card
-from moesaic.report.run_stats import Prediction, RunStats
+from moesaic.report.prediction import Prediction
+from moesaic.report.run_stats import RunStats
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,

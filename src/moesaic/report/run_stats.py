@@ -14,9 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError, StoreError
-from moesaic.facts.plan import Measurements, Predictions, measure
+from moesaic.base.errors import StoreError
 from moesaic.report.loads import BalanceStats, Loads, read_balance_stats, read_loads
 from moesaic.report.log import (
     Checkpoint,
@@ -28,6 +26,7 @@ from moesaic.report.log import (
     read_log,
     read_rank,
 )
+from moesaic.report.prediction import Prediction, read_prediction
 
 Status = Literal["finished", "running", "stopped"]
 
@@ -35,25 +34,6 @@ SILENCE_S = 120.0
 """Seconds without an event after which an unfinished run counts as stopped ..."""
 SILENT_STEPS = 20
 """... if that is also longer than this many steps."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted and measured step of a run."""
-
-    predicted: Predictions
-    """Prediction of the plan."""
-    measured: Measurements
-    """Medians of the steps since the last launch."""
-
-    @property
-    def ratio(self) -> float:
-        """Measured time of a step over the predicted one."""
-        return self.measured.step_s / self.predicted.step_s
-
-    def phases(self) -> list[str]:
-        """Return the phases of both, in the order of the run."""
-        return list(dict.fromkeys([*self.measured.phases_s, *self.predicted.phases_s]))
 
 
 @dataclass(frozen=True)
@@ -122,7 +102,7 @@ class RunStats:
             ranks=ranks,
             loads=read_loads(run_dir / "loads", last_step),
             balance=read_balance_stats(run_dir / "balance", last_step),
-            prediction=_read_prediction(plan, log.launches, steps, ranks),
+            prediction=read_prediction(plan, log.launches, steps, ranks),
             ended=log.ended,
             read_at_s=time.time() if now_s is None else now_s,
         )
@@ -180,35 +160,6 @@ class RunStats:
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         return value
-
-
-def _read_prediction(
-    plan: dict[str, Any], launches: list[Launch], steps: Steps, ranks: list[RankStats]
-) -> Prediction | None:
-    """Return the prediction; None if nothing was predicted or no step was taken."""
-    if not isinstance(plan.get("predictions"), dict) or not launches:
-        return None
-    try:
-        predicted = parse(Predictions, plan["predictions"], "plan.json")
-    except ConfigError:  # Someone edited it: report the rest of the run.
-        return None
-    launch = launches[-1]
-    last = steps.step > launch.step
-    peaks = [rank.peak_bytes for rank in ranks]
-    if np.isfinite(launch.peak_bytes):
-        peaks = [launch.peak_bytes]
-    measured = measure(
-        launch.tokens_per_step,
-        steps.step_s[last].tolist(),
-        {
-            name: np.nan_to_num(seconds[last]).tolist()
-            for name, seconds in steps.phases.items()
-            if np.isfinite(seconds[last]).any()
-        },
-        max(peaks, default=None),
-        "resident" if launch.device.startswith("cpu") else "allocated",
-    )
-    return None if measured is None else Prediction(predicted, measured)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _prediction(run: RunStats) -> dict[str, Any] | None:
         return None
     return {
         "predicted": run.prediction.predicted.model_dump(exclude={"timeline"}),
-        "measured": run.prediction.measured.model_dump(),
+        "measured": asdict(run.prediction.measured),
         "step_ratio": run.prediction.ratio,
     }
 

@@ -102,7 +102,7 @@ def _apply_plan(loaded: LoadedJob[Job], path: Path, sets: Sequence[str]) -> Load
             "are ignored, run moesaic plan again for new ones",
         ]
         plan = plan.model_copy(update={"predictions": None})
-    notes = [*notes, *_plan_overrides(loaded.job, job, sets, origin)]
+    notes = [*notes, *_plan_overrides(loaded.job, plan, sets, origin)]
     space = "\n" if sets else "\n\n"
     text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
     layout_keys = loaded.job.layout.non_default_fields
@@ -117,15 +117,15 @@ def _apply_plan(loaded: LoadedJob[Job], path: Path, sets: Sequence[str]) -> Load
     )
 
 
-def _plan_overrides(before: Job, now: Job, sets: Sequence[str], origin: str) -> list[str]:
+def _plan_overrides(job: Job, plan: Plan, sets: Sequence[str], origin: str) -> list[str]:
     """Return a warning about job settings that the plan overrides; raise if an item of `sets` is
     among them."""
     from_sets, overridden = apply_sets({}, sets), list[str]()
     settings = [("layout", name) for name in LayoutConfig.model_fields]
     for table, name in (*settings, ("kernels", "grouped_mm"), ("train", "recompute")):
-        before_table, now_table = getattr(before, table), getattr(now, table)
-        requested, planned = getattr(before_table, name), getattr(now_table, name)
-        if requested in (planned, "auto") or name not in before_table.model_fields_set:
+        own, planned = getattr(job, table), getattr(plan, name)
+        requested = plan.dp if getattr(own, name) == "all" else getattr(own, name)
+        if requested in (planned, "auto", None) or name not in own.model_fields_set:
             continue
         if name in from_sets.get(table, {}):
             items = [item for item in sets if sets_key(item, f"{table}.{name}")]

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
+from moesaic.base.decisions import Decision
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import State
 from moesaic.dist.world import World
@@ -156,8 +157,9 @@ class JobKind(Protocol[J]):
     def units_per_step(self, job: J) -> int:
         """Return the units in one step."""
 
-    def plan(self, loaded: LoadedJob[J], world: World) -> Plan:
-        """Return the layout over `world`; raise if the ranks do not match the plan of the job."""
+    def plan(self, loaded: LoadedJob[J], world: World, decisions: list[Decision[Any, Any]]) -> Plan:
+        """Return the layout over `world`, and add what policies decided to `decisions`; raise if
+        the ranks do not match the plan of the job."""
 
     def open_data(self, job: J, world: World, log: Callable[[str], None]) -> Data:
         """Open the data; raise if they do not fit the job."""

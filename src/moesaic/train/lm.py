@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from moesaic.base.decisions import Decision
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import PARAMETER, Source, TensorShard
 from moesaic.dist.world import World
@@ -53,10 +54,14 @@ class LanguageModelKind:
         """Return the tokens in one step."""
         return job.train.batch * job.data.sequence
 
-    def plan(self, loaded: LoadedJob[Job], world: World) -> Plan:
+    def plan(
+        self, loaded: LoadedJob[Job], world: World, decisions: list[Decision[Any, Any]]
+    ) -> Plan:
         """Return the given plan, or the job's own layout with the default dispatch method."""
         job = loaded.job
-        plan = loaded.plan or resolve_dispatch(plan_from_job(job, world.size), job, world)
+        plan = loaded.plan or resolve_dispatch(
+            plan_from_job(job, world.size), job, world, decisions
+        )
         check_topology(plan, world, loaded.plan_origin)
         if loaded.plan is not None and job.model.experts:
             check_backend(plan.grouped_mm, world.device, key=f"{loaded.plan_origin}: grouped_mm")

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moesaic.base.decisions import Decision, decide
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, RankPlace, check_places
 from moesaic.kernels import device as devices
 from moesaic.policy import balance
-from moesaic.policy.plan.dispatch import default_dispatch
+from moesaic.policy.plan.dispatch import DispatchFacts, default_dispatch
 
 
 def gather_places(world: World) -> list[RankPlace]:
@@ -49,12 +50,14 @@ def describe_ranks(world: World) -> list[dict[str, Any]]:
     ]
 
 
-def resolve_dispatch(plan: Plan, job: Job, world: World) -> Plan:
-    """Return `plan` with the default dispatch for the ranks' hosts if the job says "auto". Every
-    rank of the world must call this."""
+def resolve_dispatch(plan: Plan, job: Job, world: World, log: list[Decision[Any, Any]]) -> Plan:
+    """Return `plan` with the default dispatch for the ranks' hosts if the job says "auto", and add
+    the decision to `log`. Every rank of the world must call this."""
     if job.layout.dispatch != "auto" or plan.ep == 1:
         return plan
-    return default_dispatch(plan, [place.host for place in gather_places(world)], job.model.top_k)
+    hosts = [place.host for place in gather_places(world)]
+    facts = DispatchFacts(plan.ep_groups(), hosts, job.model.top_k)
+    return plan.model_copy(update=decide(default_dispatch, facts, log)._asdict())
 
 
 def check_topology(plan: Plan, world: World, origin: str) -> None:

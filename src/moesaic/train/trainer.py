@@ -14,9 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
+import torch
+
 from moesaic.base import keys
+from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
+from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
 from moesaic.facts.plan import describe_plan
 from moesaic.kernels import device as devices
@@ -25,7 +29,6 @@ from moesaic.train import loss_scale
 from moesaic.train.assemble import DTYPES
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob, AnyRun, Data, J, JobKind
-from moesaic.train.prediction_check import PredictionCheck, max_peak_bytes
 from moesaic.train.record import RunRecord
 from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.topology import describe_ranks
@@ -77,7 +80,8 @@ def _train(
     progress: Progress,
     kind: JobKind[J],
 ) -> dict[str, Any]:
-    job, plan = loaded.job, kind.plan(loaded, world)
+    decisions: list[Decision[Any, Any]] = []
+    job, plan = loaded.job, kind.plan(loaded, world, decisions)
     data = kind.open_data(job, world, progress.message)
     checkpoint = None
     if resume is not None:
@@ -92,7 +96,7 @@ def _train(
         stack.enter_context(session)
         if world.size > 1:
             progress.message(f"plan: {describe_plan(run.plan)}")
-        return session.train(None if checkpoint is None else str(checkpoint.path))
+        return session.train(None if checkpoint is None else str(checkpoint.path), decisions)
 
 
 def _open_checkpoint(
@@ -236,14 +240,13 @@ class _Session(Generic[J]):
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.write_event,
         )  # fmt: skip
         run.phase_hook = self._on_phase
-        self.prediction_check = PredictionCheck(run.plan, kind.units_per_step(job), world)
         self.figures: dict[str, Any] = {}
 
-    def train(self, origin: str | None) -> dict[str, Any]:
+    def train(self, origin: str | None, decisions: list[Decision[Any, Any]]) -> dict[str, Any]:
         """Take steps until the job is done; return the last figures."""
         train, began = self.job.train, time.perf_counter()
         first_done = self.run.counters["step"]
-        self._write_run_start(origin)
+        self._write_run_start(origin, decisions)
         for line in self.kind.describe(self.run):
             self.progress.message(line)
         if train.precision in LOW_PRECISION and self.world.device.type == "cpu":
@@ -265,10 +268,7 @@ class _Session(Generic[J]):
         self._validate()
         self._save()
         self.saver.wait()
-        peak_bytes = max_peak_bytes(self.world)
-        comparison = self.prediction_check.compare(peak_bytes)
-        if comparison is not None:
-            self.record.write_event("prediction", step=self.run.counters["step"], **comparison)
+        peak_bytes = _max_peak_bytes(self.world)
         self.world.barrier()  # The rank that serves the store must not leave before the others.
         self.progress.done()
         seconds = time.perf_counter() - began
@@ -302,12 +302,18 @@ class _Session(Generic[J]):
             if kind is None:
                 raise
 
-    def _write_run_start(self, origin: str | None) -> None:
+    def _write_run_start(self, origin: str | None, decisions: list[Decision[Any, Any]]) -> None:
         self.record.write_event(
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             plan=self.run.plan.decisions(), rank_hosts=describe_ranks(self.world),
-            unit=self.kind.unit,
+            unit=self.kind.unit, decisions=[
+                {
+                    "facts": one.facts._asdict(), "outcome": one.outcome._asdict(),
+                    "seconds": one.seconds,
+                }
+                for one in decisions
+            ],
             **{f"{self.kind.unit}_per_step": self.kind.units_per_step(self.job)},
             **self.kind.start_fields(self.run),
         )  # fmt: skip
@@ -320,7 +326,6 @@ class _Session(Generic[J]):
             separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
-        self.prediction_check.add_step(step_s, stats.phases)
         self.figures = {**self.figures, **self.record.write_step(stats, step_s)}
         self.figures["step"] = stats.step
         self.progress.step(self.figures)
@@ -359,6 +364,12 @@ class _Session(Generic[J]):
             "data": self.data.digest,
         }  # fmt: skip
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
+
+
+def _max_peak_bytes(world: World) -> int:
+    """Return the peak memory of the rank that used most so far; every rank must call this."""
+    peak = torch.tensor([devices.peak_bytes(world.device)], device=world.device)
+    return int(all_gather(peak, world.group).max())
 
 
 def collective_timeout(job: AnyJob) -> timedelta:

@@ -46,17 +46,3 @@ def test_permissions_are_kept(tmp_path: Path) -> None:
     with atomic_replace(place) as partial:
         partial.write_text("after")
     assert (place.read_text(), place.stat().st_mode & 0o777) == ("after", 0o600)
-
-
-def test_directory_is_not_replaced(tmp_path: Path) -> None:
-    place = tmp_path / "there"
-    place.mkdir()
-    with pytest.raises(IsADirectoryError), atomic_replace(place) as partial:
-        partial.write_text("all of it")
-    assert list(tmp_path.iterdir()) == [place]
-
-
-def test_path_below_a_file_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError), atomic_replace(tmp_path / "file" / "a.txt") as partial:
-        partial.write_text("all of it")

@@ -225,7 +225,7 @@ def test_a_dry_run_warns_of_idle_ranks(capfd: pytest.CaptureFixture[str]) -> Non
     captured = capfd.readouterr()
     words = (
         "2 of 4 ranks have no sample in a micro-batch (train.batch = 2, train.micro_batches = 1): "
-        "use fewer ranks, or raise train.batch to 4"
+        "lower train.micro_batches, use fewer ranks, or raise train.batch to 4"
     )
     assert words in json.loads(captured.out)["warnings"]
     assert f"warning: {words}\n" in captured.err
@@ -264,9 +264,8 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
         "dispatch": "all_to_all", "dispatch_hosts": 1, "overlap_local": False, "chunks": 1,
         "grouped_mm": "auto", "embedding": "whole", "experts": 16,
         "expert_placement": [[*range(8)], [*range(8, 16)]], "expert_placement_by_layer": {},
-        "expert_replicas": [], "prices": None,
+        "prices": None,
         "stages": [["embed", *(f"layers.{layer}" for layer in range(4)), "head"]],
-        "tiers": {"parameters": "device", "moments": "device"}, "mode": "synchronous",
         "recompute": False, "micro_batches": 1, "places": [],
     }  # fmt: skip
     assert facts["parameters"] == {"total": 1_927_296, "active": 747_648}

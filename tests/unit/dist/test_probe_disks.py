@@ -30,15 +30,12 @@ def test_every_pattern_has_a_rate_and_no_file_is_left(directory: Path) -> None:
     assert list(directory.iterdir()) == []
 
 
-def test_open_file_has_no_name(directory: Path) -> None:
+def test_file_has_no_name_and_uses_direct_io(directory: Path) -> None:
     with disks.open_direct(directory) as fd:
         assert os.fstat(fd).st_nlink == 0
         assert list(directory.iterdir()) == []
-
-
-def test_file_uses_direct_io(directory: Path) -> None:
-    with disks.open_direct(directory) as fd, pytest.raises(OSError, match="Invalid argument"):
-        os.pwrite(fd, b"not a whole block", 0)
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.pwrite(fd, b"not a whole block", 0)
 
 
 @pytest.mark.parametrize(("kind", "waits"), [("read", False), ("write", True), ("mixed", True)])

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.facts.plan import Action, pipeline_actions, plan_from_layout
-from moesaic.facts.plan.layout import pipeline_error
+from moesaic.facts.plan.checks import pipeline_error
 from moesaic.testing.jobs import tiny_job
 
 _SCHEDULES: dict[str, Any] = {

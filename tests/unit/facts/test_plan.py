@@ -26,7 +26,6 @@ from moesaic.facts.plan import (
     idle_ranks_warning,
     job_under_plan,
     load_plan,
-    measure,
     plan_from_job,
     plan_from_layout,
     prediction_digest,
@@ -75,37 +74,22 @@ def test_layout_is_resolved() -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks", "sentence"),
     [
+        (LayoutConfig(ep=4), 2, "ep = 4 does not divide ranks = 2: choose a divisor, or another "),
+        (LayoutConfig(pp=2), 1, "tp * pp = 1 * 2 does not divide ranks = 1: choose divisors, or"),
+        (LayoutConfig(dp_shard=3), 4, "dp_shard = 3 does not divide ranks = 4: choose a divisor"),
+        (LayoutConfig(ep=3), 3, "ep = 3 does not divide experts = 16: choose a divisor"),
+        (LayoutConfig(tp=2, embedding="columns"), 4, 'embedding = "columns" with tp = 2, which'),
         (
-            LayoutConfig(ep=4), 2,
-            "layout.ep = 4 does not divide the number of ranks (2): "
-            "choose a divisor of 2, or start another number of ranks (--nproc)",
+            LayoutConfig(ep=2, dispatch="dedup", dispatch_hosts=3), 2,
+            "dispatch_hosts = 3 does not divide ep = 2",
         ),
-        (
-            LayoutConfig(pp=2), 1,
-            "layout.pp = 2 does not divide the number of ranks (1): "
-            "set it to 1, or start another number of ranks (--nproc)",
-        ),
-        (
-            LayoutConfig(dp_shard=3), 4,
-            "layout.dp_shard = 3 does not divide the number of ranks (4): "
-            "choose a divisor of 4, or start another number of ranks (--nproc)",
-        ),
-        (
-            LayoutConfig(ep=3), 3,
-            "layout.ep = 3 does not divide model.experts = 16: "
-            "choose a divisor of the number of experts",
-        ),
-        (
-            LayoutConfig(tp=2, embedding="columns"), 4,
-            'layout.embedding = "columns" with layout.tp = 2, which already shards the '
-            'vocabulary: set layout.embedding to "whole", or layout.tp to 1',
-        ),
+        (LayoutConfig(), 1 << 32, "ranks = 4294967296: give an integer from 1"),
     ],
 )  # fmt: skip
 def test_impossible_layout_is_rejected(layout: LayoutConfig, ranks: int, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_from_layout(layout, MODEL, ranks)
-    assert str(caught.value) == sentence
+    assert str(caught.value).startswith(f"layout: {sentence}")
 
 
 def test_embedding_columns_are_sharded_over_stage_ranks() -> None:
@@ -122,41 +106,25 @@ def test_embedding_columns_are_sharded_over_stage_ranks() -> None:
     [
         (4, {}, None),
         (1, {"model": {"hidden": 31}}, None),
-        (3, {}, "columns\" splits model.hidden = 32 columns over 3 ranks, which do not divide"),
-        (
-            6, {"layout": {"pp": 2}, "train": {"micro_batches": 2}},
-            "columns over 3 ranks of a pipeline stage, which do not divide them: set ",
-        ),
+        (3, {}, 'embedding = "columns" splits model.hidden = 32 columns over the 3 ranks of a'),
         (2, {"optimizer": {"moments": "bf16"}}, None),
-        (
-            2, {"optimizer": {"moments": "8bit"}},
-            "which has blocks of 128 columns: a rank has 16 columns, set optimizer.moments to",
-        ),
+        (2, {"optimizer": {"moments": "8bit"}}, "128 columns: a rank has 16 columns, set optim"),
         (2, {"optimizer": {"moments": "8bit"}, "model": {"hidden": 256}}, None),
     ],
-)  # fmt: skip
+)
 def test_embedding_columns_that_do_not_divide(
     ranks: int, tables: dict[str, Any], words: str | None
 ) -> None:
     """From a job, and from an edited plan."""
-    layout = {**tables.get("layout", {}), "embedding": "columns"}
-    job = tiny_job(**{**tables, "layout": layout})
+    job = tiny_job(**tables, layout={"embedding": "columns"})
     edited = plan_from_job(tiny_job(**tables), ranks).model_copy(update={"embedding": "columns"})
     if words is None:
         assert plan_from_job(job, ranks).embedding_shards == ranks
-        check_plan(edited, job, "--plan 'p.json'")
+        check_plan(edited, job, "plan")
         return
-    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        plan_from_job(job, ranks)
-    assert 'layout.embedding = "columns"' in str(caught.value)
-    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        check_plan(edited, job, "--plan 'p.json'")
-    assert str(caught.value).startswith("--plan 'p.json': embedding = \"columns\"")
-
-
-def test_tensor_parallelism_excludes_column_sharding() -> None:
-    with pytest.raises(ValueError, match='embedding = "columns" with tp = 2, which already shards'):
-        Plan(ranks=4, ep=1, dp_shard=1, tp=2, experts=0, embedding="columns")
+    for fails in (lambda: plan_from_job(job, ranks), lambda: check_plan(edited, job, "plan")):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            fails()
 
 
 def test_layers_are_split_evenly() -> None:
@@ -178,27 +146,20 @@ def test_layers_are_split_evenly() -> None:
     [
         ({"pp": 2}, {"micro_batches": 2}, None),
         ({"pp": 2, "schedule": "gpipe"}, {}, None),
-        ({"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 4}, None),
-        ({"pp": 3}, {}, "layout.pp = 3 does not divide the number of ranks (4): choose a div"),
+        ({"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 3, "batch": 9}, None),
         ({"pp": 4}, {"micro_batches": 4}, "into 4 stages, but model.layers = 2: a stage has at"),
         (
             {"pp": 2, "schedule": "interleaved"}, {"micro_batches": 2},
-            'layout.schedule = "interleaved" splits the model into 4 stages, but model.layers = 2',
+            'schedule = "interleaved" splits the model into 4 stages, but model.layers = 2',
         ),
-        ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than layout.pp = 2, but layout.sche"),
-        (
-            {"pp": 2}, {"batch": 9},
-            'schedule = "1f1b" keeps that many in flight: raise it to 3, or set layout.sche',
-        ),
+        ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than pp = 2, but schedule"),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 5, "batch": 10},
-            'train.micro_batches = 5 with layout.schedule = "zero-bubble", which processes them in '
-            "5 // 2 = 2 equal rounds (layout.pp = 2), but 2 does not divide 5: choose 2 or 10",
+            "in equal rounds of pp = 2 or somewhat more: choose a multiple of 2",
         ),
-        ({"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 3, "batch": 9}, None),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 2, "recompute": True},
-            'train.recompute = true with layout.schedule = "zero-bubble", whose split backward',
+            'recompute = true with schedule = "zero-bubble", whose split backward',
         ),
     ],
 )  # fmt: skip
@@ -210,59 +171,82 @@ def test_impossible_pipeline_is_rejected(
         plan = plan_from_job(job, 4)
         check_plan(plan, job, "plan")
         assert job_under_plan(tiny_job(train=train), plan) == job_under_plan(job, plan)
-        assert job_under_plan(job, plan).layout == job.layout.model_copy(
-            update={"dispatch": "all_to_all"}
-        )
         return
     with pytest.raises(ConfigError) as caught:
         plan_from_job(job, 4)
     assert words in str(caught.value)
 
 
+NARROW_DEEPSEEK: dict[str, Any] = {
+    "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
+    "shared_experts": 1, "expert_groups": 4, "top_expert_groups": 2,
+    "routed_scaling_factor": 2.5, "vocab": 60,
+    "latent": {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6},
+}  # fmt: skip
+WIDE = {"vocab": 60, "head_dim": 64}
+
+
 @pytest.mark.parametrize(
-    ("layout", "train", "ranks", "words"),
+    ("layout", "tables", "words"),
     [
-        ({}, {"batch": 4, "micro_batches": 1}, 4, None),
-        ({}, {"batch": 8, "micro_batches": 2}, 3, None),
-        ({"tp": 2}, {"batch": 4, "micro_batches": 2}, 4, None),
+        ({"tp": 2}, {"model": {"vocab": 60}}, None),
+        ({"tp": 2}, {}, "tp = 2 does not divide model.vocab = 61, which these ranks split"),
+        ({"tp": 2}, {"model": {**NARROW_DEEPSEEK, "dense_ffn": 41}}, "network 0 = 41, which"),
+        ({"tp": 2, "etp": 2}, {"model": {"vocab": 60, "ffn": 15}}, "etp = 2 does not divide mod"),
         (
-            {}, {"batch": 4, "micro_batches": 4}, 4,
-            "3 of 4 ranks have no sample in a micro-batch (train.batch = 4, train.micro_batches = "
-            "4): lower train.micro_batches to 1, or raise train.batch to 16",
+            {"tp": 2}, {"model": {"vocab": 60}, "optimizer": {"moments": "8bit"}},
+            "blocks of 128 columns, but shards of the output of attention over 2 TP ranks have 16",
         ),
-        ({}, {"batch": 8}, 16, "8 of 16 ranks have no sample in a micro-batch (train.batch = 8, "
-         "train.micro_batches = 1): use fewer ranks, or raise train.batch to 16"),
-        ({"tp": 2, "ep": 2, "etp": 2}, {"batch": 8, "micro_batches": 8}, 4,
-         "2 of 4 ranks have no sample in a micro-batch (train.batch = 8, train.micro_batches = 8): "
-         "lower train.micro_batches to 4, or raise train.batch to 16"),
-        ({"pp": 2}, {"batch": 8, "micro_batches": 8}, 4, "2 of 4 ranks have no sample in a "
-         "micro-batch (train.batch = 8, train.micro_batches = 8): lower train.micro_batches to 4"),
-        ({"pp": 2}, {"batch": 2, "micro_batches": 2}, 4, "2 of 4 ranks have no sample in a "
-         "micro-batch (train.batch = 2, train.micro_batches = 2): use fewer ranks, or raise "),
-        ({}, {"batch": 2}, 3, "1 of 3 ranks has no sample in a micro-batch (train.batch = 2, "),
+        ({"tp": 2}, {"model": WIDE, "optimizer": {"moments": "8bit"}}, None),
+        (
+            {"tp": 2, "etp": 2}, {"model": WIDE, "optimizer": {"moments": "8bit"}},
+            "shards of the output of experts over 2 TP ranks have 12: set it to",
+        ),
+        (
+            {"tp": 2}, {"model": NARROW_DEEPSEEK, "optimizer": {"moments": "8bit"},
+                        "finetune": {"method": "lora", "targets": ["shared"]}},
+            "shards of the output of shared experts over 2 TP ranks have",
+        ),
+        (
+            {"tp": 2, "etp": 2}, {"model": {"vocab": 60}, "finetune": {"method": "lora"}},
+            'etp = 2 with "experts" in finetune.targets: adapters of experts cannot be sharded',
+        ),
     ],
 )  # fmt: skip
+def test_tensors_that_do_not_split_are_rejected(
+    layout: dict[str, Any], tables: dict[str, Any], words: str | None
+) -> None:
+    job = tiny_job(**tables, layout=layout)
+    if words is None:
+        plan_from_job(job, 2)
+        return
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        plan_from_job(job, 2)
+    assert str(caught.value).startswith("layout: ")
+
+
+@pytest.mark.parametrize(
+    ("layout", "train", "ranks", "idle"),
+    [
+        ({}, {"batch": 8, "micro_batches": 2}, 3, 0),
+        ({"tp": 2}, {"batch": 4, "micro_batches": 2}, 4, 0),
+        ({}, {"batch": 4, "micro_batches": 4}, 4, 3),
+        ({"tp": 2, "ep": 2, "etp": 2}, {"batch": 8, "micro_batches": 8}, 4, 2),
+        ({"pp": 2}, {"batch": 8, "micro_batches": 8}, 4, 2),
+        ({}, {"batch": 2}, 3, 1),
+    ],
+)
 def test_ranks_without_samples_are_reported_with_a_remedy(
-    layout: dict[str, Any], train: dict[str, Any], ranks: int, words: str | None
+    layout: dict[str, Any], train: dict[str, Any], ranks: int, idle: int
 ) -> None:
     job = tiny_job(layout=layout, train=train, model={"vocab": 64})
     plan = plan_from_job(job, ranks)
-    size = job.train.batch // job.train.micro_batches
-    idle = [rank for rank in range(ranks) if len(plan.sample_range(rank, size)) == 0]
-    assert idle_ranks(plan, job) == len(idle)
-    sentence = idle_ranks_warning(plan, job)
-    assert (sentence is None) == (words is None) == (not idle)
-    if sentence is None or words is None:
-        return
-    assert sentence.startswith(words)
-    for key, value in re.findall(r"train\.(\w+) to (\d+)", sentence):
-        job = tiny_job(layout=layout, train={**train, key: int(value)}, model={"vocab": 64})
+    assert idle_ranks(plan, job) == idle
+    sentence = idle_ranks_warning(plan, job) or ""
+    assert sentence.startswith(f"{idle} of {ranks} ranks ") == bool(idle)
+    for batch in re.findall(r"raise train.batch to (\d+)", sentence):
+        job = tiny_job(layout=layout, train={**train, "batch": int(batch)}, model={"vocab": 64})
         assert idle_ranks_warning(plan_from_job(job, ranks), job) is None
-
-
-def test_too_many_ranks_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="a plan has at most 1048576 ranks, not 4294967296: use"):
-        plan_from_layout(LayoutConfig(), MODEL, 1 << 32)
 
 
 RAW: dict[str, Any] = {"ranks": 4, "ep": 2, "dp_shard": 1, "experts": 4}
@@ -271,19 +255,12 @@ PREDICTIONS: dict[str, Any] = {
     "cluster": "c", "step_s": 2.0, "phases_s": {"forward": 2.0}, "blocks_s": {"step": 2.0},
     "tokens_per_s": 50.0, "used_bytes_by_kind": {"peak": 1 << 30},
 }  # fmt: skip
-SPAN = {"phase": "forward", "block": "layers.0.attention to layers.99.attention"}
+PHASE = {"phase": "forward", "computing_s": 1.5, "collectives_s": 0.25, "waiting_s": 0.25}
 
 
-def timeline_change(*ranks: dict[str, Any], **change: Any) -> dict[str, Any]:
-    """Return a change of a plan: predictions with a timeline, one entry for each of `ranks`."""
-    spans = [{**SPAN, "computing_s": 1.5, "collectives_s": 0.25, "waiting_s": 0.25}] * 2
-    entries = [{"rank": 1, "spans": spans, **one} for one in ranks or (change,)]
-    return {"predictions": {**PREDICTIONS, "timeline": entries}}
-
-
-def negative(key: str, name: str) -> dict[str, Any]:
-    """Return a change of a plan: a negative prediction."""
-    return {"predictions": {**PREDICTIONS, key: {name: -1}}}
+def predictions(**change: Any) -> dict[str, Any]:
+    """Return a change of a plan: other predictions."""
+    return {"predictions": {**PREDICTIONS, **change}}
 
 
 @pytest.mark.parametrize(
@@ -294,125 +271,55 @@ def negative(key: str, name: str) -> dict[str, Any]:
         ({"etp": 2}, "etp = 2 does not divide tp = 1, whose ranks split the experts"),
         ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide ranks = 4: choose a divisor"),
         ({"experts": 5}, "ep = 2 does not divide experts = 5: choose a divisor"),
-        (
-            {"expert_placement": [[0, 1]]},
-            "expert_placement has 1 lists for ep = 2: give one for each",
-        ),
-        (
-            {"expert_placement": [[0, 1], [1, 2]]},
-            "expert_placement names expert 1 twice, in expert_placement[0] and in expert",
-        ),
-        (
-            {"expert_placement": [[0, 0], [1, 2]]},
-            "expert_placement names expert 0 twice, in expert_placement[0] and again there",
-        ),
-        (
-            {"expert_placement": [[0, 1], [3]]},
-            "expert_placement lacks expert 2, but experts = 4: place every",
-        ),
-        (
-            {"experts": 6, "expert_placement": [[0, 1], [2, 3]]},
-            "expert_placement lacks expert 4 and 1 more, but experts",
-        ),
-        (
-            {"expert_placement": [[0, 1], [2, 4]]},
-            "expert_placement[1] names expert 4, but experts = 4",
-        ),
-        (
-            {"expert_placement": [[0], [1, 2, 3]]},
-            "expert_placement[0] has 1 experts where each rank has 2",
-        ),
-        (
-            {"experts": 0, "expert_placement": [[0], []]},
-            "expert_placement[0] names expert 0, but experts = 0: empty",
-        ),
+        ({"ep": 1, "chunks": 2}, "chunks = 2 and overlap_local = false with ep = 1, where all"),
+        ({"expert_placement": [[0, 1]]}, "expert_placement has expert 2 0 times: place every"),
+        ({"expert_placement": [[0, 1], [1, 2]]}, "expert_placement has expert 1 2 times: place"),
+        ({"expert_placement": [[0, 1], [2, 4]]}, "expert_placement has expert 3 0 times: place"),
+        ({"expert_placement": [[0], [1, 2, 3]]}, "expert_placement has shares of [1, 3]: place"),
+        ({"experts": 0, "expert_placement": [[0], []]}, "expert_placement has expert 0 1 times"),
         (
             {"expert_placement": [["0"], [1]]},
-            'expert_placement[0][0] = "0" is a string: give an integer',
+            'expert_placement[0][0] = "0": expert_placement takes a',
         ),
         (
-            {"predictions": {**PREDICTIONS, "used_bytes_by_kind": {"peak": 1.5}}},
-            "predictions.used_bytes_by_kind.peak = 1.5 is a number with a fraction: give",
+            predictions(used_bytes_by_kind={"peak": 1.5}),
+            "predictions.used_bytes_by_kind.peak = 1.5: predictions.used_bytes_by_kind takes a",
         ),
         (
-            {"predictions": {**PREDICTIONS, "phases_s": {"": 1.0}}},
-            'predictions.phases_s."" = "" is empty: give a number',
+            predictions(phases_s={"": 1.0}),
+            'predictions.phases_s."" = "": predictions.phases_s take',
         ),
         (
             {"expert_placement_by_layer": {"1": [[0, 1], [1, 2]]}},
-            "expert_placement_by_layer.1 names expert 1 twice, in expert_placement_by_layer.1[0]",
-        ),
-        (
-            {"expert_placement_by_layer": {"1": [[0, 1]]}},
-            "expert_placement_by_layer.1 has 1 lists for ep = 2: give",
-        ),
-        (
-            {"expert_placement_by_layer": {"1": [[0, 1], [3]]}},
-            "expert_placement_by_layer.1 lacks expert 2, but exp",
-        ),
-        (
-            {"expert_placement_by_layer": {"1": [[0], [1, 2, 3]]}},
-            "expert_placement_by_layer.1[0] has 1 experts where",
-        ),
-        (
-            {"expert_placement_by_layer": {"one": [[0, 1], [2, 3]]}},
-            'expert_placement_by_layer has the key "one", but its keys are numbers',
-        ),
-        (
-            {"expert_placement_by_layer": {"01": [[0, 1], [2, 3]]}},
-            'expert_placement_by_layer has the key "01", but',
-        ),
-        (
-            {"expert_placement_by_layer": {"1": [["0"], [1]]}},
-            'expert_placement_by_layer.1[0][0] = "0" is a string',
+            "expert_placement_by_layer.1 has expert 1 2 times: place every expert once",
         ),
         (
             {"expert_placement_by_layer": [[0]]},
-            "expert_placement_by_layer = [[0]] is a list: give a table",
-        ),
-        (
-            {"expert_placement": 3},
-            "expert_placement = 3 is an integer: give a list of lists of integers",
+            "expert_placement_by_layer = [[0]]: give a table",
         ),
         ({"pp": 2, "stages": [["embed", "head"]]}, "stages lists 1 stages where pp = 2 and"),
         ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages where pp = 1: spread the names"),
-        ({"tiers": {"moments": "ssd"}}, 'tiers.moments = "ssd" is not known: give "device"'),
-        ({"mode": "async"}, 'mode = "async" is not known: give "synchronous"'),
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
-        ({"expert_replicas": [[], [0]]}, "expert_replicas[1] names expert 0, but only a job's"),
-        ({"copy": {}}, "unknown key 'copy'"),
         ({"rank": 2}, "unknown key 'rank': did you mean 'ranks'?"),
+        ({"homes": [[0, 1], [2, 3]]}, "unknown key 'homes': the keys at the top are ranks,"),
+        ({"ranks": 1 << 60}, "ranks = 1152921504606846976: give an integer from 1"),
+        ({"experts": 10**11}, "experts = 100000000000: give an integer from 0"),
         (
-            {"homes": [[0, 1], [2, 3]]},
-            "unknown key 'homes': the keys at the top are ranks,",
-        ),
-        ({"ranks": 1 << 60}, "ranks = 1152921504606846976 is out of range: give an integer from 1"),
-        ({"experts": 10**11}, "experts = 100000000000 is out of range: give an integer from 0"),
-        ({"ranks": 10**9, "ep": 10**9, "experts": 0}, "ranks = 1000000000 is out of range"),
-        (negative("phases_s", "forward"), "predictions.phases_s.forward = -1.0 is below 0: plan"),
-        (negative("blocks_s", "step"), "predictions.blocks_s.step = -1.0 is below 0: plan"),
-        (
-            negative("used_bytes_by_kind", "peak"),
-            "predictions.used_bytes_by_kind.peak = -1 is below 0: plan",
+            {"ranks": 10**9, "ep": 10**9, "experts": 0},
+            "ranks = 1000000000: give an integer from 1 and up to 1048576",
         ),
         (
-            timeline_change(rank=4),
-            "predictions.timeline[0].rank = 4, but ranks = 4: predictions belong",
-        ),
-        (timeline_change({}, {}), "predictions.timeline has rank 1 twice: remove one of the two"),
-        (
-            timeline_change(rank=-1),
-            "predictions.timeline[0].rank = -1 is out of range: give an integer from 0",
-        ),
-        (timeline_change(spans=[]), "predictions.timeline[0].spans = [] is "),
-        (
-            timeline_change(spans=[{"phase": "forward", "block": "head", "waiting_s": -1.0}]),
-            "predictions.timeline[0].spans[0].waiting_s = -1.0 is out of range: give a number from",
+            predictions(phases_s={"forward": -1}),
+            "predictions.phases_s.forward = -1: predictions.phases_s takes a table of values",
         ),
         (
-            timeline_change(spans=[{"phase": "forward", "block": "head", "collective_s": 1.0}]),
-            "unknown key 'predictions.timeline[0].spans[0].collective_s': did you mean",
+            predictions(timeline=[{"rank": 0, "phases": []}]),
+            "predictions.timeline[0].phases = []: give a list of tables",
+        ),
+        (
+            predictions(timeline=[{"rank": 0, "phases": [{**PHASE, "waiting_s": -1.0}]}]),
+            "predictions.timeline[0].phases[0].waiting_s = -1.0: give a number",
         ),
     ],
 )
@@ -431,7 +338,7 @@ def test_impossible_plan_file_is_rejected(
     ("text", "words"), [("{", "is not readable JSON"), ("[]", "holds no JSON object")]
 )
 def test_missing_or_broken_file_is_rejected(text: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(No such file"):
         load_plan(tmp_path / "none.json")
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
@@ -453,17 +360,18 @@ def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 
 
 def test_plan_round_trips_through_json(tmp_path: Path) -> None:
-    predictions = Predictions.model_validate(timeline_change({})["predictions"])
+    timeline = [{"rank": 1, "phases": [PHASE]}]
     plan = plan_from_job(tiny_job(layout={"ep": 2}), 4).model_copy(
-        update={"places": [RankPlace.model_validate(PLACE)] * 4, "predictions": predictions}
+        update={
+            "places": [RankPlace.model_validate(PLACE)] * 4,
+            "predictions": Predictions.model_validate({**PREDICTIONS, "timeline": timeline}),
+        }
     )
     text = plan.to_json()
     assert '  "expert_placement": [[0, 1, 2, 3], [4, 5, 6, 7]],\n' in text
+    assert json.dumps(PLACE) in text  # On one line.
     (tmp_path / "plan.json").write_text(text)
     assert load_plan(tmp_path / "plan.json") == plan
-    span = json.dumps({**SPAN, "computing_s": 1.5, "collectives_s": 0.25, "waiting_s": 0.25})
-    assert text.count(f"          {span}") == 2  # On one line, whatever its length.
-    assert Predictions.model_validate(PREDICTIONS).timeline == []
     assert "predictions" not in plan.decisions()
 
 
@@ -484,8 +392,6 @@ def test_expert_placement_is_obeyed() -> None:
     moved = plan.with_expert_placement({10: [3, 0, 2, 1], 3: [0, 2, 3, 1]})
     assert moved.expert_placement_by_layer == {"2": layers["2"], "3": [[0, 2], [3, 1]]}
     assert Plan.model_validate_json(moved.to_json()) == moved
-    bare = {name: value for name, value in RAW.items() if name != "expert_placement"}
-    assert Plan.model_validate({**bare, "expert_placement": []}) == Plan.model_validate(bare)
 
 
 @pytest.mark.parametrize(
@@ -495,39 +401,38 @@ def test_expert_placement_is_obeyed() -> None:
         ({"micro_batches": 1, "stages": [["embed", "layers.0", "layers.1", "head"]]}, None),
         ({"experts": 16}, "experts = 16, but model.experts = 8: plan this job anew"),
         ({"micro_batches": 2}, "micro_batches = 2, but train.micro_batches = 1, and a plan"),
-        ({"stages": [["embed"]]}, "no stage lists block 'layers.0': add it to stages[0]"),
-        ({"stages": [["embed", "layers.9"]]}, "stages[0] lists block 'layers.9', which the model"),
+        ({"stages": [["embed"]]}, "stages has no block where block 'layers.0' comes next: list"),
         (
             {"stages": [["embed", "embed"]]},
-            "stages lists block 'embed' twice: once is enough",
+            "stages has block 'embed' where block 'layers.0' comes next",
         ),
         (
-            {"stages": [["embed", "layers.1", "layers.0", "head"]]},
-            "stages[0] has block 'layers.1' out of order: keep the order",
+            {"pp": 2, "stages": [["embed", "layers.1"], ["layers.0", "head"]]},
+            "stages has block 'layers.1' where block 'layers.0' comes next",
         ),
         (
-            {"tp": 2},
-            "tp = 2 does not divide model.vocab = 61, which the TP ranks split: choose a",
-        ),
-        (
-            {"pp": 2, "stages": [["embed", "layers.0"], ["layers.1", "head"]]},
-            "train.micro_batches = 1 is fewer than pp = 2, but schedule",
-        ),
-        (
-            {"pp": 2, "schedule": "zero-bubble", "recompute": True, "micro_batches": None},
-            'recompute = true with schedule = "zero-bubble"',
-        ),
-        (
-            {"pp": 2, "schedule": "gpipe", "stages": [["embed", "layers.0"], ["layers.1"]]},
-            "no stage lists block 'head': add it to stages[1]",
+            {"stages": [["embed", "layers.0", "layers.1", "head", "x"]]},
+            "stages has block 'x' where no block comes next",
         ),
         (
             {"pp": 2, "stages": [["embed", "layers.0", "layers.1", "head"], []]},
             "stages[1] is empty: give it a block, or lower pp",
         ),
+        ({"tp": 2}, "tp = 2 does not divide model.vocab = 61, which these ranks split: choose a"),
         (
-            {"pp": 2, "stages": [["embed", "layers.1"], ["layers.0", "head"]]},
-            "stages[0] has block 'layers.1' out of order: keep the order",
+            {"pp": 2, "stages": [["embed", "layers.0"], ["layers.1", "head"]]},
+            "train.micro_batches = 1 is fewer than pp = 2, but schedule",
+        ),
+        (
+            {"pp": 2, "schedule": "zero-bubble", "recompute": True},
+            'recompute = true with schedule = "zero-bubble"',
+        ),
+        *(
+            (
+                {"expert_placement_by_layer": {layer: [[0, 1, 2, 3], [4, 5, 6, 7]]}},
+                f'expert_placement_by_layer has layer "{layer}", but layers with experts are 0 to',
+            )
+            for layer in ("2", "one", "01")
         ),
     ],
 )
@@ -548,16 +453,6 @@ def test_dense_model_rejects_expert_parallelism() -> None:
         check_plan(plan, dense, "plan")
 
 
-def test_tensor_parallelism_is_checked_against_job() -> None:
-    """A plan may shard tensors where the job does not, and cannot."""
-    plan = Plan.model_validate({"ranks": 2, "ep": 1, "dp_shard": 1, "tp": 2, "experts": 8})
-    narrow = {"moments": "8bit"}
-    words = 'plan: tp = 2 with optimizer.moments = "8bit", which has blocks'
-    with pytest.raises(ConfigError, match=f"^{words}"):
-        check_plan(plan, tiny_job(model={"vocab": 60}, optimizer=narrow), "plan")
-    check_plan(plan, tiny_job(model={"vocab": 60, "head_dim": 64}, optimizer=narrow), "plan")
-
-
 def test_expert_tensor_parallel_groups() -> None:
     plan = Plan(ranks=8, ep=2, dp_shard=1, tp=2, etp=2, experts=4)
     assert plan.etp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -571,8 +466,6 @@ def test_expert_tensor_parallel_groups() -> None:
         (2, 3),
         (0, 1),
     ]
-    with pytest.raises(ConfigError, match=r"^plan: etp = 2 does not divide model\.ffn = 15, which"):
-        check_plan(plan, tiny_job(model={"vocab": 60, "experts": 4, "ffn": 15}), "plan")
 
 
 def test_routed_tokens_follow_expert_placement() -> None:
@@ -585,14 +478,11 @@ def test_routed_tokens_follow_expert_placement() -> None:
 
 
 def test_plan_overrides_job() -> None:
-    job = tiny_job(layout={"dispatch": "all_to_all"})
-    assert job_under_plan(job, plan_from_job(job, 4)) == job
     plan = Plan.model_validate({**RAW, "experts": 8, "recompute": True})
-    layout = {"ep": 2, "dispatch": "all_to_all"}
-    assert job_under_plan(job, plan) == tiny_job(layout=layout, train={"recompute": True})
-    assert job_under_plan(tiny_job(), plan) == job_under_plan(job, plan)
-    every = tiny_job(layout={"dp_shard": "all", "dispatch": "dedup", "dispatch_hosts": 1})
-    assert job_under_plan(every, plan_from_job(every, 4)) == every
+    ruled = job_under_plan(tiny_job(layout={"ep": 4, "chunks": 2}), plan)
+    assert (ruled.layout.ep, ruled.layout.dispatch, ruled.layout.chunks) == (2, "all_to_all", 1)
+    assert ruled.train.recompute
+    assert job_under_plan(ruled, plan) == ruled == job_under_plan(tiny_job(), plan)
 
 
 def places(*hosts: str, device: str = "A CPU", kind: str = "cpu") -> list[RankPlace]:
@@ -635,17 +525,6 @@ def test_plan_is_checked_against_machines(actual: list[RankPlace], sentence: str
     assert str(caught.value).startswith(f"plan: {sentence}")
 
 
-def test_measurements_skip_first_steps() -> None:
-    measured = measure(100, [9, 9, 9, 4, 5, 6], {"data": [1, 1, 1, 2, 2, 2]}, 7.0, "resident")
-    assert measured is not None
-    assert (measured.steps, measured.step_s, measured.phases_s) == (3, 5.0, {"data": 2.0})
-    assert measured.tokens_per_s == 20.0
-    alone = measure(100, [9.0], {}, None, "resident")
-    assert alone is not None
-    assert alone.step_s == 9.0
-    assert measure(100, [], {}, None, "resident") is None
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -673,29 +552,13 @@ def test_prediction_digest_depends_on_the_plan() -> None:
 
 
 def test_placement_of_dense_layer_is_rejected() -> None:
-    latent = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    model = {
-        "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
-        "shared_experts": 1, "expert_groups": 4, "top_expert_groups": 2,
-        "routed_scaling_factor": 2.5, "latent": latent,
-    }  # fmt: skip
-    job, by_rank = tiny_job(model=model, layout={"ep": 2}), [[1, 3, 5, 7], [0, 2, 4, 6]]
+    job, by_rank = tiny_job(model=NARROW_DEEPSEEK, layout={"ep": 2}), [[1, 3, 5, 7], [0, 2, 4, 6]]
     plan = plan_from_job(job, 2)
     check_plan(plan.model_copy(update={"expert_placement_by_layer": {"2": by_rank}}), job, "plan")
-    sentence = r"^plan: expert_placement_by_layer has layer 0, but layers with experts are 1"
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match='has layer "0", but layers with experts are 1'):
         check_plan(
             plan.model_copy(update={"expert_placement_by_layer": {"0": by_rank}}), job, "plan"
         )
-
-
-def test_default_overlap_keeps_the_digest() -> None:
-    job = tiny_job(layout={"ep": 2})
-    assert prediction_digest(job, plan_from_job(job, 2)) == "dbef26628315c984"
-    first = tiny_job(layout={"ep": 2, "overlap_local": True})
-    assert prediction_digest(first, plan_from_job(first, 2)) != prediction_digest(
-        job, plan_from_job(job, 2)
-    )
 
 
 def test_dispatch_settings_are_ignored_without_expert_parallelism() -> None:

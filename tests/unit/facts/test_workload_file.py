@@ -122,17 +122,17 @@ def change(path: str, value: Any) -> dict[str, Any]:
         (change("version", True), "version = true is not known"),
         (change("batsch", 2), "unknown key 'batsch': did you mean 'batch'?"),
         (change("blocks.0.saved", 2), "unknown key 'blocks[0].saved'"),
-        (change("blocks.0.saved_bytes", -1), "blocks[0].saved_bytes = -1 is out of range"),
-        (change("blocks.0.saved_bytes", 10**400), "is out of range: give an integer from 0"),
+        (change("blocks.0.saved_bytes", -1), "blocks[0].saved_bytes = -1: give an integer from 0"),
+        (change("blocks.0.saved_bytes", 10**400), "...: give an integer from 0"),
         (
             change("blocks.1.forward.num_kernels", -1),
-            "num_kernels = -1 is out of range: give an integer from",
+            "num_kernels = -1: give an integer from",
         ),
         (change("blocks.0.forward.num_kernels", 0), "moved_bytes = 100 with num_kernels = 0"),
         (change("blocks.0.forward.matmuls.0.dtype", "int8"), 'dtype = "int8" is not known'),
         (
             change("blocks.0.forward.matmuls.2.causal_fraction", 0.0),
-            "causal_fraction = 0.0 is out of range",
+            "causal_fraction = 0.0: give a number above 0",
         ),
         (change("blocks.0.gradients", [-4]), "gradients of a has a negative size"),
         (change("blocks.0.gradients", [400]), "are 400 bytes and parameter_bytes is 120"),
@@ -141,7 +141,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
             change("blocks.1.name", "step"),
             "blocks has 'step', which is the name for work",
         ),
-        (change("blocks", []), "blocks = [] is empty"),
+        (change("blocks", []), "blocks = []: give a list of tables"),
         ({key: value for key, value in RAW.items() if key != "version"}, "version is missing"),
     ],
 )
@@ -153,7 +153,9 @@ def test_invalid_workload_is_rejected(raw: Any, message: str) -> None:
 
 
 def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such file: give a file that `moesaic tra"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read \(No such file.*: give a file that `moesaic tra"
+    ):
         load_traced(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_traced(tmp_path)

@@ -160,8 +160,7 @@ def test_drift_is_the_fraction_of_tokens_that_changed_expert() -> None:
         ({"policy": "eplb", "replan_drift": 0.1}, "drift = 0.1 with balance.replan_every = 1"),
         ({"policy": "quota", "replan_every": 4}, "or set balance.prefetch = true"),
         ({"policy": "pro-prophet", "max_replicas_sent": 2}, "max_replicas_sent = 2 with balance"),
-        ({"policy": "lp"}, '^tiny job: balance.policy = "lp" is a yardstick for replay; training '
-         "takes none, quota, pro-prophet, eplb or faster-moe$"),
+        ({"policy": "llep"}, '^tiny job: balance.policy = "llep" is not known: '),
         ({"policy": "auto"}, 'balance.policy = "auto" is not known: give "none", "quota"'),
         ({"num_broadcast_experts": 2}, "unknown key 'balance.num_broadcast_experts'"),
     ],

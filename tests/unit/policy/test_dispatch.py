@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.facts.job import LayoutConfig
 from moesaic.facts.plan import Plan, describe_plan, plan_from_layout
-from moesaic.policy.plan.dispatch import default_dispatch, dispatch_methods
+from moesaic.policy.plan.dispatch import DispatchFacts, default_dispatch, dispatch_methods
 from moesaic.testing.jobs import tiny_job
 
 
@@ -41,11 +41,12 @@ def on(*sizes: int) -> list[str]:
     ids=str,
 )
 def test_default_dispatch(plan: Plan, hosts: list[str], dispatch: str, num: int) -> None:
-    found = default_dispatch(plan, hosts, 2)
-    assert (found.dispatch, found.dispatch_hosts) == (dispatch, num)
-    assert default_dispatch(plan, hosts, 1) == plan
-    assert found in dispatch_methods(plan, hosts)
-    assert dispatch_methods(plan, hosts)[0] == plan
+    found = default_dispatch(DispatchFacts(plan.ep_groups(), hosts, 2))
+    assert found == (dispatch, num)
+    assert default_dispatch(DispatchFacts(plan.ep_groups(), hosts, 1)) == ("all_to_all", 1)
+    methods = dispatch_methods(plan, hosts)
+    assert plan.model_copy(update=found._asdict()) in methods
+    assert methods[0] == plan
 
 
 def test_all_dispatch_methods_are_candidates() -> None:

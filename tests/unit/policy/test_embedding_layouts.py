@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moesaic.facts.plan import plan_from_layout
-from moesaic.policy.plan.embedding import embedding_layouts
+from moesaic.policy.plan.choices import embedding_layouts
 from moesaic.testing.jobs import tiny_job
 
 

@@ -35,13 +35,12 @@ PREDICTED = {
     "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "used_bytes_by_kind": {"peak": 1 << 20},
 }  # fmt: skip
 TIMELINE = [
-    {"rank": 1, "spans": [
-        {"phase": "forward", "block": "<embed>", "computing_s": 0.01, "collectives_s": 0.004},
-        {"phase": "backward", "block": "<embed>", "computing_s": 0.03},
-        {"phase": "forward", "block": "all", "micro_batches": 3, "computing_s": 0.03},
-        {"phase": "reduce", "block": "step", "waiting_s": 0.006, "collectives_s": 0.02},
+    {"rank": 1, "phases": [
+        {"phase": "forward", "computing_s": 0.04, "collectives_s": 0.004},
+        {"phase": "backward", "computing_s": 0.03},
+        {"phase": "reduce", "waiting_s": 0.006, "collectives_s": 0.02},
     ]},
-    {"rank": 0, "spans": [{"phase": "forward", "block": "<embed>", "computing_s": 0.02}]},
+    {"rank": 0, "phases": [{"phase": "forward", "computing_s": 0.02}]},
 ]  # fmt: skip
 
 

@@ -222,7 +222,7 @@ def test_the_predicted_step_is_drawn(show: Open, tmp_path: Path) -> None:
         [trace["name"] for trace in traces(browser, "step-timeline")].index("reduce"),
     )
     hover = browser.find_element("css selector", "#step-timeline .hoverlayer").text
-    assert "all blocks, reduce: waiting" in hover
+    assert "reduce: waiting" in hover
     assert "6.00 ms from 74.00 ms" in hover
     assert_silent(browser)
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from fabricated import fabricate
 
-from moesaic.facts.plan import Measurements, Predictions
+from moesaic.facts.plan import Predictions
 from moesaic.report import RunStats
 from moesaic.report.findings import Finding, find
 from moesaic.report.loads import Loads
 from moesaic.report.log import Checkpoint, Launch, Steps, Validation
-from moesaic.report.run_stats import Prediction
+from moesaic.report.prediction import Measurements, Prediction
 
 JOB: dict[str, Any] = {
     "routing": {"balance_loss": 0.01, "capacity_factor": None},

@@ -104,7 +104,7 @@ def test_settings_without_effect_under_a_plan_warn(ep: int, keys: list[str]) -> 
     Path("job.toml").write_text(Path("job.toml").read_text() + text)
     alone = load_job(Path("job.toml"))
     sentence = "layout.{} has no effect: layout.ep = 1 dispatches no tokens"
-    assert alone.warnings == [sentence.format(key) for key in ("overlap_local", "chunks")]
+    assert alone.warnings == [sentence.format(key) for key in ("chunks", "overlap_local")]
     dispatch = "dedup" if ep > 1 else "all_to_all"
     layout = LayoutConfig(ep=ep, dispatch=dispatch)
     plan = plan_from_layout(layout, alone.job.model, 2)

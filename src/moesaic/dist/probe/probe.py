@@ -34,8 +34,6 @@ class ProbeResult:
 
     cluster: Cluster
     """Cluster from the medians of all repeats."""
-    repeats: list[Cluster]
-    """Cluster of each repeat."""
     relative_ranges: list[float]
     """Relative range over the repeats of every measured number, ascending."""
     notes: list[str]
@@ -76,7 +74,6 @@ def probe(world: World, config: ProbeConfig, on_phase: PhaseCallback) -> ProbeRe
     by_rank = [medians([repeat[rank] for repeat in repeats]) for rank in range(world.size)]
     return ProbeResult(
         builder.build(by_rank),
-        [builder.build(repeat) for repeat in repeats],
         sorted(_relative_ranges(repeats)),
         [note for several in notes for note in dict.fromkeys(several)],
     )

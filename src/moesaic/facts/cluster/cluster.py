@@ -269,13 +269,7 @@ class Cluster(Section):
 
 def _pattern(end: str) -> re.Pattern[str]:
     """Return the pattern for an `end` of a link, where `*` is the only wildcard."""
-    first, *rest = map(re.escape, end.split("*"))
-    if not rest:
-        return re.compile(first)
-    # Atomic groups match each middle part at its first position: backtracking would take
-    # exponential time.
-    between = "".join(f"(?>.*?{part})" for part in rest[:-1])
-    return re.compile(f"{first}{between}.*{rest[-1]}", re.DOTALL)
+    return re.compile(".*".join(map(re.escape, end.split("*"))), re.DOTALL)
 
 
 def _first_duplicate(values: Sequence[str | int]) -> str | int | None:

@@ -20,12 +20,10 @@ from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.cluster import Cluster, Host, Link, LinkProperties
 from moesaic.facts.cluster.presets import PRESETS, Preset
 
-_CALIBRATION_HEADER = re.compile(r"\[\s*calibration\s*\]\s*(#.*)?")
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
-"""A line of TOML: only line feeds end it, unlike in `str.splitlines`."""
-_BYTE_ORDER_MARK = "\ufeff"
-"""UTF-8 mark that some editors write at the start of a file."""
 _CALIBRATION_NOTE = "# Written by `moesaic calibrate`, which replaces this table."
+_CALIBRATION_TABLE = re.compile(
+    rf"^\[calibration\].*\n(?:{re.escape(_CALIBRATION_NOTE)}\n)?(?:(?![\[#]).*\n?)*", re.MULTILINE
+)
 
 
 class HostPreset(Section):
@@ -75,7 +73,7 @@ def load_cluster(path: Path) -> Cluster:
 
 def parse_cluster(text: str, origin: str) -> Cluster:
     """Return the cluster in the text of a file; error messages start with `origin`."""
-    return resolve_cluster(parse_toml(text.removeprefix(_BYTE_ORDER_MARK), origin), origin)
+    return resolve_cluster(parse_toml(text, origin), origin)
 
 
 def resolve_cluster(raw: Mapping[str, Any], origin: str) -> Cluster:
@@ -97,37 +95,19 @@ def resolve_cluster(raw: Mapping[str, Any], origin: str) -> Cluster:
 
 
 def replace_calibration(text: str, calibration: Calibration, origin: str) -> str:
-    """Return the text of a file with `calibration` as its last table, in place of an earlier one.
-
-    Everything else stays the same: comments, blanks, a byte order mark.
-    """
-    mark = _BYTE_ORDER_MARK * text.startswith(_BYTE_ORDER_MARK)
-    text = text.removeprefix(mark)
-    lines = _LINE.findall(text)
-    heads = [index for index, line in enumerate(lines) if line.lstrip().startswith("[")]
-    own = next(
-        (index for index in heads if _CALIBRATION_HEADER.fullmatch(lines[index].strip())), None
-    )
-    if own is not None:
-        end = next((index for index in heads if index > own), len(lines))
-        # Trailing comments belong to the next table.
-        while lines[end - 1].strip().partition("#")[0] == "":
-            end -= 1
-        lines[own:end] = []
-    kept = "".join(lines)
-    kept += "\n" * (not kept.endswith("\n"))
-    kept += "\n" * bool(_LINE.findall(kept)[-1].strip())
-    result = f"{kept}[calibration]\n{_CALIBRATION_NOTE}\n{calibration.to_toml()}"
-    before, wanted = parse_toml(text, origin), calibration.model_dump()
+    """Return a file's text with `calibration` as its last table, in place of an earlier one."""
+    kept = _CALIBRATION_TABLE.sub("", text).rstrip("\n")
+    result = f"{kept}\n\n[calibration]\n{_CALIBRATION_NOTE}\n{calibration.to_toml()}"
+    wanted = {**parse_toml(text, origin), "calibration": calibration.model_dump()}
     try:
-        is_same = parse_toml(result, origin) == {**before, "calibration": wanted}
+        is_same = parse_toml(result, origin) == wanted
     except ConfigError:  # Duplicate tables, if one is not written as a table.
         is_same = False
     if not is_same:
         raise ConfigError(
             f"{origin}: calibration is not written as one table [calibration]: remove it"
         )
-    return mark + result
+    return result
 
 
 def _fill_presets(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -143,11 +123,7 @@ def _fill_preset(host: object, where: str) -> object:
     if not isinstance(host, dict) or "preset" not in host:
         return host
     own = dict(host)
-    name = own.pop("preset")
-    if not isinstance(name, str) or name not in PRESETS:
-        known = keys.join_words([keys.show(preset) for preset in PRESETS])
-        remedy = keys.suggest_choice(str(name), list(PRESETS), known)
-        raise ConfigError(f"{where}.preset = {keys.show(name)} is not known: {remedy}")
+    name = keys.check_choice(f"{where}.preset", own.pop("preset"), list(PRESETS))
     preset = PRESETS[name]
     if isinstance(own.get("devices"), dict):
         own["devices"] = [{**device, **own["devices"]} for device in preset["devices"]]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
-from moesaic.base.keys import join_words, show
 
 Policy = Literal["none", "quota", "pro-prophet", "eplb", "faster-moe"]
 """Policies of a training job. A policy decides which experts have replicas in a step."""
@@ -15,16 +15,41 @@ Policy = Literal["none", "quota", "pro-prophet", "eplb", "faster-moe"]
 Yardstick = Literal["best", "llep", "lp", "top-k-broadcast"]
 """Policies for comparison in `moesaic replay`; training does not accept them."""
 
-PAST_LOAD_POLICIES: tuple[Policy, ...] = ("pro-prophet", "eplb")
-"""Policies that always place replicas by the loads of earlier micro-batches."""
 
-_COST_CHECKED_POLICIES = ("none", "quota")
-"""Policies that themselves skip replicas predicted to cost more than they save."""
+class _Traits(NamedTuple):
+    """Traits of a policy."""
+
+    has_cost_check: bool = False
+    """The policy itself skips replicas predicted to cost more than they save."""
+    uses_past_loads: bool = False
+    """Loads of earlier micro-batches always place the replicas."""
+    limits_replicas: bool = False
+    """The policy obeys `max_replicas` and `max_replicas_sent`."""
+    limits_replica_tokens: bool = False
+    """The policy obeys `min_replica_tokens`."""
+
+
+_TRAITS: dict[Policy | Yardstick, _Traits] = {
+    "none": _Traits(has_cost_check=True, limits_replicas=True),
+    "quota": _Traits(has_cost_check=True, limits_replicas=True, limits_replica_tokens=True),
+    "pro-prophet": _Traits(uses_past_loads=True),
+    "eplb": _Traits(uses_past_loads=True, limits_replicas=True),
+    "faster-moe": _Traits(),
+    "best": _Traits(has_cost_check=True, limits_replicas=True, limits_replica_tokens=True),
+    "llep": _Traits(limits_replicas=True, limits_replica_tokens=True),
+    "lp": _Traits(uses_past_loads=True, limits_replicas=True),
+    "top-k-broadcast": _Traits(),
+}
 
 _REPLICA_KEYS = {
     "max_replicas", "max_replicas_sent", "min_replica_tokens", "prefetch", "as_published",
     "replan_every", "replan_drift",
 }  # fmt: skip
+
+
+def no_effect(table: str, names: Iterable[str], reason: str) -> list[str]:
+    """Return one sentence for each setting of `table` that has no effect for `reason`."""
+    return [f"{table}.{name} has no effect: {reason}" for name in sorted(names)]
 
 
 class Prices(Section):
@@ -104,33 +129,17 @@ class BalanceConfig(Section):
     """Costs that policies assume. Unset: those of the plan, which `moesaic plan` derives from the
     cluster's file. Without a plan: typical values of such devices, with 1 Gbit/s between hosts. Set
     them where `moesaic probe` has measured the machine and there is no plan."""
-    measure_prices: bool = False
-    """Measure the prices when a run starts, if neither job nor plan has them. Set it on unusual
-    machines if two runs may decide differently. The run's plan and checkpoints keep the measured
-    prices."""
-
     migrate_every: int = Field(default=0, ge=0)
     """Steps between permanent migrations of experts to other ranks, with their optimizer moments;
     0: never. Set it (to 100, for example) where the same experts stay busy for hundreds of steps.
     An expert moves only if that saves more than it costs until the next migration. It works with
     every `policy`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_yardsticks(cls, raw: Any) -> Any:
-        policy = raw.get("policy") if isinstance(raw, dict) else None
-        if policy in get_args(Yardstick):
-            raise ValueError(
-                f"balance.policy = {show(policy)} is a yardstick for replay; training takes "
-                f"{join_words(get_args(Policy))}"
-            )
-        return raw
-
     @model_validator(mode="after")
     def _check_memory_limits(self) -> BalanceConfig:
         for name in ("max_replicas", "max_replicas_sent"):
             limit = getattr(self, name)
-            if limit is not None and not self._limits_replicas:
+            if limit is not None and not _TRAITS[self.policy].limits_replicas:
                 raise ValueError(
                     f'balance.{name} = {limit} with balance.policy = "{self.policy}", which has '
                     "no such limit: remove it, or use a policy that has one (quota, eplb)"
@@ -148,46 +157,24 @@ class BalanceConfig(Section):
             raise ValueError(
                 f"balance.replan_every = {self.replan_every} with balance.policy = "
                 f'"{self.policy}", which plans by current loads: remove it, use a policy that '
-                f"plans by earlier loads ({', '.join(PAST_LOAD_POLICIES)}), or set "
-                "balance.prefetch = true"
+                "plans by earlier loads (pro-prophet, eplb), or set balance.prefetch = true"
             )
         return self
 
     def ineffective_settings(self) -> list[str]:
-        """Return one sentence for each setting that was given and has no effect."""
-        given, sentences = self.model_fields_set, list[str]()
-        policy = f'balance.policy = "{self.policy}"'
-        if not self.uses_replicas:
-            reason = policy if self.policy == "none" else "balance.max_replicas = 0"
-            unused = given & _REPLICA_KEYS - ({"max_replicas"} if self.policy != "none" else set())
-            unused |= set() if self.migrate_every else given & {"prices", "measure_prices"}
-            return [f"balance.{key} has no effect: {reason}" for key in sorted(unused)]
-        if not self._limits_replica_tokens and "min_replica_tokens" in given:
-            sentences.append(f"balance.min_replica_tokens has no effect: {policy}")
-        if self.policy in PAST_LOAD_POLICIES and self.prefetch:
-            sentences.append(f"balance.prefetch has no effect: {policy} always prefetches")
-        if self.as_published and self.has_cost_check:
-            sentences.append(f"balance.as_published has no effect: {policy}")
-        if self.prices is not None:
-            if self.measure_prices:
-                sentences.append("balance.measure_prices has no effect: balance.prices is set")
-            if self.prices.cpu_s_per_byte and not self.prices.overlaps:
-                sentences.append(
-                    "balance.prices.cpu_s_per_byte has no effect: balance.prices.overlaps = false"
-                )
-        return sentences
-
-    def ineffective_settings_without_ep(self, reason: str) -> list[str]:
-        """Return these sentences for a job that balances nothing, for `reason`.
-
-        All given settings are listed, except values that change nothing and policy "none"."""
-        return [
-            f"balance.{key} has no effect: {reason}"
-            for key in type(self).model_fields
-            if key in self.model_fields_set
-            and getattr(self, key) != type(self).model_fields[key].default
-            and not (key == "policy" and self.policy == "none")
-        ]
+        """Return one sentence for each setting that is not a default and has no effect."""
+        given, policy = self.non_default_fields, f'balance.policy = "{self.policy}"'
+        if self.policy == "none":
+            unused = _REPLICA_KEYS if self.migrate_every else {*_REPLICA_KEYS, "prices"}
+            return no_effect("balance", given & unused, policy)
+        if self.max_replicas == 0:
+            unused = _REPLICA_KEYS - {"max_replicas"}
+            unused |= set() if self.migrate_every else {"prices"}
+            return no_effect("balance", given & unused, "balance.max_replicas = 0")
+        unused = {"as_published"} if self.has_cost_check else set()
+        unused |= set() if _TRAITS[self.policy].limits_replica_tokens else {"min_replica_tokens"}
+        unused |= {"prefetch"} if _TRAITS[self.policy].uses_past_loads else set()
+        return no_effect("balance", given & unused, policy)
 
     @property
     def uses_replicas(self) -> bool:
@@ -197,7 +184,7 @@ class BalanceConfig(Section):
     @property
     def has_cost_check(self) -> bool:
         """True if the policy itself skips replicas predicted to cost more than they save."""
-        return self.policy in _COST_CHECKED_POLICIES
+        return _TRAITS[self.policy].has_cost_check
 
     @property
     def display_name(self) -> str:
@@ -208,17 +195,7 @@ class BalanceConfig(Section):
     @property
     def uses_past_loads(self) -> bool:
         """True if loads of earlier micro-batches place the replicas."""
-        return self.prefetch or self.policy in PAST_LOAD_POLICIES
-
-    @property
-    def _limits_replicas(self) -> bool:
-        """True if the policy obeys `max_replicas` and `max_replicas_sent`."""
-        return self.policy in (*_COST_CHECKED_POLICIES, "eplb")
-
-    @property
-    def _limits_replica_tokens(self) -> bool:
-        """True if the policy obeys `min_replica_tokens`."""
-        return self.policy == "quota"
+        return self.prefetch or _TRAITS[self.policy].uses_past_loads
 
 
 class YardstickConfig(BalanceConfig):
@@ -229,26 +206,3 @@ class YardstickConfig(BalanceConfig):
     current loads. llep: tokens above a rank's even share go to the least loaded ranks. lp: replicas
     as with eplb, with tokens split so that the busiest rank has the fewest. top-k-broadcast: the
     busiest expert to every rank."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_yardsticks(cls, raw: Any) -> Any:
-        return raw  # Yardsticks are valid here.
-
-    @property
-    def has_cost_check(self) -> bool:
-        """Like a job's; best also compares with no replicas."""
-        return super().has_cost_check or self.policy == "best"
-
-    @property
-    def uses_past_loads(self) -> bool:
-        """Like a job's; lp places replicas by earlier loads."""
-        return super().uses_past_loads or self.policy == "lp"
-
-    @property
-    def _limits_replicas(self) -> bool:
-        return super()._limits_replicas or self.policy in ("best", "llep", "lp")
-
-    @property
-    def _limits_replica_tokens(self) -> bool:
-        return super()._limits_replica_tokens or self.policy in ("best", "llep")

@@ -7,49 +7,45 @@ it.
 from moesaic.facts.plan.checks import (
     check_places,
     check_plan,
+    embedding_shard_error,
     job_under_plan,
     load_plan,
     placement_mismatch,
     prediction_digest,
 )
 from moesaic.facts.plan.layout import (
-    block_names,
     complete_plan,
     describe_plan,
     dispatch_summary,
-    embedding_shard_error,
     idle_ranks,
     idle_ranks_warning,
     plan_from_job,
     plan_from_layout,
+)
+from moesaic.facts.plan.pipeline_order import (
+    Action,
+    pipeline_actions,
+)
+from moesaic.facts.plan.plan import (
+    Plan,
+    RankPlace,
+    block_names,
     stage_blocks,
 )
-from moesaic.facts.plan.pipeline_order import Action, pipeline_actions
-from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
 from moesaic.facts.plan.predictions import (
-    ALL_BLOCKS,
-    MEDIAN_WINDOW,
-    WARMUP_STEPS,
-    Measurements,
+    PhaseSeconds,
     Predictions,
-    RankSpan,
     RankTimeline,
-    measure,
     round_digits,
 )
 
 __all__ = [
-    "ALL_BLOCKS",
-    "MEDIAN_WINDOW",
-    "WARMUP_STEPS",
     "Action",
-    "Measurements",
+    "PhaseSeconds",
     "Plan",
     "Predictions",
     "RankPlace",
-    "RankSpan",
     "RankTimeline",
-    "Tiers",
     "block_names",
     "check_places",
     "check_plan",
@@ -61,7 +57,6 @@ __all__ = [
     "idle_ranks_warning",
     "job_under_plan",
     "load_plan",
-    "measure",
     "pipeline_actions",
     "placement_mismatch",
     "plan_from_job",

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
-from moesaic.facts.job.train import grouped_mm_fault
-from moesaic.facts.plan.layout import block_names, embedding_shard_error, pipeline_error
-from moesaic.facts.plan.plan import Plan, RankPlace
+from moesaic.facts.job.train import MOMENT_BLOCK, grouped_mm_fault
+from moesaic.facts.plan.plan import Plan, RankPlace, block_names
 
 _DIGEST_DIGITS = 16
-_DIGEST_FIELDS = {
-    "ranks", "ep", "dp_shard", "tp", "etp", "pp", "schedule", "dispatch", "dispatch_hosts",
-    "overlap_local", "chunks", "grouped_mm", "embedding", "expert_placement",
-    "expert_placement_by_layer", "stages",
-}  # fmt: skip
-"""Plan fields that a step's cost depends on, besides `places`."""
+_ROUND_SCHEDULES = ("interleaved", "zero-bubble")
+"""Schedules that process micro-batches in rounds."""
 
 
 def load_plan(path: Path) -> Plan:
@@ -32,39 +28,163 @@ def load_plan(path: Path) -> Plan:
 
 def check_plan(plan: Plan, job: Job, origin: str) -> None:
     """Raise ConfigError if `plan` cannot train `job`; the message starts with `origin`."""
-    replan = "plan this job anew (moesaic plan)"
-    if plan.experts != job.model.experts:
-        raise ConfigError(
-            f"{origin}: experts = {plan.experts}, but model.experts = {job.model.experts}: {replan}"
-        )
-    if plan.ep > 1 and not plan.experts:
-        raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
-    for layer in plan.expert_placement_by_layer:
-        if int(layer) not in job.model.expert_layers:
-            expert_layers = job.model.expert_layers
-            raise ConfigError(
-                f"{origin}: expert_placement_by_layer has layer {layer}, but layers with experts "
-                f"are {expert_layers[0]} to {expert_layers[-1]}: remove it"
-            )
-    tp_error = job.tensor_parallel_error(plan.tp, plan.etp)
-    if tp_error is not None:
-        raise ConfigError(f"{origin}: {tp_error}")
-    job_micro_batches = job.train.micro_batches
-    if plan.micro_batches not in (None, job_micro_batches):
-        raise ConfigError(
-            f"{origin}: micro_batches = {plan.micro_batches}, but train.micro_batches = "
-            f"{job_micro_batches}, and a plan must not change it, since results depend on it: "
-            f"make them equal, or {replan}"
-        )
-    if plan.stages is not None:
-        _check_blocks(plan.stages, block_names(job.model), origin)
     error = (
-        pipeline_error(plan, job)
+        _model_error(plan, job)
+        or _tensor_parallel_error(plan, job)
+        or _stages_error(plan, job)
+        or pipeline_error(plan, job)
         or embedding_shard_error(plan, job)
         or _grouped_mm_error(plan, job)
     )
-    if error:
+    if error is not None:
         raise ConfigError(f"{origin}: {error}")
+
+
+def _model_error(plan: Plan, job: Job) -> str | None:
+    """Return which number of the plan contradicts the job, or None."""
+    replan = "plan this job anew (moesaic plan)"
+    if plan.experts != job.model.experts:
+        return f"experts = {plan.experts}, but model.experts = {job.model.experts}: {replan}"
+    if plan.ep > 1 and not plan.experts:
+        return f"ep = {plan.ep} with a dense model (experts = 0): set ep = 1"
+    expert_layers = [str(layer) for layer in job.model.expert_layers]
+    for layer in plan.expert_placement_by_layer:
+        if layer not in expert_layers:
+            return (
+                f'expert_placement_by_layer has layer "{layer}", but layers with experts are '
+                f"{expert_layers[0]} to {expert_layers[-1]}: remove it"
+            )
+    if plan.micro_batches not in (None, job.train.micro_batches):
+        return (
+            f"micro_batches = {plan.micro_batches}, but train.micro_batches = "
+            f"{job.train.micro_batches}, and a plan must not change it, since results depend on "
+            f"it: make them equal, or {replan}"
+        )
+    return None
+
+
+def _tensor_parallel_error(plan: Plan, job: Job) -> str | None:
+    """Return why TP ranks cannot split the job's matrices and tokens, or None."""
+    model, finetune = job.model, job.finetune
+    widths = {
+        "model.heads": (plan.tp, model.heads),
+        "model.kv_heads": (plan.tp, model.kv_heads),
+        "model.vocab": (plan.tp, model.vocab),
+        "data.sequence": (plan.tp, job.data.sequence),
+        "model.shared_experts * model.ffn": (plan.tp, model.shared_experts * model.ffn),
+        "model.ffn": (plan.etp, model.ffn),
+    }
+    for layer in range(model.layers - len(model.expert_layers)):
+        widths[f"the width of feed-forward network {layer}"] = (plan.tp, model.ffn_width(layer))
+    for width, (ranks, size) in widths.items():
+        if size % ranks:
+            key = "etp" if width == "model.ffn" else "tp"
+            return (
+                f"{key} = {ranks} does not divide {width} = {size}, which these ranks split: "
+                "choose a divisor"
+            )
+    if plan.etp > 1 and not model.experts:
+        return f"etp = {plan.etp} with a dense model (model.experts = 0): set etp = 1"
+    adapted = finetune.targets if finetune is not None and finetune.method == "lora" else []
+    if plan.etp > 1 and "experts" in adapted:
+        return (
+            f'etp = {plan.etp} with "experts" in finetune.targets: adapters of experts cannot be '
+            'sharded, set etp = 1, or remove "experts"'
+        )
+    return _moment_block_error(plan, job)
+
+
+def _moment_block_error(plan: Plan, job: Job) -> str | None:
+    """Return which matrix would be sharded inside a block of its 8-bit moments, or None."""
+    if job.optimizer.moments != "8bit":
+        return None
+    finetune = job.finetune
+    # A frozen matrix has an adapter instead, whose A has as many columns.
+    trained = None if finetune is None or finetune.method == "full" else finetune.targets
+    for target, matrix, ranks, width in _column_shards(plan, job):
+        if ranks > 1 and (trained is None or target in trained) and width // ranks % MOMENT_BLOCK:
+            return (
+                f'optimizer.moments = "8bit" has blocks of {MOMENT_BLOCK} columns, but shards of '
+                f'{matrix} over {ranks} TP ranks have {width // ranks}: set it to "bf16" or '
+                '"full", or lower tp and etp'
+            )
+    return None
+
+
+def _column_shards(plan: Plan, job: Job) -> Iterator[tuple[str, str, int, int]]:
+    """Yield adapter target, name, ranks and columns of each matrix that is sharded by column."""
+    model = job.model
+    values = model.head_dim if model.latent is None else model.latent.v_head_dim
+    yield "attention", "the output of attention", plan.tp, model.heads * values
+    for layer in range(model.layers - len(model.expert_layers)):
+        name = f"the output of feed-forward network {layer}"
+        yield "ffn", name, plan.tp, model.ffn_width(layer)
+    shared = model.shared_experts * model.ffn
+    yield "shared", "the output of shared experts", plan.tp, shared
+    yield "experts", "the output of experts", plan.etp, model.ffn
+
+
+def _stages_error(plan: Plan, job: Job) -> str | None:
+    """Return where the plan's stages differ from the model's blocks in order, or None."""
+    if plan.stages is None:
+        return None
+    blocks, listed = block_names(job.model), [name for stage in plan.stages for name in stage]
+    for has, wanted in zip_longest(listed, blocks):
+        if has != wanted:
+            found, next_block = (name and f"block '{name}'" for name in (has, wanted))
+            return (
+                f"stages has {found or 'no block'} where {next_block or 'no block'} comes next: "
+                f"list the blocks from '{blocks[0]}' to '{blocks[-1]}' once, in their order"
+            )
+    if [] in plan.stages:
+        return f"stages[{plan.stages.index([])}] is empty: give it a block, or lower pp"
+    return None
+
+
+def pipeline_error(plan: Plan, job: Job) -> str | None:
+    """Return why the pipeline of `plan` cannot train `job`, with a remedy, or None."""
+    pp, schedule, micro = plan.pp, plan.schedule, job.train.micro_batches
+    if pp == 1:
+        return None
+    if plan.stages is None and plan.num_stages > job.model.layers:
+        return (
+            f'pp = {pp} with schedule = "{schedule}" splits the model into {plan.num_stages} '
+            f"stages, but model.layers = {job.model.layers}: a stage has at least one layer, "
+            "lower pp"
+        )
+    if schedule == "1f1b" and micro < pp:
+        return (
+            f'train.micro_batches = {micro} is fewer than pp = {pp}, but schedule = "1f1b" keeps '
+            'that many in flight: raise it, or set schedule = "gpipe"'
+        )
+    if schedule in _ROUND_SCHEDULES and micro % max(1, micro // pp):
+        return (
+            f'train.micro_batches = {micro} with schedule = "{schedule}", which processes them in '
+            f"equal rounds of pp = {pp} or somewhat more: choose a multiple of {pp}"
+        )
+    if schedule == "zero-bubble" and plan.recomputes(job):
+        return (
+            'recompute = true with schedule = "zero-bubble", whose split backward would recompute '
+            "every layer twice: change one of them"
+        )
+    return None
+
+
+def embedding_shard_error(plan: Plan, job: Job) -> str | None:
+    """Return why the embedding of `job` cannot be sharded by columns as in `plan`, or None."""
+    shards, hidden = plan.embedding_shards, job.model.hidden
+    if hidden % shards:
+        return (
+            f'embedding = "columns" splits model.hidden = {hidden} columns over the {shards} ranks '
+            'of a pipeline stage: set embedding to "whole", or use another number of ranks'
+        )
+    if shards > 1 and job.optimizer.moments == "8bit" and hidden // shards % MOMENT_BLOCK:
+        return (
+            f'embedding = "columns" with optimizer.moments = "8bit", which has blocks of '
+            f"{MOMENT_BLOCK} columns: a rank has {hidden // shards} columns, set optimizer.moments "
+            'to "bf16" or "full", or embedding to "whole"'
+        )
+    return None
 
 
 def _grouped_mm_error(plan: Plan, job: Job) -> str | None:
@@ -81,80 +201,32 @@ def _grouped_mm_error(plan: Plan, job: Job) -> str | None:
     return grouped_mm_fault(planned, job.train)
 
 
-def _check_blocks(stages: list[list[str]], blocks: Sequence[str], origin: str) -> None:
-    listed = [name for stage in stages for name in stage]
-    at = [index for index, stage in enumerate(stages) for _ in stage]
-    for name, index in zip(listed, at, strict=True):
-        if name not in blocks:
-            raise ConfigError(
-                f"{origin}: stages[{index}] lists block '{name}', which the model does not have: "
-                f"its blocks are {blocks[0]}, {blocks[1]} to {blocks[-2]} and {blocks[-1]}"
-            )
-        if listed.count(name) > 1:
-            raise ConfigError(f"{origin}: stages lists block '{name}' twice: once is enough")
-    for place, name in enumerate(blocks):
-        if name not in listed:
-            # Suggest the stage of the preceding block, which keeps the order.
-            stage = at[listed.index(blocks[place - 1])] if place else 0
-            raise ConfigError(f"{origin}: no stage lists block '{name}': add it to stages[{stage}]")
-    for name, index, block in zip(listed, at, blocks, strict=True):
-        if name != block:
-            raise ConfigError(
-                f"{origin}: stages[{index}] has block '{name}' out of order: keep the "
-                "order of the model"
-            )
-    if [] in stages:
-        raise ConfigError(
-            f"{origin}: stages[{stages.index([])}] is empty: give it a block, or lower pp"
-        )
-
-
 def job_under_plan(job: Job, plan: Plan) -> Job:
     """Return `job` with the plan's decisions in place of its own."""
-    own = job.layout.model_dump()
-    if own["dp_shard"] == "all":
-        own["dp_shard"] = plan.dp
-    if own["dispatch_hosts"] is None:
-        own["dispatch_hosts"] = 1
-    if own["overlap_local"] == "auto":
-        own["overlap_local"] = False
-    if own["chunks"] == "auto":
-        own["chunks"] = 1
-    if own["embedding"] == "auto":
-        own["embedding"] = "whole"
-    decided = plan.model_dump(include=set(own))
-    changes = {key: value for key, value in decided.items() if value != own[key]}
-    layout = job.layout.model_copy(update=changes)
-    train = job.train
-    if plan.recompute is not None and plan.recompute != train.recompute:
-        train = train.model_copy(update={"recompute": plan.recompute})
-    kernels = job.kernels
-    if plan.grouped_mm != kernels.grouped_mm:
-        kernels = kernels.model_copy(update={"grouped_mm": plan.grouped_mm})
-    return job.model_copy(update={"layout": layout, "kernels": kernels, "train": train})
+    decided = plan.model_dump(include=set(type(job.layout).model_fields))
+    return job.model_copy(
+        update={
+            "layout": job.layout.model_copy(update=decided),
+            "kernels": job.kernels.model_copy(update={"grouped_mm": plan.grouped_mm}),
+            "train": job.train.model_copy(update={"recompute": plan.recomputes(job)}),
+        }
+    )
 
 
 def prediction_digest(job: Job, plan: Plan) -> str:
     """Return a digest of what predictions depend on, except machines: the job's work and the plan's
     decisions."""
-    job = job_under_plan(job, plan)
-    decided = plan.model_dump(include=_DIGEST_FIELDS)
-    # Defaults are left out, so that digests of plans without these keys stay valid.
-    if not plan.overlap_local:
-        del decided["overlap_local"]
-    if plan.grouped_mm != "fp8":  # The cost model has the same figures for torch and triton.
-        del decided["grouped_mm"]
-    if not plan.expert_placement_by_layer:
-        del decided["expert_placement_by_layer"]
+    decided = plan.model_dump(exclude={"places", "predictions", "prices", "grouped_mm"})
     work = {
         "model": job.model.model_dump(exclude={"extras", "init_std", "max_positions"}),
         "routing": job.routing.router,
         "data": job.data.model_dump(include={"sequence", "packing"}),
-        "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
+        "train": job.train.model_dump(include={"batch", "micro_batches", "precision"}),
         "clips": job.train.clip > 0,
         "moments": job.optimizer.moments,
         "finetune": job.finetune and job.finetune.model_dump(exclude={"alpha"}),
         "asynchronous": job.checkpoint.asynchronous,
+        "fp8": plan.grouped_mm == "fp8",  # The figures of the other kernels are the same.
         "plan": decided,
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]

@@ -33,7 +33,7 @@ def pipeline_actions(
     """Return the passes of pipeline rank `pp_rank` in a step, in order.
 
     Args:
-        schedule: Name of the schedule; `layout.pipeline_error` checks that it fits.
+        schedule: Name of the schedule; `checks.pipeline_error` checks that it fits.
         pp: Number of pipeline ranks.
         stages_per_rank: 1, except for `interleaved`.
         micro_batches: Micro-batches of a step.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.balance import Prices
 from moesaic.facts.job.model import MAX_EXPERTS
 from moesaic.facts.job.train import (
@@ -26,13 +28,13 @@ MAX_RANKS = 1 << 20
 _LINE_WIDTH = 100
 
 
-class Tiers(Section):
-    """Storage of the state between uses."""
-
-    parameters: Literal["device"] = "device"
-    """Parameters: in the memory of their rank's device."""
-    moments: Literal["device"] = "device"
-    """Optimizer moments: in the memory of their rank's device."""
+def _consecutive_experts(given: dict[str, Any]) -> list[list[int]]:
+    """Return the experts of each of the `ep` ranks of a plan that places them in order."""
+    ep, experts = given.get("ep", 0), given.get("experts", 0)
+    if not ep or experts % ep:
+        return []
+    share = experts // ep
+    return [list(range(rank * share, (rank + 1) * share)) for rank in range(ep)]
 
 
 class RankPlace(Section):
@@ -62,7 +64,7 @@ class Plan(Section):
 
     ranks: int = Field(ge=1, le=MAX_RANKS)
     """World size."""
-    ep: int = Field(ge=1)
+    ep: int = Field(ge=1, le=MAX_RANKS)
     """Expert parallelism: ranks that split each layer's experts."""
     dp_shard: int = Field(ge=1)
     """Replicas that shard the dense parameters."""
@@ -94,24 +96,17 @@ class Plan(Section):
     `dp_shard`. columns: an equal column shard."""
     experts: int = Field(ge=0, lt=MAX_EXPERTS)
     """Experts per layer."""
-    expert_placement: list[list[int]] = Field(default_factory=list)
+    expert_placement: list[list[int]] = Field(default_factory=_consecutive_experts)
     """Experts on each of the `ep` ranks, in slot order; unset: consecutive experts."""
     expert_placement_by_layer: dict[str, list[list[int]]] = Field(default_factory=dict)
     """Placement of layers that differ from `expert_placement`, in the same form, by the number of
     the layer ("3")."""
-    expert_replicas: list[list[int]] = Field(default_factory=list)
-    """Permanent replicas on each of the `ep` ranks; all lists must be empty. Replicas for a single
-    step are decided while it runs (`balance` of a job)."""
     prices: Prices | None = None
     """Costs that balance policies assume; `moesaic plan` derives them from the cluster's file.
     Unset: those of the job's `balance.prices`. The plan of a run has the prices that it used."""
     stages: list[list[str]] | None = None
     """Names of the blocks of each stage; stage i is on pipeline rank i % `pp`. Unset: an even
     split."""
-    tiers: Tiers = Tiers()
-    """Storage of the state between uses."""
-    mode: Literal["synchronous"] = "synchronous"
-    """Synchronisation of the ranks. synchronous: all ranks take every step together."""
     recompute: bool | None = None
     """Activation checkpointing: backward computes each layer again; unset: as `train.recompute`."""
     micro_batches: int | None = Field(default=None, ge=1)
@@ -125,29 +120,12 @@ class Plan(Section):
         """Return whether backward computes each layer again."""
         return job.train.recompute if self.recompute is None else self.recompute
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_expert_placement(cls, raw: Any) -> Any:
-        """Fill in consecutive experts if no placement is given."""
-        if not isinstance(raw, dict) or raw.get("expert_placement"):
-            return raw
-        ep, experts = raw.get("ep"), raw.get("experts")
-        if not (isinstance(ep, int) and isinstance(experts, int)) or ep < 1 or experts % ep:
-            return raw
-        if max(ep, experts) >= MAX_EXPERTS:  # The checks of the fields report it.
-            return raw
-        share = experts // ep
-        return {
-            **raw,
-            "expert_placement": [list(range(i * share, (i + 1) * share)) for i in range(ep)],
-        }
-
     @model_validator(mode="after")
-    def _consistent(self) -> Plan:
+    def _check_groups(self) -> Plan:
         if self.ranks % (self.tp * self.pp):
             raise ValueError(
                 f"tp * pp = {self.tp} * {self.pp} does not divide ranks = {self.ranks}: "
-                "choose divisors"
+                "choose divisors, or another number of ranks"
             )
         if self.tp % self.etp:
             raise ValueError(
@@ -162,7 +140,8 @@ class Plan(Section):
             if total % value:
                 what = "ranks" if total == self.ranks else what
                 raise ValueError(
-                    f"{name} = {value} does not divide {what} = {total}: choose a divisor"
+                    f"{name} = {value} does not divide {what} = {total}: choose a divisor, or "
+                    "another number of ranks"
                 )
         if self.experts % self.ep:
             raise ValueError(
@@ -173,10 +152,23 @@ class Plan(Section):
                 f'embedding = "columns" with tp = {self.tp}, which already shards the '
                 'vocabulary: set embedding = "whole", or tp = 1'
             )
+        if self.ep % self.dispatch_hosts:
+            raise ValueError(
+                f"dispatch_hosts = {self.dispatch_hosts} does not divide ep = {self.ep}, and every "
+                "host has equally many of these ranks: choose a divisor"
+            )
+        if self.ep == 1 and self.overlaps_dispatch:
+            raise ValueError(
+                f"chunks = {self.chunks} and overlap_local = {keys.show(self.overlap_local)} with "
+                "ep = 1, where all experts are local: raise ep, or remove them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lists(self) -> Plan:
         self._check_expert_placement("expert_placement", self.expert_placement)
-        self._check_layer_placements()
-        self._check_dispatch()
-        self._check_expert_replicas()
+        for layer, by_rank in self.expert_placement_by_layer.items():
+            self._check_expert_placement(f"expert_placement_by_layer.{layer}", by_rank)
         if self.stages is not None and len(self.stages) != self.num_stages:
             schedule = f" and schedule = '{self.schedule}'" if self.pp > 1 else ""
             raise ValueError(
@@ -188,95 +180,20 @@ class Plan(Section):
                 f"places has {len(self.places)} entries for ranks = {self.ranks}: give every rank "
                 "one, in their order, or remove places"
             )
-        self._check_timeline()
         return self
 
     def _check_expert_placement(self, name: str, by_rank: list[list[int]]) -> None:
         share = self.experts // self.ep
-        if len(by_rank) != self.ep:
+        placed = Counter(expert for experts in by_rank for expert in experts)
+        wrong = [one for one in (*range(self.experts), *placed) if placed[one] != 1]
+        wrong += [one for one in placed if not 0 <= one < self.experts]
+        sizes = [len(experts) for experts in by_rank]
+        if wrong or sizes != [share] * self.ep:
+            has = f"expert {wrong[0]} {placed[wrong[0]]} times" if wrong else f"shares of {sizes}"
             raise ValueError(
-                f"{name} has {len(by_rank)} lists for ep = {self.ep}: give one for each of the ep "
-                "ranks"
+                f"{name} has {has}: place every expert once, from 0 to {self.experts - 1}, and "
+                f"{share} on each of {self.ep} ranks"
             )
-        seen: dict[int, int] = {}
-        for rank, experts in enumerate(by_rank):
-            for expert in experts:
-                if not self.experts:
-                    raise ValueError(
-                        f"{name}[{rank}] names expert {expert}, but experts = 0: empty its lists"
-                    )
-                if not 0 <= expert < self.experts:
-                    raise ValueError(
-                        f"{name}[{rank}] names expert {expert}, but experts = {self.experts}: "
-                        f"they are numbered from 0 to {self.experts - 1}"
-                    )
-                if expert in seen:
-                    raise ValueError(
-                        f"{name} names expert {expert} twice, in {name}[{seen[expert]}] and "
-                        f"{'again there' if seen[expert] == rank else f'in {name}[{rank}]'}: an "
-                        "expert has one owner rank, replace one of the two by a missing expert"
-                    )
-                seen[expert] = rank
-        if len(seen) < self.experts:
-            missing = [expert for expert in range(self.experts) if expert not in seen]
-            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ValueError(
-                f"{name} lacks expert {missing[0]}{others}, but experts = {self.experts}: place "
-                "every expert, or correct experts"
-            )
-        for rank, experts in enumerate(by_rank):
-            if len(experts) != share:
-                raise ValueError(
-                    f"{name}[{rank}] has {len(experts)} experts where each rank has {share}: "
-                    "make the shares equal"
-                )
-
-    def _check_layer_placements(self) -> None:
-        for layer, by_rank in self.expert_placement_by_layer.items():
-            if not (layer.isascii() and layer.isdecimal() and layer == str(int(layer))):
-                raise ValueError(
-                    f'expert_placement_by_layer has the key "{layer}", but its keys are numbers of '
-                    'layers, such as "3": correct or remove it'
-                )
-            self._check_expert_placement(f"expert_placement_by_layer.{layer}", by_rank)
-
-    def _check_dispatch(self) -> None:
-        if self.ep % self.dispatch_hosts:
-            raise ValueError(
-                f"dispatch_hosts = {self.dispatch_hosts} does not divide ep = {self.ep}, and every "
-                "host has equally many of these ranks: choose a divisor"
-            )
-        if self.chunks > 1 and self.ep == 1:
-            raise ValueError(
-                f"chunks = {self.chunks} with ep = 1, which dispatches no tokens: raise ep, or set "
-                "chunks = 1"
-            )
-        if self.overlap_local and self.ep == 1:
-            raise ValueError(
-                "overlap_local = true with ep = 1, where all experts are local: raise ep, or set "
-                "overlap_local = false"
-            )
-
-    def _check_expert_replicas(self) -> None:
-        for rank, replicas in enumerate(self.expert_replicas):
-            if replicas:
-                raise ValueError(
-                    f"expert_replicas[{rank}] names expert {replicas[0]}, but only a job's "
-                    "balance.policy places replicas: empty expert_replicas"
-                )
-
-    def _check_timeline(self) -> None:
-        ranks = [one.rank for one in self.predictions.timeline] if self.predictions else []
-        for at, rank in enumerate(ranks):
-            if rank >= self.ranks:
-                raise ValueError(
-                    f"predictions.timeline[{at}].rank = {rank}, but ranks = {self.ranks}: "
-                    "predictions belong to another plan; remove them, or plan anew"
-                )
-            if rank in ranks[:at]:
-                raise ValueError(
-                    f"predictions.timeline has rank {rank} twice: remove one of the two"
-                )
 
     def to_json(self) -> str:
         """Return the plan as JSON for editing; what fits, and every table row, is on one line."""
@@ -434,26 +351,35 @@ class Plan(Section):
         return [replica * batch // replicas for replica in range(replicas + 1)]
 
 
+def stage_blocks(plan: Plan, model: ModelConfig) -> list[list[str]]:
+    """Return the block names of each stage: those of `plan`, or an even split of the layers."""
+    if plan.stages is not None:
+        return plan.stages
+    blocks, count = block_names(model), plan.num_stages
+    cuts = [1 + stage * model.layers // count for stage in range(1, count)]
+    return [blocks[start:end] for start, end in zip([0, *cuts], [*cuts, len(blocks)], strict=True)]
+
+
+def block_names(model: ModelConfig) -> list[str]:
+    """Return the names of the blocks of `model`, in order."""
+    return ["embed", *(f"layers.{index}" for index in range(model.layers)), "head"]
+
+
 def _consecutive_groups(ranks: int, size: int) -> list[list[int]]:
     return [list(range(i, i + size)) for i in range(0, ranks, size)]
 
 
 def _format_json(value: Any, indent: str, *, top: bool = False) -> str:
-    """Return `value` as JSON, on one line if it is short enough."""
+    """Return `value` as JSON, on one line if it is short enough or a table of plain values."""
     line = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or not value or (len(line) <= _LINE_WIDTH and not top):
+    parts = list(value.values()) if isinstance(value, dict) else value
+    is_nested = isinstance(parts, list) and any(isinstance(one, dict | list) for one in parts)
+    if not top and (len(line) <= _LINE_WIDTH or not is_nested):
         return line
     inner = f"{indent}  "
+    items = [_format_json(one, inner) for one in parts]
+    opening, closing = "[]"
     if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {_format_json(one, inner)}" for key, one in value.items()]
-    else:
-        items = [_format_item(one, inner) for one in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
+        opening, closing = "{}"
+        items = [f"{json.dumps(key)}: {item}" for key, item in zip(value, items, strict=True)]
     return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{closing}"
-
-
-def _format_item(value: Any, indent: str) -> str:
-    """Return an item of a list as JSON, on one line if it is an object of plain values."""
-    if isinstance(value, dict) and not any(isinstance(v, dict | list) for v in value.values()):
-        return json.dumps(value, ensure_ascii=False)
-    return _format_json(value, indent)

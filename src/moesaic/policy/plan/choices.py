@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from moesaic.facts.cluster import Cluster, Place
 from moesaic.facts.job import Job, Prices
-from moesaic.facts.plan import Plan, round_digits
+from moesaic.facts.plan import Plan, embedding_shard_error, round_digits
 from moesaic.policy.balance import can_migrate, predict_prices, should_balance
 from moesaic.policy.cost.memory import RankMemory, tightest_rank
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.cost.timeline import simulate_events
 from moesaic.policy.plan.dispatch import dispatch_methods, overlap_options
-from moesaic.policy.plan.embedding import embedding_layouts
 
 Alternative = dict[str, Any]
 """Settings that were not chosen, as plain data, with their extra seconds."""
@@ -147,6 +146,14 @@ def _choose_embedding(plan: Plan, facts: PlanFacts) -> tuple[Plan, Alternative |
         "extra_s": costs[other][1] - costs[cheapest][1],
         "fits": not costs[other][0],
     }
+
+
+def embedding_layouts(plan: Plan, job: Job) -> list[Plan]:
+    """Return `plan` with a replicated table, and with a column-sharded one if that is possible."""
+    whole, columns = (plan.model_copy(update={"embedding": how}) for how in ("whole", "columns"))
+    if plan.tp > 1 or plan.ranks_per_stage == 1 or embedding_shard_error(columns, job) is not None:
+        return [whole]
+    return [whole, columns]
 
 
 def _with_prices(plan: Plan, facts: PlanFacts) -> Plan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from moesaic.facts.job import Job
+from moesaic.facts.job.train import DispatchMethod
 from moesaic.facts.plan import Plan
 
 _CHUNK_COUNTS = (2, 4, 8)
@@ -21,7 +23,7 @@ def dispatch_methods(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
     if plan.ep == 1:
         return [plan]
     methods = [("all_to_all", 1), ("dedup", 1)]
-    num_hosts = hosts_per_expert_group(plan, hosts)
+    num_hosts = hosts_per_expert_group(plan.ep_groups(), hosts)
     if 1 < num_hosts < plan.ep:
         methods += [("all_to_all", num_hosts), ("dedup", num_hosts)]
     return [
@@ -51,26 +53,44 @@ def overlap_options(plan: Plan, job: Job) -> list[Plan]:
     ]
 
 
-def default_dispatch(plan: Plan, hosts: Sequence[str], top_k: int) -> Plan:
-    """Return `plan` with the usual best dispatch method, for links of unknown speed.
+class DispatchFacts(NamedTuple):
+    """Facts of the dispatch method of ranks without a cluster file."""
+
+    ep_groups: list[list[int]]
+    """Ranks of each expert-parallel group."""
+    hosts: list[str]
+    """Host of each rank."""
+    top_k: int
+    """Experts per token."""
+
+
+class DispatchChoice(NamedTuple):
+    """Dispatch method, as in a plan."""
+
+    dispatch: DispatchMethod
+    dispatch_hosts: int
+
+
+def default_dispatch(facts: DispatchFacts) -> DispatchChoice:
+    """Return the usual best dispatch method, for links of unknown speed.
 
     Between hosts tokens are deduplicated; within one host the flat all-to-all is kept.
     """
-    spans_hosts = any(len({hosts[rank] for rank in group}) > 1 for group in plan.ep_groups())
-    if top_k == 1 or not spans_hosts:
-        return plan
-    return next(
-        option for option in reversed(dispatch_methods(plan, hosts)) if option.dispatch == "dedup"
-    )
+    groups, hosts = facts.ep_groups, facts.hosts
+    spans_hosts = any(len({hosts[rank] for rank in group}) > 1 for group in groups)
+    if facts.top_k == 1 or not spans_hosts:
+        return DispatchChoice("all_to_all", 1)
+    num_hosts = hosts_per_expert_group(groups, hosts)
+    return DispatchChoice("dedup", num_hosts if num_hosts < len(groups[0]) else 1)
 
 
-def hosts_per_expert_group(plan: Plan, hosts: Sequence[str]) -> int:
+def hosts_per_expert_group(ep_groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
     """Return the number of hosts per expert-parallel group.
 
     The result is 1 unless each group has equally many consecutive ranks on every host.
     """
     found = set()
-    for group in plan.ep_groups():
+    for group in ep_groups:
         runs = [(host, len(list(run))) for host, run in groupby(hosts[rank] for rank in group)]
         equal = len({size for _, size in runs}) == 1 and len({host for host, _ in runs}) == len(
             runs
@@ -81,7 +101,7 @@ def hosts_per_expert_group(plan: Plan, hosts: Sequence[str]) -> int:
 
 def dispatch_hosts_warning(plan: Plan) -> str | None:
     """Return a warning if `dispatch_hosts` differs from the hosts of the expert-parallel groups."""
-    actual = hosts_per_expert_group(plan, [place.host for place in plan.places])
+    actual = hosts_per_expert_group(plan.ep_groups(), [place.host for place in plan.places])
     if plan.dispatch_hosts in (1, actual):
         return None
     where = f"{actual} hosts" if actual > 1 else "one host, or unevenly on several"

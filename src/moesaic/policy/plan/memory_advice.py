@@ -50,9 +50,8 @@ def suggest_memory_changes(
                 plan = plan_from_job(changed, num_ranks)
             except ConfigError:
                 continue
-            if changed.tensor_parallel_error(plan.tp, plan.etp) is None:
-                needed = tightest_rank(changed, plan, cluster, places)
-                candidates.append((needed.used_fraction, len(candidates), changes, needed))
+            needed = tightest_rank(changed, plan, cluster, places)
+            candidates.append((needed.used_fraction, len(candidates), changes, needed))
         if not candidates:
             break
         used_fraction, _, changes, needed = min(candidates)

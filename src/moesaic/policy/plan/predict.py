@@ -19,8 +19,10 @@ from moesaic.facts.cluster import (
 )
 from moesaic.facts.job import Job
 from moesaic.facts.plan import (
+    PhaseSeconds,
     Plan,
     Predictions,
+    RankTimeline,
     complete_plan,
     idle_ranks,
     idle_ranks_warning,
@@ -52,9 +54,9 @@ from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, choos
 from moesaic.policy.plan.dispatch import dispatch_hosts_warning
 from moesaic.policy.plan.mapping import assign_places, max_ranks
 from moesaic.policy.plan.memory_advice import suggest_memory_changes
-from moesaic.policy.plan.timeline_summary import summarize_timeline
 
 _HOUR_S = 3600.0
+_SPAN_KINDS = ("computing_s", "collectives_s", "waiting_s")
 
 
 class PlannedJob(NamedTuple):
@@ -220,7 +222,27 @@ def _predictions(
             name.removesuffix("_bytes"): int(num_bytes)
             for name, num_bytes in figures["memory_per_rank"].items()
         },
-        timeline=summarize_timeline(timeline),
+        timeline=[
+            _rank_timeline(timeline, rank) for rank in dict.fromkeys((timeline.critical_rank, 0))
+        ],
+    )
+
+
+def _rank_timeline(timeline: Timeline, rank: int) -> RankTimeline:
+    """Return one rank's seconds by phase, in the order in which its phases begin."""
+    phases: dict[str, dict[str, float]] = {}
+    for span in timeline.spans:
+        own = phases.setdefault(span.event.phase, dict.fromkeys(_SPAN_KINDS, 0.0))
+        kind = "collectives_s" if span.event.is_communication else "computing_s"
+        own[kind] += float(span.end_s[rank] - span.begin_s[rank])
+        own["waiting_s"] += float(span.begin_s[rank] - span.arrive_s[rank])
+    rounded = {
+        phase: {kind: round_digits(seconds) for kind, seconds in own.items()}
+        for phase, own in phases.items()
+        if any(own.values())
+    }
+    return RankTimeline(
+        rank=rank, phases=[PhaseSeconds(phase=phase, **own) for phase, own in rounded.items()]
     )
 
 

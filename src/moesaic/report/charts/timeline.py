@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moesaic.facts.plan import ALL_BLOCKS, RankSpan, RankTimeline
+from moesaic.facts.plan import RankTimeline
 from moesaic.report.charts.figure import Figure, column, label, phase_colour, time_unit
-from moesaic.report.run_stats import Prediction
+from moesaic.report.prediction import Prediction
 from moesaic.report.wording import duration
 
 _TALL = 0.72
@@ -66,18 +66,12 @@ def figures(prediction: Prediction) -> list[Figure]:
 
 def _predicted(rank: RankTimeline) -> _Lane:
     bars = []
-    for span in rank.spans:
-        seconds = (span.computing_s, span.waiting_s, span.collectives_s)
+    for one in rank.phases:
+        seconds = (one.computing_s, one.waiting_s, one.collectives_s)
         for kind, kind_s in zip(_HEIGHTS, seconds, strict=True):
             if kind_s:
-                hover = f"{_block(span)}, {span.phase}: {kind}"
-                bars.append(_Bar(span.phase, kind_s, _HEIGHTS[kind], hover))
+                bars.append(_Bar(one.phase, kind_s, _HEIGHTS[kind], f"{one.phase}: {kind}"))
     return _Lane(f"predicted, rank {rank.rank}", bars, rank.seconds)
-
-
-def _block(span: RankSpan) -> str:
-    block = "all blocks" if span.block in (ALL_BLOCKS, "step") else span.block
-    return block + (f" of {span.micro_batches:,} micro-batches" if span.micro_batches > 1 else "")
 
 
 def _measured(prediction: Prediction) -> _Lane:
