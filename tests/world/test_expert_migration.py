@@ -28,7 +28,7 @@ from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import expert_bytes
 from moesaic.models.init import InitialSource
-from moesaic.policy.balance import expert_owners
+from moesaic.policy.balance.balancer import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moesaic.base.compiled import cached_njit, notify_on_compile
 from moesaic.base.errors import ConfigError
@@ -16,14 +19,14 @@ from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.balance import (
     LayerBalancer,
-    assign_evenly,
     compile_notice,
-    load_drift,
     pro_prophet,
     reason_not_to_balance,
     should_balance,
-    use_local_replicas,
 )
+from moesaic.policy.balance.balancer import load_drift, prefetch_mask
+from moesaic.policy.balance.cost_model import use_local_replicas
+from moesaic.policy.balance.eplb import assign_evenly
 from moesaic.policy.balance.yardsticks import make_balancer, split_optimally
 from moesaic.testing.jobs import tiny_job
 
@@ -205,6 +208,43 @@ def test_no_policy_runs_without_replica_slots() -> None:
         assert should_balance(room, plan_from_job(room, 2))
     none = tiny_job(**tables, balance={"policy": "none", "max_replicas": 0})
     assert reason_not_to_balance(none, plan_from_job(none, 2)) is None
+
+
+EACH_S = 0.25
+PREFETCH = BalanceProblem(
+    owners=np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]), num_ranks=3,
+    expert_tokens_per_s=1.0, token_bytes=1.0,
+    bytes_per_s=8.0, expert_bytes=1.0, gradient_bytes=1.0, latency_s=EACH_S - 1 / 8,
+)  # fmt: skip
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 3))
+def test_replicas_that_fit_under_dense_layers_are_not_sent_earlier(
+    seed: int, overlapped_s: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    chosen = rng.random((9, 3)) < rng.random()
+    chosen[np.arange(9), PREFETCH.owners] = False
+    replicas = np.argwhere(chosen)
+    early = prefetch_mask(replicas, PREFETCH._replace(dense_compute_s=overlapped_s))
+    fits = int(overlapped_s / EACH_S)
+    for column in (PREFETCH.owners[replicas[:, 0]], replicas[:, 1]):
+        assert max(Counter(column[~early].tolist()).values(), default=0) <= fits
+    for expert, rank in replicas[early].tolist():  # No replica is sent early without need.
+        late = replicas[~early]
+        owner = PREFETCH.owners[expert]
+        same = (
+            Counter(PREFETCH.owners[late[:, 0]].tolist())[owner],
+            Counter(late[:, 1].tolist())[rank],
+        )
+        assert max(same) == fits
+
+
+def test_without_overlap_no_replica_is_sent_earlier() -> None:
+    replicas = np.array([[0, 1], [3, 0]])
+    assert prefetch_mask(replicas, PREFETCH).all()
+    assert not prefetch_mask(replicas, PREFETCH._replace(overlaps=False)).any()
+    assert not prefetch_mask(replicas[:0], PREFETCH).any()
 
 
 @pytest.mark.parametrize("follows", [True, False])

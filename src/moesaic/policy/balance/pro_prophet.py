@@ -54,7 +54,7 @@ def pro_prophet(
         if layer_s < best_s:
             best_s, best = layer_s, len(chosen)
     pairs = [(expert, int(rank)) for expert, ranks in chosen[:best] for rank in ranks]
-    return use_local_replicas(counts, np.array(pairs, np.int64)) if pairs else no_replicas()
+    return use_local_replicas(counts, np.array(sorted(pairs))) if pairs else no_replicas()
 
 
 def _receivers(tokens: IntArray, owner: int, num_excluded: int) -> IntArray:
