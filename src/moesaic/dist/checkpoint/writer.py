@@ -24,7 +24,6 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from moesaic.base import direct_io, safetensors_file
@@ -191,21 +190,6 @@ class Saver:
         self._channel.abandon()
         if self._pending_save is not None:
             futures.wait([self._pending_save])
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Wait for the save in progress; after an error do not wait for other ranks."""
-        if error is None:
-            self.wait()
-        else:
-            self.abandon()
 
     def _begin(
         self, state: State, step: int, facts: Mapping[str, Any], overlap: bool, start_s: float
