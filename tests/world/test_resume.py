@@ -317,7 +317,7 @@ def single_run(ranks: RankPool, text: Path, tmp_path_factory: pytest.TempPathFac
         ({"model": {"clip_qkv": 8.0}}, "model.clip_qkv = unset, the job has 8.0"),
         (
             {"model": {"rope_scaling": {"kind": "linear", "factor": 2.0}}},
-            "model.rope_scaling.beta_fast = unset, the job has 32.0",
+            'model.rope_scaling.kind = unset, the job has "linear"',
         ),
         ({"optimizer": {"moments": "8bit"}}, 'optimizer.moments = "full", the job has "8bit"'),
     ],

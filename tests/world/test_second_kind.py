@@ -35,7 +35,7 @@ from moesaic.testing.ranks import RankPool
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import Recorder
 from moesaic.train.objectives.objective import StepContext, StepResult
-from moesaic.train.parts import Part, PartsSource, make_part
+from moesaic.train.parts import Part, make_part, parts_source
 from moesaic.train.phases import PhaseTimer
 from moesaic.train.run import Run
 from moesaic.train.trainer import train
@@ -239,7 +239,7 @@ class VectorsKind:
         )  # fmt: skip
         source: Source = InitialSource(job.seed, 0.5)
         if checkpoint is not None:
-            source = PartsSource(checkpoint, source, parts, run.counters, log)
+            source = parts_source(checkpoint, source, parts, run.counters, log)
         source.fill(run.state().shards)
         return run
 
