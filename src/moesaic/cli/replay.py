@@ -23,7 +23,6 @@ from moesaic.policy.balance import (
     BalanceStats,
     LayerBalancer,
     balance_stats,
-    compile_notice,
     layer_problem,
     should_balance,
 )
@@ -188,9 +187,7 @@ def replay_run(
             stats[layer] = []
             problem = layer_problem(job, plan, config, prices, layer)
             balancers |= {(layer, group): make_balancer(config, problem) for group in groups}
-            balancers[layer, groups[0]].warm_up(
-                lambda is_cached: log and log(compile_notice(is_cached))
-            )
+            balancers[layer, groups[0]].warm_up(log)
         for group in groups:
             balancer = balancers[layer, group]
             balancer(counts[list(group)])

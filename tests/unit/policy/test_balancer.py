@@ -19,7 +19,6 @@ from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.balance import (
     LayerBalancer,
-    compile_notice,
     pro_prophet,
     reason_not_to_balance,
     should_balance,
@@ -294,4 +293,3 @@ def test_compilations_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with notify_on_compile(begun.append):
             assert function(4) == 8
         assert begun == expected
-    assert "at each start" in compile_notice(is_cached=False)

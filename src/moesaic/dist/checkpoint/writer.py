@@ -115,7 +115,6 @@ class Saver:
         self._pending_copy: Future[None] | None = None
         self._pending_save: Future[None] | None = None
         self._waited_s = 0.0
-        self._failure: BaseException | None = None
         self._num_saves = 0
         self._newest: Path | None = None
         if world.is_rank_zero:
@@ -155,7 +154,6 @@ class Saver:
         save = self._begin(state, step, facts, overlap, start_s)
         if not self._asynchronous:
             self._run_save(save)
-            self.wait()
             return time.perf_counter() - start_s
         self._waited_s = time.perf_counter() - start_s
         self._emit_begun(save)
@@ -181,9 +179,6 @@ class Saver:
         self._pending_copy = None
         if pending is not None:
             pending.result()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def abandon(self) -> None:
         """Give up a save that waits for other ranks of a lost world. Later saves fail."""
@@ -245,10 +240,10 @@ class Saver:
                 self._save_as_leader(save)
             else:
                 self._save_as_follower(save)
-        except BaseException as error:  # noqa: BLE001 - the thread's edge: the caller raises it
-            self._failure = error
-            self._failure = self._explain(error, save)
-            self._emit("checkpoint_failed", step=save.step, error=str(self._failure))
+        except BaseException as error:  # noqa: BLE001 - any error is raised again
+            explained = self._explain(error, save)
+            self._emit("checkpoint_failed", step=save.step, error=str(explained))
+            raise explained from None
 
     # Rank 0.
 

@@ -8,7 +8,6 @@ Each is a pure function of routed tokens [ranks, experts] and costs, and returns
 from moesaic.policy.balance.balancer import (
     LayerBalancer,
     LayerDecision,
-    compile_notice,
     layer_problem,
 )
 from moesaic.policy.balance.cost_model import break_even_tokens, layer_times
@@ -30,7 +29,7 @@ from moesaic.policy.balance.stats import BalanceStats, balance_stats
 __all__ = [
     "BalanceStats", "LayerBalancer", "LayerDecision", "Migration", "MigrationCosts",
     "MigrationFacts", "RankDevice", "balance_stats", "break_even_tokens", "can_migrate",
-    "compile_notice", "default_prices", "faster_moe", "layer_problem", "layer_times",
+    "default_prices", "faster_moe", "layer_problem", "layer_times",
     "migration_costs", "plan_migration", "predict_prices", "pro_prophet", "quota",
     "reason_not_to_balance", "should_balance",
 ]  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from math import comb
 from typing import NamedTuple
@@ -151,12 +150,9 @@ class LayerBalancer:
         self.problem = self.problem._replace(owners=owners)
         self._placed, self._placed_counts = no_replicas(), None
 
-    def warm_up(self, on_compile: Callable[[bool], None] | None = None) -> None:
-        """Compile the policy, if it uses numba.
-
-        Before a compilation that is not in the cache, `on_compile` is called with whether its
-        result can be cached.
-        """
+    def warm_up(self, log: Callable[[str], None] | None = None) -> None:
+        """Compile the policy, if it uses numba; `log` receives a line before a compilation that is
+        not in the cache."""
         policy, assign_tokens, compiles = self._method
         if not (compiles or (self.prefetches and assign_tokens is assign_to_replicas)):
             return  # Importing numba is slow.
@@ -165,13 +161,12 @@ class LayerBalancer:
         counts = np.zeros((self.problem.num_ranks, len(self.problem.owners)), np.int64)
         counts[:, 0] = 1 << 20
         replica = np.array([[0, (self.problem.owners[0] + 1) % self.problem.num_ranks]])
-        with nullcontext() if on_compile is None else notify_on_compile(on_compile):
+        with notify_on_compile(lambda is_cached: log and log(_compile_notice(is_cached))):
             assign_tokens(counts, self.problem, replica)
             policy(counts, self.problem)
 
 
-def compile_notice(is_cached: bool) -> str:
-    """Return the log line for a compilation that delays the run."""
+def _compile_notice(is_cached: bool) -> str:
     if is_cached:
         return "compiling the balance policy, once for this installation (about 10 s)"
     return (
