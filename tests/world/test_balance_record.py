@@ -16,11 +16,9 @@ from moesaic.base.records import read_records
 from moesaic.dist.all_to_all import Transport, Work
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 from moesaic.train.record import RunRecord
 
 STEPS = 3
@@ -45,8 +43,7 @@ class Weighed:
 
 def record(world: World, job: Job, out: Path) -> list[list[Any]]:
     """Of each step: its seconds, bytes of experts that this rank sent, and what it told."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     weighed = {}
     for layer, moe in run.part.model.expert_layers():
         ranks, width = moe.dispatcher.groups, moe.bank.arena.shape[1]
@@ -140,8 +137,7 @@ def test_a_run_is_the_same_with_a_clock_and_without(ranks: RankPool) -> None:
 
 
 def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     for _, moe in run.part.model.expert_layers():
         assert moe.clock is not None
         moe.clock = moe.clock if told else None

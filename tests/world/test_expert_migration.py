@@ -25,16 +25,15 @@ from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import DTYPES
 from moesaic.dist.state import EXPERT_TOKENS, TensorShard
 from moesaic.dist.world import World
-from moesaic.facts.plan import Plan, plan_from_layout
+from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes
-from moesaic.models.init import InitialSource
 from moesaic.policy.balance.balancer import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
 from moesaic.train import expert_migration
-from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
@@ -123,8 +122,7 @@ def test_migration_with_a_balance_policy(ranks: RankPool, policy: str) -> None:
 def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any:
     """Train; return the state as bits, the experts of every layer, and the bytes sent."""
     job = tiny_job(**{**tables, "layout": layout})
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     samples, moved = RandomSamples(job.model.vocab, job.data.sequence), []
     sent = list[int]()
     exchange = expert_migration._exchange
@@ -158,7 +156,7 @@ def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any
     return (
         state,
         (experts, planned),
-        (sum(sent), [one.num_bytes for one in moved], expert_bytes(job, plan)),
+        (sum(sent), [one.num_bytes for one in moved], expert_bytes(job, run.plan)),
     )
 
 

@@ -23,13 +23,13 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import workload
 from moesaic.facts.workload.collectives import ALIGNMENT_BYTES
-from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import LocalParam, local_params
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.assemble import LMRun
 from moesaic.train.optim import FlatParams
 
 LANES = 16
@@ -54,8 +54,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 
 def started(world: World, job: Job) -> tuple[LMRun, RandomSamples]:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     return run, RandomSamples(job.model.vocab, job.data.sequence)
 
 

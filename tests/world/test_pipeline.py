@@ -16,6 +16,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.train.assemble import assemble
 
 STEPS = 2
@@ -157,8 +158,7 @@ def test_a_failed_step_raises_and_logs_nothing(ranks: RankPool) -> None:
 
 def validate(world: World, job: Job, limits: list[int]) -> list[tuple[float, int]]:
     """Return validation losses before, between and after steps."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     found = []
     for limit in limits:

@@ -10,19 +10,16 @@ from moesaic.dist.all_to_all import PairwiseAllToAll
 from moesaic.dist.shm_all_to_all import SHARED_MEMORY
 from moesaic.dist.world import World
 from moesaic.facts.job import Prices
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 from moesaic.train.balancing import measure_prices
 
 
 def transport_and_prices(world: World, sockets: bool) -> tuple[str, Prices]:
     balance = {"policy": "quota", "min_replica_tokens": 1}
     job = tiny_job(layout={"ep": 2}, train={"precision": "fp32"}, balance=balance)
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     moe = next(moe for _, moe in run.part.model.expert_layers())
     groups = moe.dispatcher.groups
     assert groups.replica_transport is not None

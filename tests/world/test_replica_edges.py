@@ -21,16 +21,14 @@ from layouts import (
     worst_element,
     worst_tensor,
 )
-from test_scale_world import Overflow
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.policy.balance import LayerBalancer
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.testing.runs import overflow_gradients, start_run
+from moesaic.train.assemble import LMRun
 from moesaic.train.balancing import take_layer_balance
 
 STEPS = 2
@@ -144,8 +142,7 @@ class ToOne:
 
 
 def opened(world: World, job: Job, replica_seed: int | None) -> LMRun:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     if replica_seed is not None:
         for layer, moe in run.part.model.expert_layers():
             homes = moe.dispatcher.placement
@@ -232,9 +229,7 @@ def overflowing(world: World, job: Job, replica_seed: int) -> Any:
     told, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
-            handle = run.part.model.layers[0].register_forward_hook(
-                lambda *a: (Overflow.apply(a[2][0]), a[2][1])
-            )
+            handle = overflow_gradients(run.part.model.layers[0])
         facts = run.step(samples)
         if step == 1 and world.rank == world.size - 1:
             handle.remove()

@@ -12,11 +12,9 @@ from moesaic.dist.shm_all_to_all import SharedMemoryAllToAll
 from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import BalanceConfig, Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 
 STEPS = 2
 DROPS = {
@@ -81,8 +79,7 @@ def test_copies_that_leave_early(ranks: RankPool, recompute: bool) -> None:
 
 def wired(world: World, job: Job) -> list[list[int]]:
     """The layers whose experts may leave while those of each one compute."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     found = [
         [one.router.layer for one in moe.next_layers] for _, moe in run.part.model.expert_layers()
     ]
@@ -163,8 +160,7 @@ class Unneeded:
 
 def leave_unneeded(world: World, job: Job) -> list[Any]:
     """What is left in the memory that ranks share, after two steps of such copies."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     for _, moe in run.part.model.expert_layers():
         homes = moe.dispatcher.placement
         moe.balancer = Unneeded(homes.slot_of_expert // homes.slots_per_rank, homes.num_ranks)

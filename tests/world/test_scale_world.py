@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from layouts import plain, put_together, worst_tensor
 
 from moesaic.base.errors import DivergedError
@@ -15,6 +14,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import overflow_gradients, start_run
 from moesaic.train.assemble import assemble
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -25,33 +25,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class Overflow(torch.autograd.Function):
-    """Identity whose backward makes one gradient infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        grad = grads[0].clone()
-        grad.view(-1)[0] = torch.inf
-        return grad
-
-
 def overflow(world: World, layout: dict[str, Any]) -> Any:
     """Train three steps with a tied head; in step 2 one gradient of the last rank is infinite."""
     model = {"family": "qwen3_moe", "tied": True, "vocab": 60}
     train = {"precision": "fp16", "micro_batches": 2}
     job = tiny_job(layout=layout, model=model, train=train)
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     facts_by_step, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
             *_, layer = run.part.model.decoder_layers()
-            handle = layer.register_forward_hook(lambda *a: (Overflow.apply(a[2][0]), a[2][1]))
+            handle = overflow_gradients(layer)
         facts = run.step(samples)
         if step == 1 and world.rank == world.size - 1:
             handle.remove()
@@ -101,8 +86,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(ranks: RankPool, name: str) -
 
 def unscaled_gradients(world: World, layout: dict[str, Any], tables: dict[str, Any]) -> Any:
     job = tiny_job(layout=layout, **tables)
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     run.compute_gradients(RandomSamples(job.model.vocab, job.data.sequence))
     factor = 2.0 ** run.counters["loss_scale_exponent"]
     found = [
