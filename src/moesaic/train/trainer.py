@@ -142,10 +142,9 @@ def _train(
     run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message)
     if checkpoint is not None:
         _set_resume_point(checkpoint.path, out, world, progress)
-    with ExitStack() as stack:
-        write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
-        session = _Session(run, data, RunRecord(out, job, world), progress, world, job, kind)
-        stack.enter_context(session)
+    write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
+    record = RunRecord(out, job, world)
+    with _Session(run, data, record, progress, world, job, kind) as session:
         if world.size > 1:
             progress.message(f"plan: {describe_plan(run.plan)}")
         return session.train(None if checkpoint is None else str(checkpoint.path))
@@ -326,8 +325,8 @@ class _Session(Generic[J]):
             "checkpoint": str(self.saver.newest), "out": str(self.record.out),
         }  # fmt: skip
 
-    def __enter__(self) -> None:
-        """Do nothing; everything is open already."""
+    def __enter__(self) -> _Session[J]:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close everything; abandon a save in progress if training failed.

@@ -19,14 +19,14 @@ from moesaic.facts.job import BalanceConfig, balance
 from moesaic.policy.balance import LayerBalancer, faster_moe, layer_times, pro_prophet, quota
 from moesaic.policy.balance.cost_model import count_rank_tokens, drop_if_slower
 from moesaic.policy.balance.eplb import eplb
-from moesaic.policy.balance.pro_prophet import ProphetSearch, _State
+from moesaic.policy.balance.pro_prophet import _State
 from moesaic.policy.balance.quota import assign_to_replicas
 from moesaic.policy.balance.yardsticks import best, llep, lp, top_k_broadcast
 
 Policy = Callable[[IntArray, BalanceProblem], BalanceDecision]
 POLICIES: dict[str, Policy] = {
     "pro-prophet": pro_prophet,
-    "pro-prophet, eager": partial(pro_prophet, search=ProphetSearch(0.5, num_excluded_ranks=1)),
+    "pro-prophet, eager": partial(pro_prophet, imbalance_tolerance=0.5, num_excluded_ranks=1),
     "faster-moe": faster_moe,
     "top-2-broadcast": partial(top_k_broadcast, num_experts=2),
     "llep": llep,
@@ -63,16 +63,17 @@ def test_paper_search(
     left_out: int, computed: list[int], received: list[int], unbalanced_s: float, hidden_s: float,
     evened: float,
 ) -> None:  # fmt: skip
-    search = ProphetSearch(1.0, left_out)
-    found = pro_prophet(PAPER_COUNTS, PAPER_PROBLEM, search)
+    found = pro_prophet(
+        PAPER_COUNTS, PAPER_PROBLEM, imbalance_tolerance=1.0, num_excluded_ranks=left_out
+    )
     assert found.replicas.tolist() == [[0, rank] for rank in range(1, 4 - left_out)]
     after = count_rank_tokens(PAPER_COUNTS, PAPER_PROBLEM.owners, found)
     assert after.computed.tolist() == computed
     assert after.received.tolist() == received
     state = _State(after.computed, after.received)
     exposed = PAPER_PROBLEM._replace(overlaps=False)
-    assert state.layer_s(exposed, 1, search) == unbalanced_s
-    assert state.layer_s(PAPER_PROBLEM, 1, search) == hidden_s
+    assert state.layer_s(exposed, 1, left_out) == unbalanced_s
+    assert state.layer_s(PAPER_PROBLEM, 1, left_out) == hidden_s
     assert np.std([17, 6, 5, 4]) / np.std(computed) == pytest.approx(evened, abs=5e-5)
 
 

@@ -84,8 +84,8 @@ class Saver:
         keep: number of committed checkpoints to keep.
         asynchronous: write in a thread. Else `save` returns after the commit, and needs no host
             buffer.
-        on_event: callback on rank 0 for checkpoint (from the saving thread), and checkpoint_done,
-            checkpoint_failed and checkpoint_leftover (from the writer thread).
+        on_event: callback on rank 0 for checkpoint (from the saving thread, if it goes on), and
+            checkpoint_done, checkpoint_failed and checkpoint_leftover (from the writer thread).
         phase: callback at each of PHASES, for tests that inject faults.
         file_bytes: approximate maximum size of a file.
     """
@@ -156,7 +156,7 @@ class Saver:
             self._run_save(save)
             return time.perf_counter() - start_s
         self._waited_s = time.perf_counter() - start_s
-        self._emit_begun(save)
+        self._emit("checkpoint", step=step, path=str(save.path), blocking_s=self._waited_s)
         if overlap:
             self._pending_copy = self._copier.submit(self._copy_overlapped, save)
         self._pending_save = self._writer.submit(self._run_save, save, self._pending_copy)
@@ -229,9 +229,6 @@ class Saver:
                     )
             self._phase("staged")
 
-    def _emit_begun(self, save: _Save) -> None:
-        self._emit("checkpoint", step=save.step, path=str(save.path), blocking_s=self._waited_s)
-
     def _run_save(self, save: _Save, pending_copy: Future[None] | None = None) -> None:
         try:
             if pending_copy is not None:
@@ -273,14 +270,11 @@ class Saver:
         self._newest = path
         self._channel.post(f"{save.number}/verdict", {"path": path.name})
         self._phase("finished")
-        if not self._asynchronous:
-            self._waited_s = time.perf_counter() - save.start_s
-            self._emit_begun(save)
         num_bytes = sum(file.num_bytes for file in manifest.files.values())
         seconds = time.perf_counter() - save.start_s
         self._emit(
             "checkpoint_done", step=save.step, path=str(path), bytes=num_bytes, seconds=seconds,
-            blocking_s=self._waited_s,
+            blocking_s=self._waited_s if self._asynchronous else seconds,
         )  # fmt: skip
         self._remove_old()
 
