@@ -21,7 +21,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
-from moesaic.testing.jobs import RandomSamples
+from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
@@ -238,6 +238,17 @@ def outcome(
     """Run on `size` ranks and join the results; replicated shards must agree bit for bit."""
     options = (record, replay, placement, stages, replica_seed)
     return together(ranks.run(size, run_layout, job, steps, *options))
+
+
+_references: dict[str, Outcome] = {}
+
+
+def reference(ranks: RankPool, steps: int, size: int = 1, **tables: Any) -> Outcome:
+    """Return the outcome of the tiny job with `tables`; each is run once."""
+    key = f"{size} {steps} {tables}"
+    if key not in _references:
+        _references[key] = outcome(ranks, size, tiny_job(**tables), steps)
+    return _references[key]
 
 
 def together(results: list[Run]) -> Outcome:

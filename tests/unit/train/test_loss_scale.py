@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moesaic.base.errors import DivergedError
-from moesaic.nn.loss import HeadLoss
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.runs import overflow_gradients, start_run
 from moesaic.testing.states import live_values
@@ -145,16 +144,3 @@ def test_gradients_are_those_of_fp32(exponent: int, model: dict[str, Any]) -> No
         facts = run.step(samples())
         norms.append((facts.grad_norm, facts.total_loss))
     assert norms[0] == pytest.approx(norms[1], rel=0.01)
-
-
-def test_small_gradients_vanish_without_a_scale() -> None:
-    """The head forms its gradient in fp16 during forward, which is why a scale is needed."""
-    rows, weight = torch.randn(64, 32).half(), torch.randn(500, 32).mul_(0.02)
-    targets, kept = torch.arange(64), []
-    for factor in (1.0, 2.0**16):
-        leaf = weight.clone().requires_grad_()
-        HeadLoss.apply(rows, leaf, targets, factor / (1 << 22)).backward()
-        assert leaf.grad is not None
-        kept.append(float(leaf.grad[64:].ne(0).float().mean()))
-    assert kept[0] < 0.1
-    assert kept[1] > 0.95
