@@ -12,10 +12,10 @@ from layouts import (
     ASKING,
     IN_PARTS,
     SIGMOID,
-    RandomReplicas,
     assert_same,
     first_gradients,
     outcome,
+    place_random_replicas,
     plain,
     put_together,
     reference,
@@ -30,8 +30,7 @@ from moesaic.facts.job import BalanceConfig, Job
 from moesaic.policy.balance import LayerBalancer
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.testing.runs import overflow_gradients, start_run
-from moesaic.train.assemble import LMRun
+from moesaic.testing.runs import start_run
 from moesaic.train.balancing import take_layer_balance
 
 STEPS = 2
@@ -284,23 +283,10 @@ class ToOne:
         }
 
 
-def opened(world: World, job: Job, replica_seed: int | None) -> LMRun:
-    run = start_run(job, world)
-    if replica_seed is not None:
-        for layer, moe in run.part.model.expert_layers():
-            homes = moe.dispatcher.placement
-            moe.balancer = RandomReplicas(
-                homes.slot_of_expert // homes.slots_per_rank, [replica_seed, layer]
-            )
-    return run
-
-
 def one_expert(world: World, job: Job, replica_seed: int | None) -> Any:
     """Gradients, and losses of steps."""
-    run, samples = (
-        opened(world, job, replica_seed),
-        RandomSamples(job.model.vocab, job.data.sequence),
-    )
+    run, samples = start_run(job, world), RandomSamples(job.model.vocab, job.data.sequence)
+    place_random_replicas(run, replica_seed)
     run.objective.routing_replay = ToOne(job)  # type: ignore[assignment]
     gradients = first_gradients(run, world.rank)
     facts = [run.step(samples) for _ in range(STEPS)]
@@ -331,10 +317,8 @@ def test_all_rows_for_one_expert(
 
 def judged(world: World, job: Job, replica_seed: int | None) -> list[float]:
     """Losses of steps, and before each of validation, of which no policy hears anything."""
-    run, samples = (
-        opened(world, job, replica_seed),
-        RandomSamples(job.model.vocab, job.data.sequence),
-    )
+    run, samples = start_run(job, world), RandomSamples(job.model.vocab, job.data.sequence)
+    place_random_replicas(run, replica_seed)
     found = list[float]()
     for _ in range(STEPS):
         asked = [moe.balancer for _, moe in run.part.model.expert_layers()]
@@ -361,37 +345,6 @@ def test_validation_between_steps(
     (alone,) = ranks.run(1, judged, tiny_job(**tables), None)
     for losses in ranks.run(4, judged, tiny_job(**tables, layout=layout, **EARLY), replica_seed):
         assert losses == pytest.approx(alone, rel=1e-9)
-
-
-def overflowing(world: World, job: Job, replica_seed: int) -> Any:
-    """Of three steps, in the second of which a gradient of the last rank is infinite."""
-    run, samples = (
-        opened(world, job, replica_seed),
-        RandomSamples(job.model.vocab, job.data.sequence),
-    )
-    told, states = [], []
-    for step in range(3):
-        if step == 1 and world.rank == world.size - 1:
-            handle = overflow_gradients(run.part.model.layers[0])
-        facts = run.step(samples)
-        if step == 1 and world.rank == world.size - 1:
-            handle.remove()
-        told.append((facts.is_skipped, facts.loss_scale, dict(run.counters)))
-        states.append([plain(piece) for piece in run.state().shards])
-    made = sum(getattr(moe.balancer, "made", 0) for _, moe in run.part.model.expert_layers())
-    run.close()
-    return told, states, made
-
-
-def test_an_overflow_among_copies_is_skipped_by_all(ranks: RankPool) -> None:
-    train = {"precision": "fp16", "micro_batches": 2, "recompute": True}
-    results = ranks.run(4, overflowing, tiny_job(layout={"ep": 4}, train=train, balance=ASKING), 7)
-    assert all(told == results[0][0] and made == results[0][2] > 0 for told, _, made in results)
-    assert [skipped for skipped, _, _ in results[0][0]] == [False, True, False]
-    before, after, last = (put_together([r[1][step] for r in results]) for step in range(3))
-    assert all(np.array_equal(before[key], after[key]) for key in before)
-    assert not all(np.array_equal(after[key], last[key]) for key in after)
-    assert all(np.isfinite(values).all() for values in last.values())
 
 
 @pytest.mark.parametrize(("precision", "early"), [("fp32", True), ("bf16", True), ("fp16", False)])

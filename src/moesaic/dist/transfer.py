@@ -47,7 +47,6 @@ class PeerSource:
         execute_moves(moves, have, want, self.world)
 
     def _all_gather_boxes(self, shards: Sequence[TensorShard]) -> list[_ShardInfo]:
-        """Return the shards of all ranks, without values."""
         rank = self.world.rank
         infos = [
             _ShardInfo(_box(shard, rank), shard.kind, tuple(shard.shape), str(shard.dtype))
@@ -69,7 +68,6 @@ class _ShardInfo(NamedTuple):
 
 
 def _shapes_and_dtypes(shards: Sequence[_ShardInfo]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype by tensor."""
     return {info.box.key: (info.shape, info.dtype) for info in shards}
 
 

@@ -257,7 +257,6 @@ def _bucket_purpose(plan: Plan, prefix: str) -> str:
 
 
 def _make_optimizer(job: AnyJob, world: World, flat_params: Sequence[FlatParams]) -> AdamW:
-    """Return an optimizer with zero moments, full or low-bit."""
     optimizer = (
         AdamW(job.optimizer)
         if job.optimizer.moments == "full"

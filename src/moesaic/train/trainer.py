@@ -370,7 +370,6 @@ class _Session(Generic[J]):
             self.progress.message(f"step {stats.step}: {message}")
 
     def _divergence_advice(self) -> str:
-        """Return the remedy for divergence."""
         candidates = resume_candidates(self.record.out / "checkpoints")
         restart = "go on from the newest checkpoint with --resume" if candidates else "start again"
         return f"lower optimizer.lr or lengthen schedule.warmup, and {restart}"
