@@ -79,9 +79,8 @@ def read_checkpoint(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Return every tensor of an intact checkpoint, unsharded, by kind/name."""
     checkpoint, found = Checkpoint.open(path), dict[str, npt.NDArray[Any]]()
     checkpoint.verify()
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
     for key, record in checkpoint.tensors.items():
-        tensor = torch.empty(record.shape, dtype=dtypes[record.dtype])
+        tensor = torch.empty(record.shape, dtype=DTYPES[record.dtype])
         (kind, _, name), origin = key.partition("/"), (0,) * tensor.dim()
         checkpoint.fill([TensorShard.of_tensor(kind, name, record.shape, origin, tensor, (0,))])
         found[key] = tensor.numpy()

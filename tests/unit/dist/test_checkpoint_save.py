@@ -103,7 +103,7 @@ def test_any_sharding_loads_into_any_other(
 def test_every_dtype_shape_and_stride_is_restored(tmp_path: Path, asynchronous: bool) -> None:
     noise = torch.randint(0, 256, (1920,), dtype=torch.uint8)
     tensors = {}
-    for dtype in DTYPES:
+    for dtype in DTYPES.values():
         bits = noise % 2 if dtype == torch.bool else noise
         tensors[f"dtype.{dtype}"] = bits.view(dtype).reshape(-1, 4)
     tensors["scalar"], tensors["empty"] = torch.tensor(3.5), torch.empty(0, 7)

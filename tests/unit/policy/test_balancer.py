@@ -174,39 +174,30 @@ def test_invalid_settings_are_rejected(values: dict[str, object], words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("policy", "tables", "wanted", "why"),
+    ("balance", "tables", "wanted", "why"),
     [
-        ("quota", LONG, True, None),
-        ("quota", {"data": {"sequence": 8}}, False, "replicas pay off from 256"),
-        ("eplb", {"data": {"sequence": 8}}, True, None),
-        ("none", LONG, False, None),
-        ("quota", {"layout": {"ep": 1}}, False, None),
-        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
+        ({}, LONG, True, None),
+        ({}, {"data": {"sequence": 8}}, False, "replicas pay off from 256"),
+        ({"policy": "eplb"}, {"data": {"sequence": 8}}, True, None),
+        ({"policy": "none"}, LONG, False, None),
+        ({"policy": "none", "max_replicas": 0}, LONG, False, None),
+        ({"max_replicas": 0}, LONG, False, "balance.max_replicas = 0 leaves no room"),
+        ({"policy": "eplb", "max_replicas": 0}, LONG, False, "balance.max_replicas = 0 leaves"),
+        ({"max_replicas": 1}, LONG, True, None),
+        ({}, {"layout": {"ep": 1}}, False, None),
+        ({}, {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
          "LoRA adapters"),
-        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
+        ({}, {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
     ],
 )  # fmt: skip
 def test_conditions_under_which_a_policy_runs(
-    policy: str, tables: dict[str, object], wanted: bool, why: str | None
+    balance: dict[str, object], tables: dict[str, object], wanted: bool, why: str | None
 ) -> None:
-    job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": {"policy": policy}})
+    balance = {"policy": "quota", **balance}
+    job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": balance})
     assert should_balance(job, plan_from_job(job, 2)) is wanted
     reason = reason_not_to_balance(job, plan_from_job(job, 2))
     assert reason is None if why is None else why in str(reason)
-
-
-def test_no_policy_runs_without_replica_slots() -> None:
-    """Deciding on no replicas would take as long as on any."""
-    for policy in ("quota", "eplb"):
-        tables = {"layout": {"ep": 2}, **LONG}
-        job = tiny_job(**tables, balance={"policy": policy, "max_replicas": 0})
-        assert not should_balance(job, plan_from_job(job, 2))
-        reason = reason_not_to_balance(job, plan_from_job(job, 2))
-        assert reason == "balance.max_replicas = 0 leaves no room for replicas"
-        room = tiny_job(**tables, balance={"policy": policy, "max_replicas": 1})
-        assert should_balance(room, plan_from_job(room, 2))
-    none = tiny_job(**tables, balance={"policy": "none", "max_replicas": 0})
-    assert reason_not_to_balance(none, plan_from_job(none, 2)) is None
 
 
 EACH_S = 0.25
@@ -278,18 +269,4 @@ def test_compilations_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with notify_on_compile(begun.append):
             assert function(4) == 8
             assert function(5) == 10
-        assert begun == expected
-    without = numba.njit
-
-    def nowhere(cache: object = False) -> object:
-        if isinstance(cache, bool) and cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return without(cache)
-
-    monkeypatch.setattr("moesaic.base.compiled.njit", nowhere)
-    function = cached_njit(double)
-    for expected in ([False], []):
-        begun = []
-        with notify_on_compile(begun.append):
-            assert function(4) == 8
         assert begun == expected

@@ -33,8 +33,6 @@ from moesaic.dist.checkpoint.manifest import (
 from moesaic.dist.state import OPTIONAL_KINDS, TensorShard, overlap
 from moesaic.dist.world import World
 
-_TORCH_TYPES = {name: dtype for dtype, name in DTYPES.items()}
-
 
 class _Copy(NamedTuple):
     """Box to copy from a file into a shard."""
@@ -174,7 +172,7 @@ class Checkpoint:
         elif record.shape != tuple(shard.shape):
             shapes = list(record.shape), list(shard.shape)
             flaw = f"has shape {shapes[0]} in the checkpoint and {shapes[1]} in the model"
-        elif _TORCH_TYPES[record.dtype] != shard.dtype:
+        elif DTYPES[record.dtype] != shard.dtype:
             flaw = f"is {record.dtype} in the checkpoint and {shard.dtype} in the model"
         else:
             return
@@ -260,7 +258,7 @@ class Checkpoint:
             if entry != expected or start + expected.num_bytes > num_bytes:
                 raise StoreError(f"'{file}' does not contain {expected}, which its manifest lists")
             raw = content[start : start + expected.num_bytes]
-            yield raw.view(_TORCH_TYPES[dtype]).view(record.size)
+            yield raw.view(DTYPES[dtype]).view(record.size)
 
 
 def newest_intact(

@@ -67,7 +67,6 @@ def llep(
     counts: IntArray,
     problem: BalanceProblem,
     *,
-    capacity_factor: float = 1.0,
     threshold: float = 1.3,
     min_replica_tokens: int | None = None,
 ) -> BalanceDecision:
@@ -77,7 +76,6 @@ def llep(
     Args:
         counts: routed tokens [ranks, experts].
         problem: costs of the layer.
-        capacity_factor: a rank's share before it spills, as a multiple of the mean.
         threshold: imbalance (busiest rank over the mean) up to which nothing is done.
         min_replica_tokens: smallest spill, unless it is an expert's last; None for the problem's
             value.
@@ -88,7 +86,7 @@ def llep(
     if owner_load.max() * ranks <= threshold * owner_load.sum():
         return no_replicas()
     min_tokens = problem.min_replica_tokens if min_replica_tokens is None else min_replica_tokens
-    capacity = int(np.ceil(capacity_factor * owner_load.sum() / ranks))
+    capacity = -(-int(owner_load.sum()) // ranks)
     computed, taken = np.zeros(ranks, np.int64), list[tuple[int, int, int]]()
     slots_left, sends_left = (
         np.full(ranks, len(totals) * ranks if limit is None else limit)
