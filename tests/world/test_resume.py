@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,21 @@ def test_another_layout_resumes_with_the_same_results(
         assert rest == pytest.approx(losses[step:], rel=1e-9), name
         assert worst_element(state, expected) < 1e-9, name
         start = str(out / "checkpoints" / f"step-{step + 1:08d}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_any_other_layout_resumes_with_the_same_results(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    for name, (size, layout) in LAYOUTS.items():
+        ranks.run(size, run_job, str(text), str(tmp_path / name), layout, None, {})
+    expected = read_checkpoint(end(tmp_path / "one"))
+    for before, after in permutations(LAYOUTS, 2):
+        size, layout = LAYOUTS[after]
+        out = tmp_path / f"{before} to {after}"
+        ranks.run(size, run_job, str(text), str(out), layout, middle(tmp_path / before), {})
+        assert worst_element(read_checkpoint(end(out)), expected) < 1e-9, out.name
 
 
 def test_a_tied_embedding_resumes_whole_and_in_columns(
