@@ -7,24 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-hidden = 32
-head_dim = 8
-ffn = 64
-[layout]
-tp = 2
-[data]
-path = "{text}"
-sequence = 32
-[train]
-steps = 24
-batch = 8
-collective_timeout_s = 1000
-[log]
-tensorboard = false
-"""
+from moesaic.testing.jobs import RUN_JOB
+
 FAULT = """
 import os
 
@@ -50,12 +34,14 @@ reductions are in flight, and the other rank waits for this one."""
 def test_the_run_ends_with_the_error(tmp_path: Path) -> None:
     """The run ends long before the timeout of the waiting rank."""
     (tmp_path / "text.txt").write_text("the quick brown fox " * 400)
-    (tmp_path / "job.toml").write_text(JOB.format(text=tmp_path / "text.txt"))
+    (tmp_path / "job.toml").write_text(RUN_JOB)
     (tmp_path / "fault").mkdir()
     (tmp_path / "fault" / "sitecustomize.py").write_text(FAULT)
     paths = [str(tmp_path / "fault"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "moesaic", "train", "job.toml", "--nproc", "2", "--out", "run"]
+    sets = ["--set", "layout.tp=2", "--set", "train.collective_timeout_s=1000"]
     done = subprocess.run(
-        [sys.executable, "-m", "moesaic", "train", "job.toml", "--nproc", "2", "--out", "run"],
+        [*command, *sets],
         capture_output=True, text=True, check=False, timeout=110, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip

@@ -14,36 +14,18 @@ import pytest
 
 from moesaic.base.events import read_events
 from moesaic.dist.checkpoint import Checkpoint
+from moesaic.testing.jobs import RUN_JOB
 
-JOB = """
-seed = 3
-[model]
-preset = "tiny-olmoe"
-hidden = 32
-layers = 2
-head_dim = 8
-ffn = 16
-[layout]
-ep = 2
-[data]
-path = "{text}"
-sequence = 32
-cache = "{cache}"
-[train]
-steps = 24
-batch = 8
-[checkpoint]
-every = 3
-keep = 100
-[log]
-tensorboard = false
-"""
+SETS = (
+    "layout.ep=2", "train.steps=60", "train.batch=8", "checkpoint.every=3", "checkpoint.keep=100",
+)  # fmt: skip
 
 
 def start(job: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "moesaic", "train", str(job), "--nproc", "2"]
+    sets = [word for item in SETS for word in ("--set", item)]
     return subprocess.Popen(
-        [*command, "--out", str(out), *flags],
+        [*command, "--out", str(out), *sets, *flags], cwd=job.parent,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -65,7 +47,7 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def weights(out: Path) -> list[tuple[str, str]]:
-    manifest = json.loads((out / "checkpoints" / "step-00000024" / "manifest.json").read_text())
+    manifest = json.loads((out / "checkpoints" / "step-00000060" / "manifest.json").read_text())
     return sorted((name, file["sha256"]) for name, file in manifest["files"].items())
 
 
@@ -73,7 +55,7 @@ def weights(out: Path) -> list[tuple[str, str]]:
 def test_killed_and_resumed_is_bit_identical(tmp_path: Path) -> None:
     text, job = tmp_path / "text.txt", tmp_path / "job.toml"
     text.write_text("all happy families are alike; " * 400)
-    job.write_text(JOB.format(text=text, cache=tmp_path / "cache"))
+    job.write_text(RUN_JOB)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     finish(start(job, straight))
     process = start(job, killed)
@@ -84,8 +66,8 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path) -> None:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert not (killed / "checkpoints" / "step-00000024").exists()
+    assert not (killed / "checkpoints" / "step-00000060").exists()
     finish(start(job, killed, "--resume", "auto"))
     assert losses(killed) == losses(straight)
     assert weights(killed) == weights(straight)
-    Checkpoint.open(killed / "checkpoints" / "step-00000024").verify()
+    Checkpoint.open(killed / "checkpoints" / "step-00000060").verify()

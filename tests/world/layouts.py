@@ -21,10 +21,10 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
-from moesaic.testing.jobs import RandomSamples
+from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 
 Array = npt.NDArray[Any]
@@ -99,11 +99,7 @@ def run_layout(
     if stages is not None:
         plan = plan.model_copy(update={"stages": stages})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    if replica_seed is not None:
-        for layer, moe in run.part.model.expert_layers():
-            owned = moe.dispatcher.placement
-            owners = owned.slot_of_expert // owned.slots_per_rank
-            moe.balancer = RandomReplicas(owners, [replica_seed, layer])
+    place_random_replicas(run, replica_seed)
     moes = [moe for _, moe in run.part.model.expert_layers()]
     ahead = [CountPrefetched(moe) for moe in moes]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
@@ -139,6 +135,13 @@ def run_layout(
     state = [plain(shard) for shard in run.state().shards]
     run.close()
     return facts, gradients, state
+
+
+def place_random_replicas(run: LMRun, seed: int | None) -> None:
+    """Replace the policy of every layer by random replicas, unless `seed` is None."""
+    for layer, moe in run.part.model.expert_layers() if seed is not None else ():
+        owned = moe.dispatcher.placement
+        moe.balancer = RandomReplicas(owned.slot_of_expert // owned.slots_per_rank, [seed, layer])
 
 
 class CountPrefetched:
@@ -238,6 +241,17 @@ def outcome(
     """Run on `size` ranks and join the results; replicated shards must agree bit for bit."""
     options = (record, replay, placement, stages, replica_seed)
     return together(ranks.run(size, run_layout, job, steps, *options))
+
+
+_references: dict[str, Outcome] = {}
+
+
+def reference(ranks: RankPool, steps: int, size: int = 1, **tables: Any) -> Outcome:
+    """Return the outcome of the tiny job with `tables`; each is run once."""
+    key = f"{size} {steps} {tables}"
+    if key not in _references:
+        _references[key] = outcome(ranks, size, tiny_job(**tables), steps)
+    return _references[key]
 
 
 def together(results: list[Run]) -> Outcome:

@@ -6,24 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from moesaic.base.compiled import cached_njit
 from moesaic.base.events import read_events
 from moesaic.base.records import read_records
 from moesaic.dist.all_to_all import Transport, Work
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
-from moesaic.policy.balance import quota_search
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 from moesaic.train.record import RunRecord
 
 STEPS = 3
@@ -48,8 +43,7 @@ class Weighed:
 
 def record(world: World, job: Job, out: Path) -> list[list[Any]]:
     """Of each step: its seconds, bytes of experts that this rank sent, and what it told."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     weighed = {}
     for layer, moe in run.part.model.expert_layers():
         ranks, width = moe.dispatcher.groups, moe.bank.arena.shape[1]
@@ -143,8 +137,7 @@ def test_a_run_is_the_same_with_a_clock_and_without(ranks: RankPool) -> None:
 
 
 def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     for _, moe in run.part.model.expert_layers():
         assert moe.clock is not None
         moe.clock = moe.clock if told else None
@@ -154,28 +147,3 @@ def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
     found = [one.detach().clone() for one in run.part.model.parameters()]
     run.close()
     return found
-
-
-def begun(world: World, job: Job, place: Path) -> list[str]:
-    """What is said while a run is assembled, of a policy that nobody has compiled yet."""
-    numba.config.CACHE_DIR = str(place / str(world.rank))
-    before, said = quota_search.split_by_source, list[str]()
-    try:
-        quota_search.split_by_source = cached_njit(before.py_func)
-        plan = plan_from_layout(job.layout, job.model, world.size)
-        source = InitialSource(job.seed, job.model.init_std)
-        assemble(job, plan, world, source, log=said.append).close()
-    finally:
-        quota_search.split_by_source, numba.config.CACHE_DIR = before, ""
-    return said
-
-
-def test_whoever_waits_for_a_compiler_is_told(ranks: RankPool, tmp_path: Path) -> None:
-    job = tiny_job(
-        layout={"ep": 2}, balance={"policy": "quota", "prices": FREE, "min_replica_tokens": 1}
-    )
-    words = "compiling the balance policy, once for this installation (about 10 s)"
-    assert ranks.run(2, begun, job, tmp_path) == [[words]] * 2
-    assert ranks.run(2, begun, job, tmp_path) == [[]] * 2
-    others = tiny_job(layout={"ep": 2}, balance={"policy": "faster-moe", "prices": FREE})
-    assert ranks.run(2, begun, others, tmp_path / "other") == [[]] * 2

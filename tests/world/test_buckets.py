@@ -18,13 +18,11 @@ from moesaic.dist.buckets import GradientBuckets, ReducedParameter
 from moesaic.dist.collectives import all_reduce_buckets_
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload.collectives import ALIGNMENT_BYTES, split_into_buckets
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
 
 SHAPES: list[tuple[int, ...]] = [
     (3,),
@@ -173,8 +171,7 @@ class OneByOne:
 
 def gradients(world: World, job: Job, plain: bool) -> list[Any]:
     """Pieces of the gradient of a second step, after an update by that of the first."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     patched: Any = all_reduce_buckets_
     if plain:

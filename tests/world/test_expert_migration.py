@@ -8,32 +8,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from layouts import (
     SIGMOID,
     Outcome,
     assert_same,
     outcome,
     put_together,
+    reference,
     sparing,
     worst_element,
 )  # fmt: skip
 
 from moesaic.cli.replay import ReplayConfig, replay_run
 from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.checkpoint.manifest import DTYPES
-from moesaic.dist.state import EXPERT_TOKENS, TensorShard
+from moesaic.dist.state import EXPERT_TOKENS
 from moesaic.dist.world import World
-from moesaic.facts.plan import Plan, plan_from_layout
+from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes
-from moesaic.models.init import InitialSource
-from moesaic.policy.balance import expert_owners
+from moesaic.policy.balance.balancer import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
-from moesaic.testing.states import live_values
+from moesaic.testing.runs import start_run
+from moesaic.testing.states import live_values, read_checkpoint
 from moesaic.train import expert_migration
-from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
@@ -41,7 +39,6 @@ from moesaic.train.trainer import train
 STEPS = 5
 FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
 """Prices at which every token that leaves a busy rank pays."""
-TYPES = {name: dtype for dtype, name in DTYPES.items()}
 PLACEMENTS = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}
 DROPS = {
     "model": {"top_k": 2},
@@ -60,19 +57,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "adapters": (2, {"ep": 2}, LORA),
 }  # fmt: skip
-_references: dict[str, Outcome] = {}
 
 
 def with_migration(tables: dict[str, Any], every: int = 2, policy: str = "none") -> dict[str, Any]:
     balance = {"policy": policy, "migrate_every": every, "prices": FREE, "min_replica_tokens": 1}
     return {**tables, "balance": balance}
-
-
-def on_one_rank(ranks: RankPool, tables: dict[str, Any]) -> Outcome:
-    key = str(tables)
-    if key not in _references:
-        _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
-    return _references[key]
 
 
 def without_counts(found: Outcome) -> Outcome:
@@ -95,7 +84,7 @@ def test_migration_equals_one_process(ranks: RankPool, name: str) -> None:
     job = tiny_job(**with_migration({**tables, "layout": layout}))
     found = outcome(ranks, size, job, STEPS, placement=PLACEMENTS[layout["ep"]])
     assert_migrated(found)
-    assert_same(without_counts(found), on_one_rank(ranks, tables))
+    assert_same(without_counts(found), reference(ranks, STEPS, **tables))
 
 
 @pytest.mark.parametrize("name", ["tp", "pipeline"])
@@ -104,7 +93,7 @@ def test_migration_with_random_replicas(ranks: RankPool, name: str) -> None:
     job = tiny_job(**with_migration({**tables, "layout": layout}))
     found = outcome(ranks, size, job, STEPS, replica_seed=3)
     assert_migrated(found)
-    assert_same(without_counts(found), on_one_rank(ranks, tables))
+    assert_same(without_counts(found), reference(ranks, STEPS, **tables))
 
 
 @pytest.mark.parametrize("policy", ["quota", "pro-prophet", "eplb"])
@@ -116,14 +105,13 @@ def test_migration_with_a_balance_policy(ranks: RankPool, policy: str) -> None:
     found = outcome(ranks, 4, job, STEPS)
     assert_migrated(found)
     assert sum(step["replicas"] for step in found.steps) > 0
-    assert_same(without_counts(found), on_one_rank(ranks, {}))
+    assert_same(without_counts(found), reference(ranks, STEPS))
 
 
 def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any:
     """Train; return the state as bits, the experts of every layer, and the bytes sent."""
     job = tiny_job(**{**tables, "layout": layout})
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     samples, moved = RandomSamples(job.model.vocab, job.data.sequence), []
     sent = list[int]()
     exchange = expert_migration._exchange
@@ -157,7 +145,7 @@ def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any
     return (
         state,
         (experts, planned),
-        (sum(sent), [one.num_bytes for one in moved], expert_bytes(job, plan)),
+        (sum(sent), [one.num_bytes for one in moved], expert_bytes(job, run.plan)),
     )
 
 
@@ -215,16 +203,8 @@ def at(out: Path, step: int) -> Path:
 
 def everything(path: Path) -> dict[str, Any]:
     """Return every tensor of a checkpoint, unsharded, and its expert placement by layer."""
-    checkpoint = Checkpoint.open(path)
-    found: dict[str, Any] = {}
-    for key, record in checkpoint.tensors.items():
-        tensor = torch.empty(record.shape, dtype=TYPES[record.dtype])
-        kind, _, name = key.partition("/")
-        checkpoint.fill(
-            [TensorShard.of_tensor(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))]
-        )
-        found[key] = tensor.numpy()
-    return {**found, "placement": checkpoint.facts["plan"]["expert_placement_by_layer"]}
+    facts = Checkpoint.open(path).facts
+    return {**read_checkpoint(path), "placement": facts["plan"]["expert_placement_by_layer"]}
 
 
 def events(out: Path, name: str) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -23,13 +22,13 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import workload
 from moesaic.facts.workload.collectives import ALIGNMENT_BYTES
-from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import LocalParam, local_params
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.assemble import LMRun
 from moesaic.train.optim import FlatParams
 
 LANES = 16
@@ -54,8 +53,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 
 def started(world: World, job: Job) -> tuple[LMRun, RandomSamples]:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     return run, RandomSamples(job.model.vocab, job.data.sequence)
 
 
@@ -193,25 +191,6 @@ def test_gradients_may_be_in_other_memory(ranks: RankPool) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
-def update_error(world: World, job: Job) -> str:
-    """Return the error of an update after a parameter was moved to other memory."""
-    run, samples = started(world, job)
-    run.compute_gradients(samples)
-    flat = next(one for one in run.part.flat_params if len(one.params) > 2)
-    parameter = flat.params[1].parameter
-    parameter.data = parameter.data.clone()
-    with pytest.raises(AssertionError) as caught:
-        run.part.optimizer.update_block(run.part.flat_params, world.rank, 1, lr=0.1, clip=0.5)
-    assert flat.params[1].name in str(caught.value)
-    run.close()
-    return str(caught.value)
-
-
-def test_a_moved_parameter_fails_the_update(ranks: RankPool) -> None:
-    for words in ranks.run(2, update_error, tiny_job()):
-        assert "no longer shares the memory of its block" in words
-
-
 def test_predicted_number_of_updated_tensors() -> None:
     """On several ranks a block has one tensor of matrices, one of norms, and its experts."""
     job = tiny_job()
@@ -256,16 +235,3 @@ def num_leaked(world: World, job: Job) -> int:
 
 def test_a_failed_start_leaks_no_parameters(ranks: RankPool) -> None:
     assert ranks.run(2, num_leaked, tiny_job()) == [0, 0]
-
-
-def test_flat_params_are_ordered_by_block(ranks: RankPool) -> None:
-    """A block can then be updated as soon as its gradients are complete."""
-    blocks = ranks.run(2, blocks_of, tiny_job())[0]
-    assert len({*blocks}) == 1 + sum(one != other for one, other in pairwise(blocks))
-
-
-def blocks_of(world: World, job: Job) -> list[str]:
-    run, _ = started(world, job)
-    found = [one.block for one in run.part.flat_params]
-    run.close()
-    return found

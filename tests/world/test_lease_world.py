@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from layouts import ASKING, SIGMOID, plain
-from test_resume import end, middle, read_state, run_job
+from test_resume import end, middle, run_job
 
 from moesaic.dist.transfer import PeerSource
 from moesaic.dist.world import World
@@ -22,6 +22,7 @@ from moesaic.models.init import InitialSource
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankFailed, RankPool
+from moesaic.testing.states import read_checkpoint
 from moesaic.train.assemble import assemble
 
 STEPS = 3
@@ -139,7 +140,7 @@ def test_checkpoints_fit_any_number_of_places(
         resume = None if start is None else middle(tmp_path / start)
         given = places, str(text), str(out), {"ep": 1}, resume, changes
         (losses[name],) = ranks.run(1, run_with_places, *given)
-        states[name] = read_state(end(out), "float32", WIDE)
+        states[name] = read_checkpoint(end(out))
     for name, state in states.items():
         assert losses[name] == losses["full"][-len(losses[name]) :], name
         assert all(np.array_equal(state[key], states["full"][key]) for key in state), name

@@ -123,28 +123,6 @@ def test_tp_pp_and_sharded_embeddings_resume_from_one_another(
         assert_alike(joined(rest, 1), expected)
 
 
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
-def test_moments_of_a_sharded_embedding_equal_those_of_a_whole_one(
-    ranks: RankPool, tmp_path: Path, moments: str
-) -> None:
-    """8-bit blocks and the noise of stochastic rounding do not depend on the sharding."""
-    tables = {
-        "model": {"hidden": 256, "layers": 1},
-        "optimizer": {"moments": moments, "lr": 0.01}, "train": {"micro_batches": 2},
-    }  # fmt: skip
-    expected = joined(
-        ranks.run(1, train_and_save, {}, tables, (2, 2), None, str(tmp_path / "one")), 1
-    )
-    columns = {"embedding": "columns"}
-    start = ranks.run(2, train_and_save, columns, tables, (2, 0), None, str(tmp_path / "columns"))
-    for size, layout, at in ((2, columns, "one"), (1, {}, "columns"), (2, columns, "columns")):
-        checkpoint = str(tmp_path / at / "step-00000002")
-        rest = ranks.run(size, train_and_save, layout, tables, (2, 0), checkpoint, None)
-        if at == "columns":
-            assert same(joined(rest, 0), joined(start, 1))
-        assert_alike(joined(rest, 1), expected)
-
-
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Check that codes are equal and numbers within rounding."""
     assert found.keys() == expected.keys()

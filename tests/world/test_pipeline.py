@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layouts import SIGMOID, Outcome, assert_same, outcome, worst_tensor
+from layouts import SIGMOID, assert_same, outcome, reference, worst_tensor
 
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
@@ -16,6 +16,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.train.assemble import assemble
 
 STEPS = 2
@@ -27,7 +28,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {**SIGMOID, "model": {**SIGMOID["model"], "layers": 4}},
 }  # fmt: skip
-_references: dict[str, Outcome] = {}
 
 
 def tables(name: str, **more: Any) -> dict[str, Any]:
@@ -41,10 +41,8 @@ def tables(name: str, **more: Any) -> dict[str, Any]:
 
 def check(ranks: RankPool, size: int, name: str, **more: Any) -> None:
     """Compare a layout of a family's job with one rank."""
-    if name not in _references:
-        _references[name] = outcome(ranks, 1, tiny_job(**tables(name)), STEPS)
     job = tiny_job(**tables(name, **more))
-    assert_same(outcome(ranks, size, job, STEPS), _references[name])
+    assert_same(outcome(ranks, size, job, STEPS), reference(ranks, STEPS, **tables(name)))
 
 
 @pytest.mark.parametrize("other_axes", [{"ep": 2}, {"dp_shard": 2}])
@@ -73,7 +71,7 @@ def test_custom_stages(ranks: RankPool) -> None:
     name = "qwen3_moe, tied"
     job = tiny_job(**tables(name, layout={"pp": 2, "schedule": "interleaved"}))
     check(ranks, 1, name)
-    assert_same(outcome(ranks, 2, job, STEPS, stages=cut), _references[name])
+    assert_same(outcome(ranks, 2, job, STEPS, stages=cut), reference(ranks, STEPS, **tables(name)))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
@@ -94,7 +92,8 @@ def test_a_pipeline_rank_with_an_embedding_shard_alone(ranks: RankPool) -> None:
         layout = {"pp": 2, "schedule": schedule, "dp_shard": 2, "embedding": "columns"}
         job = tiny_job(**tables(name, layout=layout))
         check(ranks, 1, name)
-        assert_same(outcome(ranks, 4, job, STEPS, stages=stages), _references[name])
+        found = outcome(ranks, 4, job, STEPS, stages=stages)
+        assert_same(found, reference(ranks, STEPS, **tables(name)))
 
 
 def test_routing_is_recorded_and_replayed(ranks: RankPool, tmp_path: Path) -> None:
@@ -157,8 +156,7 @@ def test_a_failed_step_raises_and_logs_nothing(ranks: RankPool) -> None:
 
 def validate(world: World, job: Job, limits: list[int]) -> list[tuple[float, int]]:
     """Return validation losses before, between and after steps."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     found = []
     for limit in limits:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import ASKING, IN_PARTS, Outcome, assert_same, outcome
+from layouts import ASKING, IN_PARTS, assert_same, outcome, reference
 
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
@@ -33,9 +33,6 @@ CASES = [
 """Every pair of policy, top-k, layout and capacity."""
 
 
-_plain: dict[str, Outcome] = {}
-
-
 def tables_of(top_k: int, capacity: float | None) -> dict[str, Any]:
     return {
         "model": {"hidden": 16, "ffn": 8, "experts": 16, "init_std": 0.5, "top_k": top_k},
@@ -43,15 +40,6 @@ def tables_of(top_k: int, capacity: float | None) -> dict[str, Any]:
         "routing": {"capacity_factor": capacity},
         "train": {"steps": STEPS},
     }
-
-
-def plain(ranks: RankPool, size: int, steps: int = STEPS, **tables: Any) -> Outcome:
-    """Return the outcome without replicas."""
-    key = f"{size} {steps} {tables}"
-    if key not in _plain:
-        _plain[key] = outcome(ranks, size, tiny_job(**tables), steps)
-        assert sum(step["replicas"] for step in _plain[key].steps) == 0
-    return _plain[key]
 
 
 @pytest.mark.parametrize(("policy", "top_k", "layout", "capacity"), CASES)
@@ -62,8 +50,8 @@ def test_twenty_steps(
     found = outcome(
         ranks, 4, tiny_job(**tables, **place, balance={**ASKING, "policy": policy}), STEPS
     )
-    assert_same(found, plain(ranks, 4, **tables, **place))
-    assert_same(found, plain(ranks, 1, **tables))
+    assert_same(found, reference(ranks, STEPS, 4, **tables, **place))
+    assert_same(found, reference(ranks, STEPS, **tables))
     assert sum(step["replicas"] for step in found.steps) > 0
     assert (capacity is not None) == (sum(step["dropped"] for step in found.steps) > 0)
 
@@ -85,8 +73,8 @@ def test_replicas_prefetched_in_part(
     assert sum(step["replicas"] for step in found.steps) > 0
     assert (last["prefetched"] > 0, last["not_prefetched"] > 0) == (not recompute, not recompute)
     plain_tables = {**tables, "train": {"micro_batches": 2}}
-    assert_same(found, plain(ranks, 4, 4, **plain_tables, **place))
-    assert_same(found, plain(ranks, 1, 4, **plain_tables))
+    assert_same(found, reference(ranks, 4, 4, **plain_tables, **place))
+    assert_same(found, reference(ranks, 4, **plain_tables))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

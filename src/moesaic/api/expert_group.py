@@ -24,7 +24,6 @@ from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.policy.balance import (
     LayerBalancer,
     RankDevice,
-    compile_notice,
     default_prices,
     layer_problem,
 )
@@ -120,7 +119,7 @@ class ExpertGroup:
         dist.all_gather_object(ranks, local, group=self.all_group)
         costs = default_prices(job, plan, ranks)
         balancer = LayerBalancer(job.balance, layer_problem(job, plan, job.balance, costs, 0))
-        balancer.warm_up(lambda is_cached: _log.warning(compile_notice(is_cached)))
+        balancer.warm_up(_log.warning)
         return balancer
 
     def __deepcopy__(self, memo: object) -> ExpertGroup:

@@ -23,8 +23,8 @@ def cached_njit(function: Any) -> Any:
 class _CompileListener(Listener):
     """A numba listener that reports the first compilation, not loads from the disk cache."""
 
-    def __init__(self, on_compile: Callable[[bool], None]) -> None:
-        self._on_compile: Callable[[bool], None] | None = on_compile
+    def __init__(self, on_compile: Callable[[bool], object]) -> None:
+        self._on_compile: Callable[[bool], object] | None = on_compile
 
     def on_start(self, event: Event) -> None:
         """Report the first compilation."""
@@ -37,7 +37,7 @@ class _CompileListener(Listener):
 
 
 @contextmanager
-def notify_on_compile(on_compile: Callable[[bool], None]) -> Iterator[None]:
+def notify_on_compile(on_compile: Callable[[bool], object]) -> Iterator[None]:
     """Call `on_compile` once, at the first compilation inside the block.
 
     Its argument is True if the compiled code is cached on disk.

@@ -1,12 +1,14 @@
 """Event log of a run: JSON lines, appended as events happen, one file per rank.
 
 A line is `{"time": seconds, "event": name, ...}`. A killed run leaves at most one broken last line,
-which readers skip. Bulk records (expert loads, routing) go to `base.records`.
+which readers skip and the next writer ends. Bulk records (expert loads, routing) go to
+`base.records`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ class EventLog:
         self._path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._lock = threading.Lock()
+        if _ends_in_broken_line(path):
+            self._file.write("\n")
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append one event; thread-safe. `fields` must be JSON-serialisable."""
@@ -37,6 +41,14 @@ class EventLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _ends_in_broken_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,6 @@ from moesaic.policy.balance import (
     RankDevice,
     balance_stats,
     can_migrate,
-    compile_notice,
     default_prices,
     layer_problem,
     should_balance,
@@ -188,9 +187,7 @@ def replay_run(
             stats[layer] = []
             problem = layer_problem(job, plan, config, prices, layer)
             balancers |= {(layer, group): make_balancer(config, problem) for group in groups}
-            balancers[layer, groups[0]].warm_up(
-                lambda is_cached: log and log(compile_notice(is_cached))
-            )
+            balancers[layer, groups[0]].warm_up(log)
         for group in groups:
             balancer = balancers[layer, group]
             balancer(counts[list(group)])

@@ -212,7 +212,6 @@ class GradientBuckets:
             self._launch_ready()
 
     def _launch_ready(self) -> None:
-        """Launch complete buckets, in order."""
         while (
             self._num_launched < len(self.buckets) and not self.buckets[self._num_launched].missing
         ):

@@ -147,6 +147,21 @@ class Source(Protocol):
         `OPTIONAL_KINDS`."""
 
 
+@dataclass(frozen=True)
+class SplitSource:
+    """Source that fills some shards from `main` and the others from `rest`."""
+
+    main: Source
+    rest: Source
+    is_rest: Callable[[TensorShard], bool]
+    """Return whether `rest` fills a shard."""
+
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Fill every shard from its source."""
+        self.rest.fill([shard for shard in shards if self.is_rest(shard)])
+        self.main.fill([shard for shard in shards if not self.is_rest(shard)])
+
+
 def overlap(
     offset: Sequence[int],
     size: Sequence[int],

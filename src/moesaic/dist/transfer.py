@@ -36,18 +36,18 @@ class PeerSource:
         """Fill `shards` from the ranks that hold them. Collective over the world."""
         rank = self.world.rank
         held, wanted = self._all_gather_boxes(self.shards), self._all_gather_boxes(shards)
-        known = _shapes_and_dtypes(held)
+        known = {info.box.key: info for info in held}
         wanted = [
             info for info in wanted if info.box.key in known or info.kind not in OPTIONAL_KINDS
         ]
-        _check_shapes_and_dtypes(known, _shapes_and_dtypes(wanted))
+        for info in wanted:
+            known.get(info.box.key, info).check_fits(info)
         moves = list_moves([info.box for info in held], [info.box for info in wanted])
         have = {_box(shard, rank): shard for shard in self.shards}
         want = {_box(shard, rank): shard for shard in shards}
         execute_moves(moves, have, want, self.world)
 
     def _all_gather_boxes(self, shards: Sequence[TensorShard]) -> list[_ShardInfo]:
-        """Return the shards of all ranks, without values."""
         rank = self.world.rank
         infos = [
             _ShardInfo(_box(shard, rank), shard.kind, tuple(shard.shape), str(shard.dtype))
@@ -67,23 +67,13 @@ class _ShardInfo(NamedTuple):
     """Shape of the whole tensor."""
     dtype: str
 
-
-def _shapes_and_dtypes(shards: Sequence[_ShardInfo]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype by tensor."""
-    return {info.box.key: (info.shape, info.dtype) for info in shards}
-
-
-def _check_shapes_and_dtypes(
-    held: Mapping[str, tuple[tuple[int, ...], str]],
-    wanted: Mapping[str, tuple[tuple[int, ...], str]],
-) -> None:
-    """Raise if shape or dtype of a tensor differ, because raw bytes are sent."""
-    for key, (shape, dtype) in wanted.items():
-        other = held.get(key, (shape, dtype))
-        if other != (shape, dtype):
+    def check_fits(self, wanted: _ShardInfo) -> None:
+        """Raise if `wanted` has another shape or dtype, because raw bytes are sent."""
+        if (self.shape, self.dtype) != (wanted.shape, wanted.dtype):
             raise StoreError(
-                f"'{key}' is {other[1]} {list(other[0])} on the ranks that have it, and {dtype} "
-                f"{list(shape)} in the model; use the same model and precision"
+                f"'{self.box.key}' is {self.dtype} {list(self.shape)} on the ranks that have it, "
+                f"and {wanted.dtype} {list(wanted.shape)} in the model; use the same model and "
+                "precision"
             )
 
 

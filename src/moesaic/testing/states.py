@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.checkpoint.manifest import DTYPES
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.dist.world import World
 
@@ -68,6 +73,18 @@ def live_values(shard: TensorShard) -> torch.Tensor:
     """Return the live values of a shard, valid while they stay in memory."""
     with shard.borrow() as tensor:
         return tensor
+
+
+def read_checkpoint(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return every tensor of an intact checkpoint, unsharded, by kind/name."""
+    checkpoint, found = Checkpoint.open(path), dict[str, npt.NDArray[Any]]()
+    checkpoint.verify()
+    for key, record in checkpoint.tensors.items():
+        tensor = torch.empty(record.shape, dtype=DTYPES[record.dtype])
+        (kind, _, name), origin = key.partition("/"), (0,) * tensor.dim()
+        checkpoint.fill([TensorShard.of_tensor(kind, name, record.shape, origin, tensor, (0,))])
+        found[key] = tensor.numpy()
+    return found
 
 
 def same_bits(one: Sequence[TensorShard], other: Sequence[TensorShard]) -> bool:

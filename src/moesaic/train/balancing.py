@@ -40,7 +40,7 @@ def attach_balancers(
         for index, moe in enumerate(layers):
             problem = policies.layer_problem(job, plan, job.balance, prices, moe.router.layer)
             balancer = policies.LayerBalancer(job.balance, problem, follows_expert_layer=index > 0)
-            balancer.warm_up(lambda is_cached: log and log(policies.compile_notice(is_cached)))
+            balancer.warm_up(log)
             moe.clock = Clock() if devices.is_synchronous(world.device) else None
             moe.balancer = balancer
     return plan.model_copy(update={"prices": prices})

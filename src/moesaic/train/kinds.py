@@ -1,20 +1,12 @@
-"""Job kinds: what the trainer needs to know about a kind of job.
-
-The trainer itself opens directories, resumes, takes steps, validates and saves. A kind reads the
-data, chooses the layout, assembles the run, and names the unit in which progress is counted.
-"""
+"""Jobs of any kind, the statistics of their steps, and the record that these are written to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import pyarrow as pa
 
-from moesaic.base.decisions import Decision
-from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import State
-from moesaic.dist.world import World
 from moesaic.facts.job import (
     CheckpointConfig,
     LogConfig,
@@ -22,8 +14,6 @@ from moesaic.facts.job import (
     ScheduleConfig,
     TrainConfig,
 )
-from moesaic.facts.plan import Plan
-from moesaic.train.job_file import LoadedJob
 
 
 class AnyJob(Protocol):
@@ -64,9 +54,6 @@ class AnyJob(Protocol):
         """Return the job as JSON text."""
 
 
-J = TypeVar("J", bound=AnyJob)
-
-
 class StepStats(Protocol):
     """Statistics of one step."""
 
@@ -101,82 +88,3 @@ class Recorder(Protocol):
         self, table: str, schema: pa.Schema, step: int, rows: Iterable[Mapping[str, Any]]
     ) -> None:
         """Append rows of `step` to a table if the step is sampled, on rank 0 only."""
-
-
-class Data(Protocol):
-    """Data of a run."""
-
-    @property
-    def train(self) -> Any:
-        """Samples to train on; their type is the kind's own."""
-
-    @property
-    def validation(self) -> Any:
-        """Samples to validate on, or None."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of everything that fixes the samples: a run resumes on the same ones only."""
-
-    def files(self) -> dict[str, bytes]:
-        """Return files for the run's directory, by relative path, such as those of a tokenizer."""
-
-
-class AnyRun(Protocol):
-    """Run that the trainer drives."""
-
-    counters: dict[str, int]
-    phase_hook: Callable[[str], None] | None
-
-    @property
-    def plan(self) -> Plan:
-        """Layout over ranks."""
-
-    def state(self) -> State:
-        """Return everything that training resumes from."""
-
-    def step(self, samples: Any) -> StepStats:
-        """Take one optimizer step on the next global batch."""
-
-    def validate(self, samples: Any, max_samples: int) -> tuple[float, int]:
-        """Return the mean loss of the first samples, and over how many units it is taken."""
-
-    def flush(self) -> None:
-        """Write what the run has buffered."""
-
-    def close(self) -> None:
-        """Release models, optimizers and files."""
-
-
-class JobKind(Protocol[J]):
-    """One kind of job."""
-
-    unit: str
-    """Plural noun of the unit of progress, such as "tokens": figures have `tokens_per_s`."""
-
-    def units_per_step(self, job: J) -> int:
-        """Return the units in one step."""
-
-    def plan(self, loaded: LoadedJob[J], world: World, decisions: list[Decision[Any, Any]]) -> Plan:
-        """Return the layout over `world`, and add what policies decided to `decisions`; raise if
-        the ranks do not match the plan of the job."""
-
-    def open_data(self, job: J, world: World, log: Callable[[str], None]) -> Data:
-        """Open the data; raise if they do not fit the job."""
-
-    def assemble(
-        self,
-        loaded: LoadedJob[J],
-        plan: Plan,
-        world: World,
-        checkpoint: Checkpoint | None,
-        data: Any,
-        log: Callable[[str], None],
-    ) -> AnyRun:
-        """Return a run that is ready to step, from `checkpoint` or from initial values."""
-
-    def describe(self, run: Any) -> Iterator[str]:
-        """Yield what the user should know before the first step."""
-
-    def start_fields(self, run: Any) -> dict[str, Any]:
-        """Return the kind's own fields of the event `run_start`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from moesaic.base.decisions import Decision
 from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import PARAMETER, Source, TensorShard
+from moesaic.dist.state import PARAMETER, Source, SplitSource, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, plan_from_job
@@ -25,24 +25,6 @@ from moesaic.train.data.text_data import TextData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 from moesaic.train.topology import check_topology, resolve_dispatch
-
-
-class PretrainedSource:
-    """Source of parameters from a Hugging Face directory; moments and adapters get initial
-    values."""
-
-    def __init__(self, weights: Source, initial: Source) -> None:
-        self._pretrained, self._initial = weights, initial
-
-    def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Fill shards of all kinds."""
-        pretrained: list[TensorShard] = []
-        new: list[TensorShard] = []
-        for shard in shards:
-            is_initial = shard.kind != PARAMETER or shard.name.endswith((A, B))
-            (new if is_initial else pretrained).append(shard)
-        self._initial.fill(new)
-        self._pretrained.fill(pretrained)
 
 
 class LanguageModelKind:
@@ -168,7 +150,12 @@ def _initial_source(job: Job) -> Source:
     initial = InitialSource(job.seed, job.model.init_std)
     if job.source is None:
         return initial
-    return PretrainedSource(HFSource(Path(job.source), job.model), initial)
+    return SplitSource(HFSource(Path(job.source), job.model), initial, _lacks_pretrained)
+
+
+def _lacks_pretrained(shard: TensorShard) -> bool:
+    """Return whether a Hugging Face directory has no values of `shard`: of a moment or adapter."""
+    return shard.kind != PARAMETER or shard.name.endswith((A, B))
 
 
 def _restore_decisions(plan: Plan, checkpoint: Checkpoint, has_fixed_placement: bool) -> Plan:

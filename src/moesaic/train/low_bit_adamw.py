@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,31 +44,13 @@ _KEY_SHIFT = 15
 """Low bits of an fp32 number that lookup tables ignore."""
 
 
-class MomentFormat(Protocol):
-    """Storage format of a matrix's two moments."""
-
-    def zeros(self, values: TensorShard) -> tuple[Tensor, ...]:
-        """Return the stored tensors of zero moments."""
-
-    def shards(self, values: TensorShard, moments: Sequence[Tensor]) -> Iterator[TensorShard]:
-        """Yield the stored tensors as state shards."""
-
-    def decode(self, moments: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return both moments of some rows in `dtype`."""
-
-    def encode(
-        self, first: Tensor, second: Tensor, moments: Sequence[Tensor], draws: Tensor
-    ) -> None:
-        """Write both moments of some rows, rounded by 32 random bits per element."""
-
-
 class LowBitAdamW(AdamW):
     """AdamW with low-bit moments of matrices, by logical name."""
 
     def __init__(self, config: OptimizerConfig, seed: int, device: torch.device) -> None:
         super().__init__(config)
         self._seed = seed
-        self._format: MomentFormat = (
+        self._format: BF16Moments | EightBitMoments = (
             BF16Moments(device) if config.moments == "bf16" else EightBitMoments(device)
         )
         self._chunk_elements = MOMENT_CHUNK if device.type == "cpu" else GPU_MOMENT_CHUNK

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moesaic.dist.buckets import GradientBuckets, ReducedParameter
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.collectives import all_reduce_buckets_
-from moesaic.dist.state import ExternalSnapshot, Source, TensorShard
+from moesaic.dist.state import ExternalSnapshot, Source, SplitSource, TensorShard
 from moesaic.dist.world import Group, World
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
@@ -152,38 +152,25 @@ class Part(Generic[M]):
         del self.model
 
 
-class PartsSource:
-    """Source for a resume: a checkpoint, and initial values for parts that it lacks.
+def parts_source(
+    checkpoint: Checkpoint,
+    initial: Source,
+    parts: Sequence[Part[Any]],
+    counters: dict[str, int],
+    log: Callable[[str], None],
+) -> Source:
+    """Return the source for a resume: `checkpoint`, and `initial` values for parts that it lacks.
 
-    Tensors of parts that the run no longer has are ignored.
+    Added parts are named to `log`, and `counters` counts their updates from here on. Tensors of
+    parts that the run no longer has are ignored.
     """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        initial: Source,
-        parts: Sequence[Part[Any]],
-        counters: dict[str, int],
-        log: Callable[[str], None],
-    ) -> None:
-        """Name added parts to `log`, and count their updates from here on in `counters`."""
-        self._checkpoint, self._initial = checkpoint, initial
-        saved = [key.partition("/")[2] for key in checkpoint.tensors]
-        added = [part for part in parts if not any(name.startswith(part.prefix) for name in saved)]
-        self._added = tuple(part.prefix for part in added)
-        for part in added:
-            counters[part.start_counter] = num_updates(counters)
-            log(f'the checkpoint has no part "{part.prefix}": it starts from initial values')
-
-    def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Fill shards of all parts."""
-        saved: list[TensorShard] = []
-        new: list[TensorShard] = []
-        for shard in shards:
-            is_new = bool(self._added) and shard.name.startswith(self._added)
-            (new if is_new else saved).append(shard)
-        self._initial.fill(new)
-        self._checkpoint.fill(saved)
+    saved = [key.partition("/")[2] for key in checkpoint.tensors]
+    added = [part for part in parts if not any(name.startswith(part.prefix) for name in saved)]
+    prefixes = tuple(part.prefix for part in added)
+    for part in added:
+        counters[part.start_counter] = num_updates(counters)
+        log(f'the checkpoint has no part "{part.prefix}": it starts from initial values')
+    return SplitSource(checkpoint, initial, lambda shard: shard.name.startswith(prefixes))
 
 
 def make_part(
@@ -270,7 +257,6 @@ def _bucket_purpose(plan: Plan, prefix: str) -> str:
 
 
 def _make_optimizer(job: AnyJob, world: World, flat_params: Sequence[FlatParams]) -> AdamW:
-    """Return an optimizer with zero moments, full or low-bit."""
     optimizer = (
         AdamW(job.optimizer)
         if job.optimizer.moments == "full"

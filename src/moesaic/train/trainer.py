@@ -1,18 +1,19 @@
 """Trainer: from a job of any kind and a world to a finished run directory.
 
-It opens the data, finds the starting point (a checkpoint or the kind's initial values), assembles
-the run and takes steps. It records events, validates, saves, and ends with a checkpoint.
-Everything is checked before anything is written to the run's directory.
+It finds the starting point (a checkpoint or the kind's initial values), takes steps, records
+events, validates, saves, and ends with a checkpoint. The kind of the job reads the data, chooses
+the layout and assembles the run. Everything is checked before anything is written to the run's
+directory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -22,16 +23,19 @@ from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
-from moesaic.facts.plan import describe_plan
+from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.train import loss_scale
 from moesaic.train.assemble import DTYPES
 from moesaic.train.job_file import LoadedJob
-from moesaic.train.kinds import AnyJob, AnyRun, Data, J, JobKind
+from moesaic.train.kinds import AnyJob
 from moesaic.train.record import RunRecord
+from moesaic.train.run import Run
 from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.topology import describe_ranks
+
+J = TypeVar("J", bound=AnyJob)
 
 
 class Progress(Protocol):
@@ -48,6 +52,59 @@ class Progress(Protocol):
 
     def done(self) -> None:
         """End the display."""
+
+
+class Data(Protocol):
+    """Data of a run."""
+
+    @property
+    def train(self) -> Any:
+        """Samples to train on; their type is the kind's own."""
+
+    @property
+    def validation(self) -> Any:
+        """Samples to validate on, or None."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that fixes the samples: a run resumes on the same ones only."""
+
+    def files(self) -> dict[str, bytes]:
+        """Return files for the run's directory, by relative path, such as those of a tokenizer."""
+
+
+class JobKind(Protocol[J]):
+    """One kind of job."""
+
+    unit: str
+    """Plural noun of the unit of progress, such as "tokens": figures have `tokens_per_s`."""
+
+    def units_per_step(self, job: J) -> int:
+        """Return the units in one step."""
+
+    def plan(self, loaded: LoadedJob[J], world: World, decisions: list[Decision[Any, Any]]) -> Plan:
+        """Return the layout over `world`, and add what policies decided to `decisions`; raise if
+        the ranks do not match the plan of the job."""
+
+    def open_data(self, job: J, world: World, log: Callable[[str], None]) -> Data:
+        """Open the data; raise if they do not fit the job."""
+
+    def assemble(
+        self,
+        loaded: LoadedJob[J],
+        plan: Plan,
+        world: World,
+        checkpoint: Checkpoint | None,
+        data: Any,
+        log: Callable[[str], None],
+    ) -> Run[Any, Any]:
+        """Return a run that is ready to step, from `checkpoint` or from initial values."""
+
+    def describe(self, run: Any) -> Iterator[str]:
+        """Yield what the user should know before the first step."""
+
+    def start_fields(self, run: Any) -> dict[str, Any]:
+        """Return the kind's own fields of the event `run_start`."""
 
 
 def train(
@@ -90,10 +147,9 @@ def _train(
     run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message)
     if checkpoint is not None:
         _set_resume_point(checkpoint.path, out, world, progress)
-    with ExitStack() as stack:
-        write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
-        session = _Session(run, data, RunRecord(out, job, world), progress, world, job, kind)
-        stack.enter_context(session)
+    write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
+    record = RunRecord(out, job, world)
+    with _Session(run, data, record, progress, world, job, kind) as session:
         if world.size > 1:
             progress.message(f"plan: {describe_plan(run.plan)}")
         return session.train(None if checkpoint is None else str(checkpoint.path), decisions)
@@ -159,41 +215,28 @@ def _check_same_run(
             "(moesaic convert, then [model] from)"
         )
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
-    saved, wanted = before.get("optimizer.moments", "full"), now["optimizer.moments"]
-    if saved != wanted:
-        raise ConfigError(
-            f"--resume: '{path}' has moments of optimizer.moments = {_format_value(saved)}, the "
-            f"job has {_format_value(wanted)}: restore it, or start a new run from its weights "
-            "(moesaic convert, then [model] from)"
-        )
-    saved, wanted = before.get("train.precision", "fp32"), now["train.precision"]
-    if DTYPES[saved] != DTYPES[wanted]:
-        bits = {key: 8 * DTYPES[key].itemsize for key in (saved, wanted)}
-        raise ConfigError(
-            f"--resume: '{path}' has weights of train.precision = {_format_value(saved)}, which "
-            f"are kept in {bits[saved]} bits, the job has {_format_value(wanted)}, of "
-            f"{bits[wanted]}: restore it, or start a new run from its weights (moesaic convert, "
-            "then [model] from)"
-        )
-    for key in (key for key in (*now, *before) if key.startswith("finetune")):
-        if before.get(key) != now.get(key):
-            old_value, new_value = (_format_value(flat_job.get(key)) for flat_job in (before, now))
-            raise ConfigError(
-                f"--resume: '{path}' was trained with {key} = {old_value}, the job has "
-                f"{new_value}: restore it, or start a new run from its weights (moesaic convert, "
-                "then [model] from)"
-            )
     for key in _changed_keys(before, now):
-        old, new = (_format_value(flat_job.get(key)) for flat_job in (before, now))
-        model_key = key.removeprefix("model.")
-        if model_key not in (key, "init_std", "max_positions") and not model_key.startswith(
-            "extras."
-        ):
+        old, new = before.get(key), now.get(key)
+        change = f"{key} = {_format_value(old)}, the job has {_format_value(new)}"
+        table, _, name = key.partition(".")
+        if table == "finetune" or key == "optimizer.moments" or _changes_storage(key, old, new):
             raise ConfigError(
-                f"--resume: '{path}' is of a model with {key} = {old}, the job has {new}: "
-                "restore it, or start a new run"
+                f"--resume: '{path}' was trained with {change}: restore it, or start a new run "
+                "from its weights (moesaic convert, then [model] from)"
             )
-        progress.message(f"changed since the checkpoint: {key} = {new}, was {old}")
+        may_change = name in ("init_std", "max_positions") or name.startswith("extras.")
+        if table == "model" and not may_change:
+            raise ConfigError(
+                f"--resume: '{path}' is of a model with {change}: restore it, or start a new run"
+            )
+        progress.message(
+            f"changed since the checkpoint: {key} = {_format_value(new)}, was {_format_value(old)}"
+        )
+
+
+def _changes_storage(key: str, old: Any, new: Any) -> bool:
+    """Return whether weights have another dtype after this change."""
+    return key == "train.precision" and DTYPES[old] != DTYPES[new]
 
 
 def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -201,7 +244,7 @@ def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator
 
     A key that an older version did not know is skipped.
     """
-    for key in sorted({*before, *now}):
+    for key in dict.fromkeys((*now, *before)):
         table = key.rpartition(".")[0]
         is_known = (key in before and key in now) or table in before or table in now
         if is_known and before.get(key) != now.get(key):
@@ -225,7 +268,7 @@ class _Session(Generic[J]):
 
     def __init__(
         self,
-        run: AnyRun,
+        run: Run[Any, Any],
         data: Data,
         record: RunRecord,
         progress: Progress,
@@ -283,8 +326,8 @@ class _Session(Generic[J]):
             "checkpoint": str(self.saver.newest), "out": str(self.record.out),
         }  # fmt: skip
 
-    def __enter__(self) -> None:
-        """Do nothing; everything is open already."""
+    def __enter__(self) -> _Session[J]:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close everything; abandon a save in progress if training failed.
@@ -333,7 +376,6 @@ class _Session(Generic[J]):
             self.progress.message(f"step {stats.step}: {message}")
 
     def _divergence_advice(self) -> str:
-        """Return the remedy for divergence."""
         candidates = resume_candidates(self.record.out / "checkpoints")
         restart = "go on from the newest checkpoint with --resume" if candidates else "start again"
         return f"lower optimizer.lr or lengthen schedule.warmup, and {restart}"

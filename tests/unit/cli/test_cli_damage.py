@@ -77,7 +77,7 @@ def test_resume_refuses_a_damaged_checkpoint(
     line = "train job.toml --out run --set train.steps=6 --resume"
     assert main(line.split()) == 2
     errors = capfd.readouterr().err
-    assert "step-00000004' is damaged: 'COMMIT' cannot be read; the newest intact one is" in errors
+    assert "step-00000004' is damaged: 'COMMIT' cannot be read; the newest whole one is" in errors
     assert main([*line.split(), "run/checkpoints/step-00000002"]) == 0
 
 

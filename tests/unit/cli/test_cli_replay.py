@@ -20,13 +20,8 @@ from moesaic.facts.balance import BalanceProblem, no_replicas
 from moesaic.facts.job import BalanceConfig, Prices
 from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import plan_from_job
-from moesaic.policy.balance import (
-    LayerBalancer,
-    count_rank_tokens,
-    layer_times,
-    quota,
-    quota_search,
-)
+from moesaic.policy.balance import LayerBalancer, layer_times, quota, quota_search
+from moesaic.policy.balance.cost_model import count_rank_tokens
 from moesaic.testing.jobs import tiny_job
 
 LOADS = pa.schema(

@@ -11,7 +11,6 @@ from moesaic.policy.balance.cost_model import (
     count_rank_tokens,
     count_replica_transfers,
     layer_times,
-    layer_times_from_tokens,
 )
 from moesaic.policy.balance.quota import max_local_replicas
 
@@ -22,85 +21,68 @@ _MIN_SPEEDUP = 1.01
 
 def slow_quota(counts: IntArray, problem: BalanceProblem) -> BalanceDecision:
     """Return the fastest state of all strategies, from tokens on owner ranks to equal loads."""
-    found, least_s = (
-        no_replicas(),
-        layer_times(counts, problem, no_replicas()).total_s / _MIN_SPEEDUP,
-    )
+    found = no_replicas()
+    least_s = layer_times(counts, problem, found).total_s / _MIN_SPEEDUP
     for strategy in get_args(_Strategy):
-        state, best = _State(counts, problem, strategy), 0
+        search = _Search(counts, problem, strategy)
         most = max_local_replicas(counts, least_s) if strategy == "local tokens" else counts.size
-        while state.num_replicas < most and state.add_replica():
-            step_s = state.step_s()
-            if step_s < least_s:
-                least_s, best = step_s, state.num_replicas
-        if best:
-            found = state.sources.balance(best)
+        while len(search.taken) < most and search.add_replica():
+            decision = search.decision()
+            layer_s = layer_times(counts, problem, decision).total_s
+            if layer_s < least_s:
+                least_s, found = layer_s, decision
     return found
 
 
-class _State:
-    """State of the search: tokens and replicas by rank."""
+class _Search:
+    """Replicas of one strategy so far; everything else is computed from them."""
 
     def __init__(self, counts: IntArray, problem: BalanceProblem, strategy: _Strategy) -> None:
-        self._counts, self._problem, self._strategy, self.num_replicas = (
-            counts,
-            problem,
-            strategy,
-            0,
-        )
-        self._tokens = count_rank_tokens(counts, problem.owners, no_replicas())
-        self._replicas = count_replica_transfers(no_replicas(), problem)
-        self.sources = Sources(counts, problem)
-        self._owner_tokens = counts.sum(axis=0)
-        self._mean = -(-int(self._owner_tokens.sum()) // problem.num_ranks)
-        experts = len(problem.owners)
-        self._free_slots = np.full(
-            problem.num_ranks, experts if problem.max_replicas is None else problem.max_replicas
-        )
-        self._max_sent = (
-            counts.size if problem.max_replicas_sent is None else problem.max_replicas_sent
-        )
-        self._by_rank = [
-            np.flatnonzero(problem.owners == rank) for rank in range(problem.num_ranks)
-        ]
-        self._has_replica = np.zeros((problem.num_ranks, experts), bool)
-        self._movable = self._tokens.computed.copy()
-        """Tokens of each rank's own experts that it can still hand over."""
+        self._counts, self._problem, self._strategy = counts, problem, strategy
+        self._left = counts.T.copy()
+        """Tokens that are left for the owner by expert and source, [experts, ranks]."""
+        self.taken: dict[tuple[int, int], IntArray] = {}
+        """Tokens of each replica (expert, rank) by source rank."""
 
-    def step_s(self) -> float:
-        """Return the layer's seconds in this state."""
-        return layer_times_from_tokens(self._tokens, *self._replicas, self._problem).total_s
+    def decision(self) -> BalanceDecision:
+        """Return the decision for the replicas so far."""
+        if not self.taken:
+            return no_replicas()
+        rerouted = [
+            (expert, int(source), rank, int(tokens[source]))
+            for (expert, rank), tokens in self.taken.items()
+            for source in np.flatnonzero(tokens)
+        ]
+        return BalanceDecision(np.array(sorted(self.taken)), np.array(sorted(rerouted)))
 
     def add_replica(self) -> bool:
         """Add one replica, if a useful one exists."""
+        problem, decision = self._problem, self.decision()
+        sends, receives = count_replica_transfers(decision, problem)
+        allowed = np.ones_like(self._left, bool)
+        allowed[np.arange(len(allowed)), problem.owners] = False
+        for expert, rank in self.taken:
+            allowed[expert, rank] = False
+        if problem.max_replicas is not None:
+            allowed[:, receives >= problem.max_replicas] = False
+        if problem.max_replicas_sent is not None:
+            allowed[sends[problem.owners] >= problem.max_replicas_sent] = False
+        computed, sent, received = count_rank_tokens(self._counts, problem.owners, decision)
         if self._strategy == "local tokens":
-            return self._add_local_replica()
-        computed = self._tokens.computed
-        busiest = int(computed.argmax())
-        excess = int(computed[busiest]) - self._mean
-        if excess < max(self._problem.min_replica_tokens, 1):
+            found = self._best_local_replica(allowed, computed, sent, received)
+        else:
+            found = self._best_replica(allowed, computed)
+        if found is None:
             return False
-        if self._replicas[0][busiest] >= self._max_sent:
-            return False
-        own = self._by_rank[busiest]
-        for expert in own[np.argsort(-self._owner_tokens[own], kind="stable")].tolist():
-            found = self._best_receiver(expert, min(excess, int(self._owner_tokens[expert])))
-            if found is not None:
-                self._apply(expert, busiest, *found)
-                return True
-        return False
+        self._take(*found)
+        return True
 
-    def _add_local_replica(self) -> bool:
-        """Add the replica for local tokens that relieves the rank with the most traffic."""
-        problem, (computed, sent, received) = self._problem, self._tokens
-        own = np.stack([self.sources.left(expert) for expert in range(len(problem.owners))])
-        allowed = (
-            ~self._has_replica.T
-            & (own >= max(problem.min_replica_tokens, 1))
-            & (self._free_slots > 0)
-        )
-        allowed[np.arange(len(own)), problem.owners] = False
-        allowed[self._replicas[0][problem.owners] >= self._max_sent] = False
+    def _best_local_replica(
+        self, allowed: IntArray, computed: IntArray, sent: IntArray, received: IntArray
+    ) -> tuple[int, int, int] | None:
+        """Return the replica for local tokens that relieves the rank with the most traffic."""
+        problem, own = self._problem, self._left
+        allowed = allowed & (own >= max(problem.min_replica_tokens, 1))
         if sent.max() >= received.max():
             allowed[:, np.arange(problem.num_ranks) != sent.argmax()] = False
         else:
@@ -111,95 +93,47 @@ class _State:
             allowed, saved - more * (problem.num_passes / problem.expert_tokens_per_s), 0.0
         )
         expert, rank = divmod(int(saved.argmax()), problem.num_ranks)
-        if saved[expert, rank] <= 0:
-            return False
-        self._apply(expert, int(problem.owners[expert]), rank, int(own[expert, rank]))
-        return True
+        return (expert, rank, int(own[expert, rank])) if saved[expert, rank] > 0 else None
 
-    def _best_receiver(self, expert: int, number: int) -> tuple[int, int] | None:
-        """Return the rank that saves most by taking some of `number` tokens, and how many."""
-        problem, least = self._problem, max(self._problem.min_replica_tokens, 1)
-        accepted = np.minimum(self._limits(number), number)
-        accepted[(self._free_slots <= 0) | self._has_replica[:, expert]] = 0
-        saved = accepted * (problem.num_passes / problem.expert_tokens_per_s)
-        local = np.minimum(self._counts[:, expert], accepted)
-        saved += local * (problem.num_exchanges * problem.token_bytes / problem.bytes_per_s)
-        saved[accepted < least] = 0
-        rank = int(saved.argmax())
-        return (rank, int(accepted[rank])) if saved[rank] > 0 else None
+    def _best_replica(self, allowed: IntArray, computed: IntArray) -> tuple[int, int, int] | None:
+        """Return the best replica of the busiest rank: of its largest expert that has one."""
+        problem, left = self._problem, self._left.sum(axis=1)
+        mean = -(-int(self._counts.sum()) // problem.num_ranks)
+        busiest = int(computed.argmax())
+        excess = int(computed[busiest]) - mean
+        if excess < max(problem.min_replica_tokens, 1):
+            return None
+        own = np.flatnonzero(problem.owners == busiest)
+        for expert in own[np.argsort(-left[own], kind="stable")].tolist():
+            offered = min(excess, int(left[expert]))
+            accepted = np.minimum(self._limits(computed, mean, offered), offered)
+            accepted[~allowed[expert] | (accepted < max(problem.min_replica_tokens, 1))] = 0
+            saved = accepted * (problem.num_passes / problem.expert_tokens_per_s)
+            local = np.minimum(self._counts[:, expert], accepted)
+            saved += local * (problem.num_exchanges * problem.token_bytes / problem.bytes_per_s)
+            rank = int(saved.argmax())
+            if saved[rank] > 0:
+                return expert, rank, int(accepted[rank])
+        return None
 
-    def _limits(self, number: int) -> IntArray:
-        """Return the tokens that each rank would take of `number`."""
-        computed, most = self._tokens.computed, self._mean - self._tokens.computed
-        top = int(computed.max())
+    def _limits(self, computed: IntArray, mean: int, offered: int) -> IntArray:
+        """Return the tokens that each rank would take of those `offered`."""
+        most, top = mean - computed, int(computed.max())
         if self._strategy == "half of gap":
             return np.maximum(most, (top - computed) // 2)
         if self._strategy == "mean plus movable":
-            more = most + np.minimum(self._movable, self._mean)
-            return np.where(computed + np.minimum(more, number) < top, more, most)
+            movable = np.zeros_like(computed)  # Tokens of a rank's own experts.
+            np.add.at(movable, self._problem.owners, self._left.sum(axis=1))
+            more = most + np.minimum(movable, mean)
+            return np.where(computed + np.minimum(more, offered) < top, more, most)
         return most
 
-    def _apply(self, expert: int, owner: int, rank: int, number: int) -> None:
-        taken = self.sources.take(expert, rank, number)
-        computed, sent, received = self._tokens
-        computed[owner] -= number
-        computed[rank] += number
-        sent -= taken  # Undo the traffic to the owner,
-        sent[owner] += taken[owner]
-        received[owner] -= number - int(taken[owner])
-        sent += taken  # then count the traffic to the replica.
-        sent[rank] -= taken[rank]
-        received[rank] += number - int(taken[rank])
-        self._replicas[0][owner] += 1
-        self._replicas[1][rank] += 1
-        self._owner_tokens[expert] -= number
-        self._movable[owner] -= number
-        self._free_slots[rank] -= 1
-        self._has_replica[rank, expert] = True
-        self.num_replicas += 1
-
-
-class Sources:
-    """Tokens by expert and source that are still assigned to owners.
-
-    A replica takes its own rank's tokens first, then those that other ranks would send to the
-    owner, and the owner's last.
-    """
-
-    def __init__(self, counts: IntArray, problem: BalanceProblem) -> None:
-        self._counts, self._owners = counts, problem.owners
-        self._left: dict[int, IntArray] = {}
-        self._taken: dict[tuple[int, int], IntArray] = {}
-
-    def left(self, expert: int) -> IntArray:
-        """Return the tokens of `expert` that are left for the owner, by source rank."""
-        return self._left.get(expert, self._counts[:, expert])
-
-    def take(self, expert: int, rank: int, number: int) -> IntArray:
-        """Assign `number` tokens of `expert` to its replica on `rank`, and return them by source
-        rank."""
-        left = self._left.setdefault(expert, self._counts[:, expert].copy())
-        found = np.zeros_like(left)
-        found[rank] = min(number, int(left[rank]))
-        owner = int(self._owners[expert])
-        others = left.copy()
-        others[[rank, owner]] = 0
-        wanted = number - int(found[rank])
-        before = np.cumsum(others) - others
-        found += np.clip(wanted - before, 0, others)
-        found[owner] += number - int(found.sum())
-        left -= found
-        self._taken[expert, rank] = found
-        return found
-
-    def balance(self, moves: int | None = None) -> BalanceDecision:
-        """Return the decision for everything taken, or for the first `moves` replicas."""
-        taken = list(self._taken.items())[:moves]
-        if not taken:
-            return no_replicas()
-        replicas, rerouted = [key for key, _ in taken], list[tuple[int, int, int, int]]()
-        for (expert, rank), found in taken:
-            rerouted += [(expert, int(at), rank, int(found[at])) for at in np.flatnonzero(found)]
-        return BalanceDecision(
-            np.array(sorted(replicas), np.int64), np.array(sorted(rerouted), np.int64)
-        )
+    def _take(self, expert: int, rank: int, number: int) -> None:
+        """Assign tokens to a replica: its own rank's first, the owner's last."""
+        owner, left = int(self._problem.owners[expert]), self._left[expert]
+        tokens = np.zeros_like(left)
+        others = [one for one in range(len(left)) if one not in (rank, owner)]
+        for source in (rank, *others, owner):
+            tokens[source] = min(number - int(tokens.sum()), int(left[source]))
+        left -= tokens
+        self.taken[expert, rank] = tokens

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moesaic.base.compiled import cached_njit, notify_on_compile
 from moesaic.base.errors import ConfigError
@@ -16,14 +19,13 @@ from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.balance import (
     LayerBalancer,
-    assign_evenly,
-    compile_notice,
-    load_drift,
     pro_prophet,
     reason_not_to_balance,
     should_balance,
-    use_local_replicas,
 )
+from moesaic.policy.balance.balancer import load_drift, prefetch_mask
+from moesaic.policy.balance.cost_model import use_local_replicas
+from moesaic.policy.balance.eplb import assign_evenly
 from moesaic.policy.balance.yardsticks import make_balancer, split_optimally
 from moesaic.testing.jobs import tiny_job
 
@@ -171,39 +173,67 @@ def test_invalid_settings_are_rejected(values: dict[str, object], words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("policy", "tables", "wanted", "why"),
+    ("balance", "tables", "wanted", "why"),
     [
-        ("quota", LONG, True, None),
-        ("quota", {"data": {"sequence": 8}}, False, "replicas pay off from 256"),
-        ("eplb", {"data": {"sequence": 8}}, True, None),
-        ("none", LONG, False, None),
-        ("quota", {"layout": {"ep": 1}}, False, None),
-        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
+        ({}, LONG, True, None),
+        ({}, {"data": {"sequence": 8}}, False, "replicas pay off from 256"),
+        ({"policy": "eplb"}, {"data": {"sequence": 8}}, True, None),
+        ({"policy": "none"}, LONG, False, None),
+        ({"policy": "none", "max_replicas": 0}, LONG, False, None),
+        ({"max_replicas": 0}, LONG, False, "balance.max_replicas = 0 leaves no room"),
+        ({"policy": "eplb", "max_replicas": 0}, LONG, False, "balance.max_replicas = 0 leaves"),
+        ({"max_replicas": 1}, LONG, True, None),
+        ({}, {"layout": {"ep": 1}}, False, None),
+        ({}, {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
          "LoRA adapters"),
-        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
+        ({}, {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
     ],
 )  # fmt: skip
 def test_conditions_under_which_a_policy_runs(
-    policy: str, tables: dict[str, object], wanted: bool, why: str | None
+    balance: dict[str, object], tables: dict[str, object], wanted: bool, why: str | None
 ) -> None:
-    job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": {"policy": policy}})
+    balance = {"policy": "quota", **balance}
+    job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": balance})
     assert should_balance(job, plan_from_job(job, 2)) is wanted
     reason = reason_not_to_balance(job, plan_from_job(job, 2))
     assert reason is None if why is None else why in str(reason)
 
 
-def test_no_policy_runs_without_replica_slots() -> None:
-    """Deciding on no replicas would take as long as on any."""
-    for policy in ("quota", "eplb"):
-        tables = {"layout": {"ep": 2}, **LONG}
-        job = tiny_job(**tables, balance={"policy": policy, "max_replicas": 0})
-        assert not should_balance(job, plan_from_job(job, 2))
-        reason = reason_not_to_balance(job, plan_from_job(job, 2))
-        assert reason == "balance.max_replicas = 0 leaves no room for replicas"
-        room = tiny_job(**tables, balance={"policy": policy, "max_replicas": 1})
-        assert should_balance(room, plan_from_job(room, 2))
-    none = tiny_job(**tables, balance={"policy": "none", "max_replicas": 0})
-    assert reason_not_to_balance(none, plan_from_job(none, 2)) is None
+EACH_S = 0.25
+PREFETCH = BalanceProblem(
+    owners=np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]), num_ranks=3,
+    expert_tokens_per_s=1.0, token_bytes=1.0,
+    bytes_per_s=8.0, expert_bytes=1.0, gradient_bytes=1.0, latency_s=EACH_S - 1 / 8,
+)  # fmt: skip
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 3))
+def test_replicas_that_fit_under_dense_layers_are_not_sent_earlier(
+    seed: int, overlapped_s: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    chosen = rng.random((9, 3)) < rng.random()
+    chosen[np.arange(9), PREFETCH.owners] = False
+    replicas = np.argwhere(chosen)
+    early = prefetch_mask(replicas, PREFETCH._replace(dense_compute_s=overlapped_s))
+    fits = int(overlapped_s / EACH_S)
+    for column in (PREFETCH.owners[replicas[:, 0]], replicas[:, 1]):
+        assert max(Counter(column[~early].tolist()).values(), default=0) <= fits
+    for expert, rank in replicas[early].tolist():  # No replica is sent early without need.
+        late = replicas[~early]
+        owner = PREFETCH.owners[expert]
+        same = (
+            Counter(PREFETCH.owners[late[:, 0]].tolist())[owner],
+            Counter(late[:, 1].tolist())[rank],
+        )
+        assert max(same) == fits
+
+
+def test_without_overlap_no_replica_is_sent_earlier() -> None:
+    replicas = np.array([[0, 1], [3, 0]])
+    assert prefetch_mask(replicas, PREFETCH).all()
+    assert not prefetch_mask(replicas, PREFETCH._replace(overlaps=False)).any()
+    assert not prefetch_mask(replicas[:0], PREFETCH).any()
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -239,18 +269,3 @@ def test_compilations_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert function(4) == 8
             assert function(5) == 10
         assert begun == expected
-    without = numba.njit
-
-    def nowhere(cache: object = False) -> object:
-        if isinstance(cache, bool) and cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return without(cache)
-
-    monkeypatch.setattr("moesaic.base.compiled.njit", nowhere)
-    function = cached_njit(double)
-    for expected in ([False], []):
-        begun = []
-        with notify_on_compile(begun.append):
-            assert function(4) == 8
-        assert begun == expected
-    assert "at each start" in compile_notice(is_cached=False)

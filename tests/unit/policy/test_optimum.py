@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
-from moesaic.policy.balance import eplb, faster_moe, layer_times, pro_prophet, quota
+from moesaic.policy.balance import faster_moe, layer_times, pro_prophet, quota
+from moesaic.policy.balance.eplb import eplb
 from moesaic.policy.balance.yardsticks import best, llep, lp, top_k_broadcast
 
 POLICIES: dict[str, Callable[[IntArray, BalanceProblem], BalanceDecision]] = {

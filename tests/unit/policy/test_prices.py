@@ -63,20 +63,10 @@ def test_default_prices_by_hand() -> None:
     assert gpus.expert_tokens_per_s > 100 * one.expert_tokens_per_s
     mixed = default_prices(job, plan, [at("a", "gpu"), *[at("a")] * 3])
     assert mixed == one
-
-
-def test_groups_inside_hosts_have_prices_of_one_host() -> None:
-    job, plan = job_and_plan(ep=2)
-    assert default_prices(job, plan, [at("a"), at("a"), at("b"), at("b")]) == default_prices(
-        job, plan, [at("a")] * 4
-    )
-
-
-def test_expert_tp_raises_the_token_rate() -> None:
-    whole, sliced = (
-        default_prices(*job_and_plan(**layout), [at("a")] * 4) for layout in ({"ep": 2}, EXPERT_TP)
-    )
-    assert sliced.expert_tokens_per_s == pytest.approx(2 * whole.expert_tokens_per_s)
+    grouped = default_prices(job, plan, [at("a"), at("a"), at("b"), at("b")])
+    assert grouped == one  # Each group is inside a host.
+    sliced = default_prices(*job_and_plan(**EXPERT_TP), [at("a")] * 4)
+    assert sliced.expert_tokens_per_s == pytest.approx(2 * one.expert_tokens_per_s)
 
 
 def cluster(*flops: float, kind: str = "gpu", factor: float | None = None) -> Cluster:

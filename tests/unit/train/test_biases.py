@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.dist.world import World
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.assemble import LMRun
 
 MODEL = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared_experts": 1,
@@ -40,8 +38,7 @@ def train_steps(**tables: dict[str, Any]) -> tuple[LMRun, Choices, int]:
     """Return a run after six steps, its recorded choices and its dropped assignments."""
     routing = {"bias_update_rate": STEP, **tables.pop("routing", {})}
     job = tiny_job(model=MODEL, routing=routing, **tables)
-    plan, choices = plan_from_layout(job.layout, job.model, 1), Choices()
-    run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
+    run, choices = start_run(job), Choices()
     run.objective.routing_recorder = choices  # type: ignore[assignment]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     dropped = sum(sum(run.step(samples).dropped.values()) for _ in range(6))

@@ -8,40 +8,20 @@ import pytest
 import torch
 
 from moesaic.base.errors import DivergedError
-from moesaic.dist.world import World
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
-from moesaic.nn.loss import HeadLoss
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.runs import overflow_gradients, start_run
 from moesaic.testing.states import live_values
 from moesaic.train import loss_scale
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.assemble import LMRun
 from moesaic.train.optim import learning_rate
 
 SIGMOID = {"family": "deepseek_v3", "kv_heads": 4, "dense_layers": 1, "shared_experts": 1,
            "latent": {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "v_head_dim": 6}}  # fmt: skip
 
 
-class InfiniteGradient(torch.autograd.Function):
-    """Identity whose backward returns one infinite gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        grad = grads[0].clone()
-        grad.view(-1)[0] = torch.inf
-        return grad
-
-
 def start(counters: dict[str, int] | None = None, **tables: dict[str, Any]) -> LMRun:
     tables["train"] = {"precision": "fp16", **tables.get("train", {})}
-    job = tiny_job(**tables)
-    plan = plan_from_layout(job.layout, job.model, 1)
-    source = InitialSource(job.seed, job.model.init_std)
-    return assemble(job, plan, World.solo(), source, counters)
+    return start_run(tiny_job(**tables), counters=counters)
 
 
 def samples() -> RandomSamples:
@@ -125,9 +105,7 @@ def test_a_nan_loss_raises() -> None:
 def test_an_overflow_at_scale_1_raises() -> None:
     """The gradient is not finite although the loss is."""
     run = start(counters_at(1))
-    run.part.model.layers[1].register_forward_hook(
-        lambda *a: (InfiniteGradient.apply(a[2][0]), a[2][1])
-    )
+    overflow_gradients(run.part.model.layers[1])
     run.step(samples())
     with pytest.raises(DivergedError, match=r'scale, 1, .* train.precision = "bf16" or "fp32"'):
         run.step(samples())
@@ -166,16 +144,3 @@ def test_gradients_are_those_of_fp32(exponent: int, model: dict[str, Any]) -> No
         facts = run.step(samples())
         norms.append((facts.grad_norm, facts.total_loss))
     assert norms[0] == pytest.approx(norms[1], rel=0.01)
-
-
-def test_small_gradients_vanish_without_a_scale() -> None:
-    """The head forms its gradient in fp16 during forward, which is why a scale is needed."""
-    rows, weight = torch.randn(64, 32).half(), torch.randn(500, 32).mul_(0.02)
-    targets, kept = torch.arange(64), []
-    for factor in (1.0, 2.0**16):
-        leaf = weight.clone().requires_grad_()
-        HeadLoss.apply(rows, leaf, targets, factor / (1 << 22)).backward()
-        assert leaf.grad is not None
-        kept.append(float(leaf.grad[64:].ne(0).float().mean()))
-    assert kept[0] < 0.1
-    assert kept[1] > 0.95

@@ -13,18 +13,16 @@ import torch
 
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.state import PARAMETER, TensorShard
-from moesaic.dist.world import World
 from moesaic.facts.job import Job, OptimizerConfig
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory, workload
 from moesaic.facts.workload.ops import LOW_BIT_TRAFFIC
 from moesaic.facts.workload.sizes import MOMENT_CHUNK
 from moesaic.kernels.randomness import bits, make_key
-from moesaic.models.init import InitialSource
 from moesaic.models.kernel_counter import KernelCounter, KernelCounts
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.low_bit_adamw import (
     BF16Moments,
     Codebook,
@@ -284,17 +282,12 @@ def low_bit_job(moments: str, **tables: dict[str, Any]) -> Job:
     return tiny_job(**tables)
 
 
-def start(job: Job) -> LMRun:
-    plan = plan_from_layout(job.layout, job.model, 1)
-    return assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
-
-
 @pytest.mark.parametrize("moments", ["full", *LOW_BIT])
 @pytest.mark.parametrize("tied", [False, True])
 def test_bytes_equal_the_prediction(moments: str, tied: bool) -> None:
     sizes = {"hidden": 136, "ffn": 260, "tied": tied}
     job = low_bit_job(moments, model=sizes, checkpoint={"asynchronous": True})
-    run = start(job)
+    run = start_run(job)
     run.step(RandomSamples(job.model.vocab, job.data.sequence))
     needs = memory(job, run.plan)
     kept = [tensor for tensors in run.part.optimizer.moments.values() for tensor in tensors]
@@ -324,7 +317,7 @@ def test_traffic_of_an_update_equals_the_prediction(moments: str) -> None:
                for op in block.update.ops]  # fmt: skip
     narrow = sum(op.moved_bytes for op in updates if op.name == "low-bit adamw")
     wide = sum(op.moved_bytes for op in updates if op.name == "adamw")
-    run = start(job)
+    run = start_run(job)
     elements = [item.local.numel() for item in run.part.trainable if item.has_weight_decay]
     assert narrow == moved * sum(elements)
     assert wide == 7 * 4 * sum(
@@ -354,7 +347,7 @@ def final_loss(seed: int, precision: str = "fp32", **optimizer: Any) -> float:
         train={"steps": STEPS, "precision": precision},
         model={"init_std": 0.1, "layers": 1, "experts": 4},
     )  # fmt: skip
-    run = start(job.model_copy(update={"seed": seed}))
+    run = start_run(job.model_copy(update={"seed": seed}))
     samples = Pattern(job.model.vocab, job.data.sequence)
     losses = [run.step(samples).loss for _ in range(STEPS)]
     assert losses[0] > 3.8

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moesaic.dist.world import World
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.nn.inputs import Inputs
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.assemble import LMRun
 
 SAMPLES = RandomSamples(61, 12)
 PHASES = [
@@ -21,8 +19,7 @@ PHASES = [
 
 def tiny_run() -> LMRun:
     job = tiny_job(train={"micro_batches": 2})
-    plan = plan_from_layout(job.layout, job.model, 1)
-    return assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
+    return start_run(job)
 
 
 def test_phases_come_in_order_and_are_timed() -> None:

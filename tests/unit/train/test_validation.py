@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moesaic.dist.world import World
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 from moesaic.train.objectives import lm
 
 
 @pytest.mark.parametrize("batch", [1, 8, 20])
 def test_validation_is_the_mean_over_targets(batch: int) -> None:
     job = tiny_job(train={"batch": batch})
-    plan = plan_from_layout(job.layout, job.model, 1)
-    run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
+    run = start_run(job)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     loss, targets = run.validate(samples, 20)
     sums, counts = [], 0

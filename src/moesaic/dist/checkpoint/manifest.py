@@ -19,7 +19,6 @@ from pydantic import Field, ValidationError
 
 from moesaic.base.config import Section
 from moesaic.base.errors import StoreError
-from moesaic.base.safetensors_file import ITEM_BYTES
 from moesaic.dist.state import overlap
 
 FORMAT = "moesaic-checkpoint"
@@ -27,14 +26,14 @@ VERSION = 1
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
 }  # fmt: skip
-"""safetensors dtype names by torch dtype."""
+"""torch dtypes by safetensors name."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -104,7 +103,7 @@ class Manifest(Section):
             if not _SAFE_NAME.fullmatch(name):
                 return f"the file name '{name}' points outside the checkpoint's directory"
         for key, tensor in self.tensors.items():
-            if tensor.dtype not in ITEM_BYTES:
+            if tensor.dtype not in DTYPES:
                 return f"{key} has the unknown type {tensor.dtype}"
             missing = next((p.file for p in tensor.shards if p.file not in self.files), None)
             if missing is not None:

@@ -33,8 +33,6 @@ from moesaic.dist.checkpoint.manifest import (
 from moesaic.dist.state import OPTIONAL_KINDS, TensorShard, overlap
 from moesaic.dist.world import World
 
-_TORCH_TYPES = {name: dtype for dtype, name in DTYPES.items()}
-
 
 class _Copy(NamedTuple):
     """Box to copy from a file into a shard."""
@@ -49,11 +47,8 @@ class _Copy(NamedTuple):
 class Checkpoint:
     """Committed checkpoint, as a `Source`."""
 
-    def __init__(
-        self, path: Path, manifest: Manifest, cast: bool = False, reads_once: bool = False
-    ) -> None:
-        self.path = path
-        self._manifest, self._cast = manifest, cast
+    def __init__(self, path: Path, manifest: Manifest, reads_once: bool = False) -> None:
+        self.path, self._manifest = path, manifest
         one_rank = all(name.startswith(("rank-0.", "rank-0-")) for name in manifest.files)
         self._reads_once = (
             reads_once and one_rank and all(len(t.shards) == 1 for t in manifest.tensors.values())
@@ -65,17 +60,16 @@ class Checkpoint:
         self._entries: dict[str, dict[str, tuple[TensorEntry, int]]] = {}
 
     @classmethod
-    def open(cls, path: Path, cast: bool = False, reads_once: bool = False) -> Checkpoint:
+    def open(cls, path: Path, reads_once: bool = False) -> Checkpoint:
         """Return the checkpoint in directory `path`, after verifying its manifest.
 
         Args:
             path: directory of the checkpoint.
-            cast: fill floating-point tensors from another precision.
             reads_once: read every tensor at most once. A file then goes through memory instead of
                 the page cache, if one rank wrote all files.
         """
         try:
-            return _open(path, cast, reads_once)
+            return _open(path, reads_once)
         except StoreError as error:
             raise StoreError(f"{error}; {_advise(path)}") from None
 
@@ -117,27 +111,24 @@ class Checkpoint:
         """Check that every file exists with its recorded size; raise StoreError otherwise. This is
         fast, but only `verify` reads the content.
         """
+        self._raise_damage(self._find_wrong_sizes())
+
+    def _find_wrong_sizes(self) -> list[str]:
         flaws = (self._find_flaw(name) for name in self._manifest.files)
-        self._raise_damage([flaw for flaw in flaws if flaw])
+        return [flaw for flaw in flaws if flaw]
 
     def verify_shared(self, world: World) -> None:
         """Hash every file, split over the ranks; every rank raises the same StoreError."""
         if world.group is None:
             self.verify()
             return
-        damage = self._find_damage_shared(world)
-        if damage:
-            self._raise_damage(damage, _advise_shared(self.path, world))
-        self._verified.update(self._manifest.files)
-
-    def _find_damage_shared(self, world: World) -> list[str]:
-        """Return the damage of all files, each read by one rank."""
         # Deal files out by size, so that no rank gets all the large ones.
         order = sorted(self._manifest.files.items(), key=lambda item: (-item[1].num_bytes, item[0]))
         own = [name for name, _ in order[world.rank :: world.size]]
         damage: list[Any] = [None] * world.size
         dist.all_gather_object(damage, self._find_damage(own), group=world.group)
-        return [flaw for flaws in damage for flaw in flaws]
+        self._raise_damage([flaw for flaws in damage for flaw in flaws])
+        self._verified.update(self._manifest.files)
 
     @torch.no_grad()
     def fill(self, shards: Sequence[TensorShard]) -> None:
@@ -181,7 +172,7 @@ class Checkpoint:
         elif record.shape != tuple(shard.shape):
             shapes = list(record.shape), list(shard.shape)
             flaw = f"has shape {shapes[0]} in the checkpoint and {shapes[1]} in the model"
-        elif not self._may_fill(record.dtype, shard.dtype):
+        elif DTYPES[record.dtype] != shard.dtype:
             flaw = f"is {record.dtype} in the checkpoint and {shard.dtype} in the model"
         else:
             return
@@ -189,11 +180,6 @@ class Checkpoint:
             f"checkpoint '{self.path}' does not fit: {shard.key} {flaw}; "
             "load it with the model and precision it was saved with"
         )
-
-    def _may_fill(self, stored: str, wanted: torch.dtype) -> bool:
-        dtype = _TORCH_TYPES[stored]
-        both_float = dtype.is_floating_point and wanted.is_floating_point
-        return dtype == wanted or (self._cast and both_float)
 
     def _find_damage(self, names: Iterable[str]) -> list[str]:
         """Return the flaws of the files `names`, and mark intact ones as verified."""
@@ -237,10 +223,11 @@ class Checkpoint:
         self._loaded_file = name
         return digest.hexdigest()
 
-    def _raise_damage(self, damage: Sequence[str], advice: str | None = None) -> None:
+    def _raise_damage(self, damage: Sequence[str]) -> None:
         if damage:
-            advice = _advise(self.path) if advice is None else advice
-            raise StoreError(f"checkpoint '{self.path}' is damaged: {', '.join(damage)}; {advice}")
+            raise StoreError(
+                f"checkpoint '{self.path}' is damaged: {', '.join(damage)}; {_advise(self.path)}"
+            )
 
     def _copy_out(self, name: str, copies: Sequence[_Copy]) -> None:
         tensors = self._read_values(name, [(copy.record, copy.dtype) for copy in copies])
@@ -271,7 +258,7 @@ class Checkpoint:
             if entry != expected or start + expected.num_bytes > num_bytes:
                 raise StoreError(f"'{file}' does not contain {expected}, which its manifest lists")
             raw = content[start : start + expected.num_bytes]
-            yield raw.view(_TORCH_TYPES[dtype]).view(record.size)
+            yield raw.view(DTYPES[dtype]).view(record.size)
 
 
 def newest_intact(
@@ -281,17 +268,9 @@ def newest_intact(
 
     `log` gets a line for each newer one that is skipped.
     """
-    return _newest_intact(directory, None, log)
-
-
-def _newest_intact(
-    directory: Path, excluded: Path | None, log: Callable[[str], None] = lambda _: None
-) -> Checkpoint | None:
     for path in resume_candidates(directory):
-        if excluded is not None and path.name == excluded.name:
-            continue
         try:
-            checkpoint = _open(path, cast=False)
+            checkpoint = _open(path)
         except StoreError as error:
             log(f"passed over: {error}")
             continue
@@ -302,7 +281,7 @@ def _newest_intact(
     return None
 
 
-def _open(path: Path, cast: bool = False, reads_once: bool = False) -> Checkpoint:
+def _open(path: Path, reads_once: bool = False) -> Checkpoint:
     if not path.is_dir():
         raise StoreError(f"there is no checkpoint '{path}'")
     record = _read(path / COMMIT, f"checkpoint '{path}' was never finished: it has no {COMMIT}")
@@ -321,7 +300,7 @@ def _open(path: Path, cast: bool = False, reads_once: bool = False) -> Checkpoin
         raise StoreError(f"checkpoint '{path}' cannot be used: {error}") from None
     if record != commit_record(manifest, data):
         raise StoreError(f"checkpoint '{path}' is damaged: '{COMMIT}' is not what was written")
-    return Checkpoint(path, manifest, cast, reads_once)
+    return Checkpoint(path, manifest, reads_once)
 
 
 def _read(path: Path, missing: str) -> bytes:
@@ -334,34 +313,16 @@ def _read(path: Path, missing: str) -> bytes:
 
 
 def _advise(path: Path) -> str:
-    """Return advice for a damaged checkpoint at `path`."""
-    return _advice(path, _newest_intact(path.absolute().parent, excluded=path))
-
-
-def _advise_shared(path: Path, world: World) -> str:
-    """Return the advice of `_advise`, with the hashing split over the ranks."""
-
-    def list_others() -> str:
-        others = [p for p in resume_candidates(path.absolute().parent) if p.name != path.name]
-        return json.dumps([str(other) for other in others if _can_open(other)])
-
-    for other in json.loads(world.run_on_rank_zero(list_others)):
-        checkpoint = _open(Path(other), cast=False)
-        if not checkpoint._find_damage_shared(world):
-            return _advice(path, checkpoint)
-    return _advice(path, None)
-
-
-def _can_open(path: Path) -> bool:
-    try:
-        _open(path, cast=False)
-    except StoreError:
-        return False  # Try an older one.
-    return True
-
-
-def _advice(path: Path, intact: Checkpoint | None) -> str:
-    if intact is None:
-        return "no other intact checkpoint is beside it; restore it from a copy or start a new run"
-    intact_path = path.parent / intact.path.name
-    return f"the newest intact one is '{intact_path}'; resume from it with --resume {intact_path}"
+    """Return advice for a damaged checkpoint at `path`: the newest other one with a valid manifest
+    and whole files, whose content a resume verifies."""
+    for other in resume_candidates(path.absolute().parent):
+        if other.name == path.name:
+            continue
+        try:
+            is_whole = not _open(other)._find_wrong_sizes()
+        except StoreError:
+            continue  # Try an older one.
+        if is_whole:
+            whole = path.parent / other.name
+            return f"the newest whole one is '{whole}'; resume from it with --resume {whole}"
+    return "no other whole checkpoint is beside it; restore it from a copy or start a new run"

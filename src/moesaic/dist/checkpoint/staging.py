@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.base.errors import StoreError
-from moesaic.base.safetensors_file import ITEM_BYTES, TensorEntry
+from moesaic.base.safetensors_file import TensorEntry
 from moesaic.dist.checkpoint.manifest import DTYPES, ShardRecord, TensorRecord
 from moesaic.dist.state import TensorShard
 from moesaic.kernels import device as devices
 
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64
 _PAGE_BYTES = 4096
 
@@ -87,12 +88,11 @@ class Staging:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # Free the old one first.
             pinned = self._device.type != "cpu"
             self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
-        names = {name: dtype for dtype, name in DTYPES.items()}
         for file in rank_files.files:
             start = file.start
             for entry, index in zip(file.entries, file.shard_indices, strict=True):
                 raw = self._buffer[start : start + entry.num_bytes]
-                self._slots.append((raw.view(names[entry.dtype]).view(entry.shape), index))
+                self._slots.append((raw.view(DTYPES[entry.dtype]).view(entry.shape), index))
                 start += entry.num_bytes
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ def _entry(shard: TensorShard) -> TensorEntry:
 
 
 def _dtype_name(shard: TensorShard) -> str:
-    name = DTYPES.get(shard.dtype)
-    if name is None or name not in ITEM_BYTES:
+    name = _DTYPE_NAMES.get(shard.dtype)
+    if name is None:
         raise StoreError(f"{shard.key} has dtype {shard.dtype}, which checkpoints do not support")
     return name

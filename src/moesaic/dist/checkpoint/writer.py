@@ -24,7 +24,6 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from moesaic.base import direct_io, safetensors_file
@@ -85,8 +84,8 @@ class Saver:
         keep: number of committed checkpoints to keep.
         asynchronous: write in a thread. Else `save` returns after the commit, and needs no host
             buffer.
-        on_event: callback on rank 0 for checkpoint (from the saving thread), and checkpoint_done,
-            checkpoint_failed and checkpoint_leftover (from the writer thread).
+        on_event: callback on rank 0 for checkpoint (from the saving thread, if it goes on), and
+            checkpoint_done, checkpoint_failed and checkpoint_leftover (from the writer thread).
         phase: callback at each of PHASES, for tests that inject faults.
         file_bytes: approximate maximum size of a file.
     """
@@ -116,7 +115,6 @@ class Saver:
         self._pending_copy: Future[None] | None = None
         self._pending_save: Future[None] | None = None
         self._waited_s = 0.0
-        self._failure: BaseException | None = None
         self._num_saves = 0
         self._newest: Path | None = None
         if world.is_rank_zero:
@@ -156,10 +154,9 @@ class Saver:
         save = self._begin(state, step, facts, overlap, start_s)
         if not self._asynchronous:
             self._run_save(save)
-            self.wait()
             return time.perf_counter() - start_s
         self._waited_s = time.perf_counter() - start_s
-        self._emit_begun(save)
+        self._emit("checkpoint", step=step, path=str(save.path), blocking_s=self._waited_s)
         if overlap:
             self._pending_copy = self._copier.submit(self._copy_overlapped, save)
         self._pending_save = self._writer.submit(self._run_save, save, self._pending_copy)
@@ -182,30 +179,12 @@ class Saver:
         self._pending_copy = None
         if pending is not None:
             pending.result()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def abandon(self) -> None:
         """Give up a save that waits for other ranks of a lost world. Later saves fail."""
         self._channel.abandon()
         if self._pending_save is not None:
             futures.wait([self._pending_save])
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Wait for the save in progress; after an error do not wait for other ranks."""
-        if error is None:
-            self.wait()
-        else:
-            self.abandon()
 
     def _begin(
         self, state: State, step: int, facts: Mapping[str, Any], overlap: bool, start_s: float
@@ -250,9 +229,6 @@ class Saver:
                     )
             self._phase("staged")
 
-    def _emit_begun(self, save: _Save) -> None:
-        self._emit("checkpoint", step=save.step, path=str(save.path), blocking_s=self._waited_s)
-
     def _run_save(self, save: _Save, pending_copy: Future[None] | None = None) -> None:
         try:
             if pending_copy is not None:
@@ -261,10 +237,10 @@ class Saver:
                 self._save_as_leader(save)
             else:
                 self._save_as_follower(save)
-        except BaseException as error:  # noqa: BLE001 - the thread's edge: the caller raises it
-            self._failure = error
-            self._failure = self._explain(error, save)
-            self._emit("checkpoint_failed", step=save.step, error=str(self._failure))
+        except BaseException as error:  # noqa: BLE001 - any error is raised again
+            explained = self._explain(error, save)
+            self._emit("checkpoint_failed", step=save.step, error=str(explained))
+            raise explained from None
 
     # Rank 0.
 
@@ -294,14 +270,11 @@ class Saver:
         self._newest = path
         self._channel.post(f"{save.number}/verdict", {"path": path.name})
         self._phase("finished")
-        if not self._asynchronous:
-            self._waited_s = time.perf_counter() - save.start_s
-            self._emit_begun(save)
         num_bytes = sum(file.num_bytes for file in manifest.files.values())
         seconds = time.perf_counter() - save.start_s
         self._emit(
             "checkpoint_done", step=save.step, path=str(path), bytes=num_bytes, seconds=seconds,
-            blocking_s=self._waited_s,
+            blocking_s=self._waited_s if self._asynchronous else seconds,
         )  # fmt: skip
         self._remove_old()
 

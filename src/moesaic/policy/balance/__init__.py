@@ -8,24 +8,10 @@ Each is a pure function of routed tokens [ranks, experts] and costs, and returns
 from moesaic.policy.balance.balancer import (
     LayerBalancer,
     LayerDecision,
-    Method,
-    Policy,
-    compile_notice,
-    expert_owners,
     layer_problem,
-    load_drift,
 )
-from moesaic.policy.balance.cost_model import (
-    LayerTimes,
-    break_even_tokens,
-    count_rank_tokens,
-    drop_if_slower,
-    layer_times,
-    load_imbalance,
-    use_local_replicas,
-)
+from moesaic.policy.balance.cost_model import break_even_tokens, layer_times
 from moesaic.policy.balance.eligibility import reason_not_to_balance, should_balance
-from moesaic.policy.balance.eplb import assign_evenly, eplb
 from moesaic.policy.balance.faster_moe import faster_moe
 from moesaic.policy.balance.migration import (
     Migration,
@@ -36,44 +22,14 @@ from moesaic.policy.balance.migration import (
     plan_migration,
 )
 from moesaic.policy.balance.prices import RankDevice, default_prices, predict_prices
-from moesaic.policy.balance.pro_prophet import ProphetSearch, pro_prophet
-from moesaic.policy.balance.quota import assign_to_replicas, quota
+from moesaic.policy.balance.pro_prophet import pro_prophet
+from moesaic.policy.balance.quota import quota
 from moesaic.policy.balance.stats import BalanceStats, balance_stats
 
 __all__ = [
-    "BalanceStats",
-    "LayerBalancer",
-    "LayerDecision",
-    "LayerTimes",
-    "Method",
-    "Migration",
-    "MigrationCosts",
-    "MigrationFacts",
-    "Policy",
-    "ProphetSearch",
-    "RankDevice",
-    "assign_evenly",
-    "assign_to_replicas",
-    "balance_stats",
-    "break_even_tokens",
-    "can_migrate",
-    "compile_notice",
-    "count_rank_tokens",
-    "default_prices",
-    "drop_if_slower",
-    "eplb",
-    "expert_owners",
-    "faster_moe",
-    "layer_problem",
-    "layer_times",
-    "load_drift",
-    "load_imbalance",
-    "migration_costs",
-    "plan_migration",
-    "predict_prices",
-    "pro_prophet",
-    "quota",
-    "reason_not_to_balance",
-    "should_balance",
-    "use_local_replicas",
+    "BalanceStats", "LayerBalancer", "LayerDecision", "Migration", "MigrationCosts",
+    "MigrationFacts", "RankDevice", "balance_stats", "break_even_tokens", "can_migrate",
+    "default_prices", "faster_moe", "layer_problem", "layer_times",
+    "migration_costs", "plan_migration", "predict_prices", "pro_prophet", "quota",
+    "reason_not_to_balance", "should_balance",
 ]  # fmt: skip

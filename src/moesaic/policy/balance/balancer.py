@@ -3,8 +3,8 @@ loads."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from math import comb
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from moesaic.facts.balance import (
     BalanceDecision,
     BalanceFacts,
     BalanceProblem,
+    BoolArray,
     IntArray,
     no_replicas,
 )
@@ -27,7 +28,6 @@ from moesaic.policy.balance.eplb import assign_evenly, eplb
 from moesaic.policy.balance.faster_moe import faster_moe
 from moesaic.policy.balance.pro_prophet import pro_prophet
 from moesaic.policy.balance.quota import assign_to_replicas, quota
-from moesaic.policy.balance.replica_prefetch import prefetch_mask
 
 _EXPERTS_PER_REPLICA_SLOT = 4
 """Experts per rank for each replica slot of quota, if `balance.max_replicas` is unset."""
@@ -36,7 +36,7 @@ Policy = Callable[[IntArray, BalanceProblem], BalanceDecision]
 """Decides from routed tokens [ranks, experts] and their costs."""
 
 TokenAssigner = Callable[[IntArray, BalanceProblem, IntArray], BalanceDecision]
-"""Assigns routed tokens to owners and to given replicas (expert, rank)."""
+"""Assigns routed tokens to owners and to given replicas (expert, rank), sorted."""
 
 LayerDecision = Decision[BalanceFacts, BalanceDecision]
 
@@ -94,8 +94,6 @@ class LayerBalancer:
         if last is not None and self._is_due(last):
             facts = BalanceFacts(self.problem, last, is_ahead=True)
             replicas = self._decide(self._place, facts).replicas
-            # The order of a `BalanceDecision`.
-            replicas = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
             prefetched = (
                 prefetch_mask(replicas, self.problem) if self._follows_expert_layer else None
             )
@@ -152,12 +150,9 @@ class LayerBalancer:
         self.problem = self.problem._replace(owners=owners)
         self._placed, self._placed_counts = no_replicas(), None
 
-    def warm_up(self, on_compile: Callable[[bool], None] | None = None) -> None:
-        """Compile the policy, if it uses numba.
-
-        Before a compilation that is not in the cache, `on_compile` is called with whether its
-        result can be cached.
-        """
+    def warm_up(self, log: Callable[[str], None] | None = None) -> None:
+        """Compile the policy, if it uses numba; `log` receives a line before a compilation that is
+        not in the cache."""
         policy, assign_tokens, compiles = self._method
         if not (compiles or (self.prefetches and assign_tokens is assign_to_replicas)):
             return  # Importing numba is slow.
@@ -166,13 +161,12 @@ class LayerBalancer:
         counts = np.zeros((self.problem.num_ranks, len(self.problem.owners)), np.int64)
         counts[:, 0] = 1 << 20
         replica = np.array([[0, (self.problem.owners[0] + 1) % self.problem.num_ranks]])
-        with nullcontext() if on_compile is None else notify_on_compile(on_compile):
+        with notify_on_compile(lambda is_cached: log and log(_compile_notice(is_cached))):
             assign_tokens(counts, self.problem, replica)
             policy(counts, self.problem)
 
 
-def compile_notice(is_cached: bool) -> str:
-    """Return the log line for a compilation that delays the run."""
+def _compile_notice(is_cached: bool) -> str:
     if is_cached:
         return "compiling the balance policy, once for this installation (about 10 s)"
     return (
@@ -197,6 +191,26 @@ def _policy_of(config: BalanceConfig) -> Method:
         "faster-moe": Method(faster_moe),
     }
     return methods[config.policy]
+
+
+def prefetch_mask(replicas: IntArray, problem: BalanceProblem) -> BoolArray:
+    """Return the mask of `replicas` (expert, rank) to send during experts of the previous layer.
+
+    In their order, replicas that a rank can send or receive during the dense layers between two
+    expert layers stay out of it.
+    """
+    mask = np.zeros(len(replicas), bool)
+    each_s = problem.expert_bytes / problem.bytes_per_s + problem.latency_s
+    if not problem.overlaps or not each_s:
+        return mask
+    num_fitting = min(problem.dense_compute_s / each_s, len(replicas))
+    sent, received = Counter[int](), Counter[int]()
+    for place, (expert, rank) in enumerate(replicas.tolist()):
+        owner = int(problem.owners[expert])
+        mask[place] = max(sent[owner], received[rank]) + 1 > num_fitting
+        sent[owner] += not mask[place]
+        received[rank] += not mask[place]
+    return mask
 
 
 def load_drift(before: IntArray, now: IntArray) -> float:

@@ -185,8 +185,7 @@ def break_even_tokens(problem: BalanceProblem) -> float:
 def use_local_replicas(counts: IntArray, replicas: IntArray) -> BalanceDecision:
     """Return the decision in which each rank with a replica computes all its own tokens of that
     expert."""
-    ordered = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
-    experts, ranks = ordered.T
+    experts, ranks = replicas.T
     num_tokens = counts[ranks, experts]
     rerouted = np.stack((experts, ranks, ranks, num_tokens), axis=1)
-    return BalanceDecision(ordered, rerouted[num_tokens > 0])
+    return BalanceDecision(replicas, rerouted[num_tokens > 0])

@@ -84,5 +84,4 @@ def assign_evenly(counts: IntArray, problem: BalanceProblem, replicas: IntArray)
             for turn, rank in enumerate(targets[1:], 1):
                 number = each + ((turn - source) % len(targets) < rest)
                 rerouted += [(expert, source, rank, number)] * (number > 0)
-    ordered = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
-    return BalanceDecision(ordered, np.array(sorted(rerouted), np.int64).reshape(-1, 4))
+    return BalanceDecision(replicas, np.array(sorted(rerouted), np.int64).reshape(-1, 4))

@@ -42,7 +42,7 @@ def replicate_everywhere(
         for rank in range(problem.num_ranks)
         if rank != problem.owners[expert]
     ]
-    return use_local_replicas(counts, np.array(pairs, np.int64)) if pairs else no_replicas()
+    return use_local_replicas(counts, np.array(sorted(pairs))) if pairs else no_replicas()
 
 
 def sort_by_load(counts: IntArray) -> IntArray:

@@ -14,32 +14,29 @@ from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_
 from moesaic.policy.balance.cost_model import use_local_replicas
 
 
-class ProphetSearch(NamedTuple):
-    """Parameters of the search."""
-
-    imbalance_tolerance: float = 0.1
-    """Range of loads that counts as even, as a multiple of the mean.
-
-    The released code uses 3, with which few ranks never search at all.
-    """
-    num_excluded_ranks: int = 0
-    """Ranks that get no replica of a chosen expert."""
-
-
-_PAPER_SEARCH = ProphetSearch()
-
-
 def pro_prophet(
-    counts: IntArray, problem: BalanceProblem, search: ProphetSearch = _PAPER_SEARCH
+    counts: IntArray,
+    problem: BalanceProblem,
+    *,
+    imbalance_tolerance: float = 0.1,
+    num_excluded_ranks: int = 0,
 ) -> BalanceDecision:
-    """Return the placement of the paper's greedy search, for any number of experts per rank."""
+    """Return the placement of the paper's greedy search, for any number of experts per rank.
+
+    Args:
+        counts: routed tokens [ranks, experts].
+        problem: costs of the layer.
+        imbalance_tolerance: range of loads that counts as even, as a multiple of the mean. The
+            released code uses 3, with which few ranks never search at all.
+        num_excluded_ranks: ranks that get no replica of a chosen expert.
+    """
     owners, chosen, best = problem.owners, list[tuple[int, IntArray]](), 0
     by_rank = [np.flatnonzero(owners == rank) for rank in range(problem.num_ranks)]
     state = _State.from_counts(counts, problem)
-    best_s = state.layer_s(problem, 0, search)
+    best_s = state.layer_s(problem, 0, num_excluded_ranks)
     used = np.zeros(len(owners), bool)
     total = int(counts.sum())
-    while np.ptp(state.computed) >= search.imbalance_tolerance * total / problem.num_ranks:
+    while np.ptp(state.computed) >= imbalance_tolerance * total / problem.num_ranks:
         hottest = int(state.computed.argmax())
         unused = by_rank[hottest][~used[by_rank[hottest]]]
         if not len(unused):
@@ -47,14 +44,14 @@ def pro_prophet(
         remote = counts.sum(axis=0)[unused] - counts[hottest, unused]
         expert = int(unused[remote.argmax()])
         used[expert] = True
-        receivers = _receivers(counts[:, expert], hottest, search.num_excluded_ranks)
+        receivers = _receivers(counts[:, expert], hottest, num_excluded_ranks)
         state.replicate(counts[:, expert], hottest, receivers)
         chosen.append((expert, receivers))
-        layer_s = state.layer_s(problem, len(chosen), search)
+        layer_s = state.layer_s(problem, len(chosen), num_excluded_ranks)
         if layer_s < best_s:
             best_s, best = layer_s, len(chosen)
     pairs = [(expert, int(rank)) for expert, ranks in chosen[:best] for rank in ranks]
-    return use_local_replicas(counts, np.array(pairs, np.int64)) if pairs else no_replicas()
+    return use_local_replicas(counts, np.array(sorted(pairs))) if pairs else no_replicas()
 
 
 def _receivers(tokens: IntArray, owner: int, num_excluded: int) -> IntArray:
@@ -87,7 +84,7 @@ class _State(NamedTuple):
         self.computed[owner] -= stay
         self.received[owner] -= stay
 
-    def layer_s(self, problem: BalanceProblem, num_replicated: int, search: ProphetSearch) -> float:
+    def layer_s(self, problem: BalanceProblem, num_replicated: int, num_excluded: int) -> float:
         """Return the layer's seconds by equations (6) and (8) of the paper.
 
         They count received tokens only, and spread replica traffic evenly over all ranks.
@@ -96,7 +93,7 @@ class _State(NamedTuple):
         experts = int(self.computed.max()) / problem.expert_tokens_per_s
         each = (
             num_replicated
-            * (problem.num_ranks - search.num_excluded_ranks)
+            * (problem.num_ranks - num_excluded)
             / problem.num_ranks
             / problem.bytes_per_s
         )

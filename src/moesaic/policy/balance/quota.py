@@ -18,8 +18,6 @@ strategies wins. If balancing cannot pay, there are no replicas.
 
 from __future__ import annotations
 
-import numpy as np
-
 from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
 from moesaic.policy.balance.cost_model import layer_times
 
@@ -49,7 +47,6 @@ def assign_to_replicas(
     not charged."""
     if not len(replicas):
         return no_replicas()
-    ordered = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
     sent_already = problem._replace(
         expert_bytes=0.0,
         gradient_bytes=0.0,
@@ -59,8 +56,8 @@ def assign_to_replicas(
         min_replica_tokens=1,
     )
     unbalanced_s = layer_times(counts, sent_already, no_replicas()).total_s
-    found = _search(counts, sent_already, unbalanced_s, allowed=ordered)
-    return BalanceDecision(ordered, found.rerouted)
+    found = _search(counts, sent_already, unbalanced_s, allowed=replicas)
+    return BalanceDecision(replicas, found.rerouted)
 
 
 def _search(

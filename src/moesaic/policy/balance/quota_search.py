@@ -309,7 +309,6 @@ def _next_local_replica(
 
 @cached_njit
 def _largest(numbers: IntArray) -> int:
-    """Return the largest of non-negative numbers."""
     most = 0
     for one in numbers:
         most = max(most, one)

@@ -59,17 +59,18 @@ def save_run(
     facts = {"job": job.model_dump(mode="json"), "plan": {}}
     world = World.solo()
     world.timeout = timedelta(seconds=20)
-    with Saver(run / "checkpoints", world, keep=2) as saver:
-        for step in (3, 5):
-            params = whole(model, torch.randn)
-            moments = [
-                TensorShard.of_tensor(
-                    FIRST_MOMENT, p.name, p.shape, p.offset, torch.ones_like(live_values(p)), (0,)
-                )
-                for p in params
-            ]
-            half_shards = [half for param in [*params, *moments] for half in halves(param)]
-            saver.save(State(half_shards, {"step": step}), step, facts)
+    saver = Saver(run / "checkpoints", world, keep=2)
+    for step in (3, 5):
+        params = whole(model, torch.randn)
+        moments = [
+            TensorShard.of_tensor(
+                FIRST_MOMENT, p.name, p.shape, p.offset, torch.ones_like(live_values(p)), (0,)
+            )
+            for p in params
+        ]
+        half_shards = [half for param in [*params, *moments] for half in halves(param)]
+        saver.save(State(half_shards, {"step": step}), step, facts)
+    saver.wait()
     return params
 
 
@@ -185,8 +186,9 @@ def test_fine_tuned_run_keeps_generation_settings(tmp_path: Path) -> None:
 
 
 def test_checkpoint_without_model_is_rejected(tmp_path: Path) -> None:
-    with Saver(tmp_path, World.solo(), keep=1) as saver:
-        saver.save(State(whole(TINY, torch.randn)), 1, {})
+    Saver(tmp_path, World.solo(), keep=1, asynchronous=False).save(
+        State(whole(TINY, torch.randn)), 1, {}
+    )
     with pytest.raises(ConfigError, match="names no model"):
         convert(tmp_path, tmp_path / "out")
 
@@ -205,8 +207,9 @@ def test_path_without_model_is_rejected(tmp_path: Path) -> None:
 def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     larger = TINY.model_copy(update={"vocab": 301})
     facts = {"model": larger.model_dump(mode="json")}
-    with Saver(tmp_path, World.solo(), keep=1) as saver:
-        saver.save(State(whole(TINY, torch.randn)), 1, facts)
+    Saver(tmp_path, World.solo(), keep=1, asynchronous=False).save(
+        State(whole(TINY, torch.randn)), 1, facts
+    )
     with pytest.raises(WeightsError, match=r"'embed\.weight' of shape \[301, 16\]"):
         convert(tmp_path, tmp_path / "out")
 
