@@ -17,12 +17,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from moesaic.facts.cluster import Calibration, Cluster, device_models
 from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
+from moesaic.policy.cost.event import Event
+from moesaic.policy.cost.step import JobCosts
+from moesaic.policy.cost.timeline import simulate_events
 
 Factors = NDArray[np.float64]
 """One factor per kind, in the order of `KINDS`."""
@@ -64,6 +71,49 @@ class Observation:
         return _gradient(self.predict_without_skew_s, UNCALIBRATED) / self.predict_s(UNCALIBRATED)
 
 
+def observe_step(
+    name: str,
+    measured_s: float,
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    loads: Sequence[ArrayLike] | None = None,
+) -> Observation:
+    """Return the measured step of `job` with its prediction; an earlier calibration is ignored."""
+    models = device_models(cluster, plan.ranks)
+    uncalibrated = Calibration(runs=1, devices=models, **dict.fromkeys(KINDS, 1.0))
+
+    def events(factors: Factors) -> list[Event]:
+        values = dict(zip(KINDS, factors.tolist(), strict=True))
+        calibrated = cluster.model_copy(
+            update={"calibration": uncalibrated.model_copy(update=values)}
+        )
+        return JobCosts.from_job(job, plan, calibrated, loads).events()
+
+    events_before = events(UNCALIBRATED)
+    # Seconds of an event are linear in the factors, so a unit change of each one gives its part.
+    changed = [events(UNCALIBRATED + kind) for kind in np.eye(len(KINDS))]
+    parts = [
+        np.stack([two.seconds - one.seconds for two in variants])
+        for one, *variants in zip(events_before, *changed, strict=True)
+    ]
+
+    def step_function(base: Sequence[Event]) -> Callable[[Factors], float]:
+        @cache
+        def step_s(*factors: float) -> float:
+            values = np.array(factors)
+            scaled = (
+                replace(event, seconds=values @ part)
+                for event, part in zip(base, parts, strict=True)
+            )
+            return simulate_events(scaled, plan.ranks).step_s
+
+        return lambda factors: step_s(*factors.tolist())
+
+    without_skew = [replace(event, skew_s=0.0) for event in events_before]
+    return Observation(name, measured_s, step_function(events_before), step_function(without_skew))
+
+
 def _gradient(predict_s: Callable[[Factors], float], factors: Factors) -> Factors:
     """Return the derivative of `predict_s` by each factor at `factors`."""
     base_s, changes = predict_s(factors), _FINITE_DIFFERENCE * np.eye(len(KINDS))
@@ -84,17 +134,16 @@ def fit_factors(
         start: factors to begin with.
         max_iterations: iterations, at most.
     """
-    factors, cost = start, _loss(steps, start)
+    factors, loss = start, _loss(steps, start)
     for _ in range(max_iterations):
-        move = _LinearModel.linearize_at(steps, factors).fit() - factors
-        fraction = 1.0
+        move, fraction = _fit_linearized(steps, factors) - factors, 1.0
         while (
             tried := _loss(steps, factors + fraction * move)
-        ) >= cost and fraction > _MIN_STEP_FRACTION:
+        ) >= loss and fraction > _MIN_STEP_FRACTION:
             fraction /= 2
-        if tried >= cost:
+        if tried >= loss:
             break
-        factors, cost = factors + fraction * move, tried
+        factors, loss = factors + fraction * move, tried
         if np.abs(fraction * move).max() < _CONVERGED:
             break
     return factors
@@ -115,35 +164,22 @@ def _loss(steps: Sequence[Observation], factors: Factors) -> float:
     return float(losses.sum() + (PRIOR_WEIGHT**2 * (factors - 1.0) ** 2).sum())
 
 
-@dataclass(frozen=True)
-class _LinearModel:
-    """Linear model of the log ratio of predicted to measured time, per step.
+def _fit_linearized(steps: Sequence[Observation], factors: Factors) -> Factors:
+    """Return the factors that fit `steps` best if log steps are linear near `factors`.
 
-    Logarithms make twice the time as bad as half of it.
+    Logarithms make twice the time as bad as half of it. Weights turn the Huber loss into squares.
     """
-
-    slopes: NDArray[np.float64]
-    residuals: NDArray[np.float64]
-
-    @classmethod
-    def linearize_at(cls, steps: Sequence[Observation], factors: Factors) -> _LinearModel:
-        """Linearize the predictions of `steps` at `factors`."""
-        measured = np.array([one.measured_s for one in steps])
-        predicted = np.array([one.predict_s(factors) for one in steps])
-        slopes = np.array([_gradient(one.predict_s, factors) for one in steps])
-        relative_slopes = slopes.reshape(-1, len(KINDS)) / predicted[:, None]
-        return cls(relative_slopes, np.log(predicted / measured) - relative_slopes @ factors)
-
-    def fit(self) -> Factors:
-        """Return the best factors of this linear model, by iteratively reweighted least squares."""
-        weights = np.ones(len(self.residuals))
-        for _ in range(_REWEIGHTING_ROUNDS):
-            weighted = self.slopes.T * weights
-            square = weighted @ self.slopes + PRIOR_WEIGHT**2 * np.eye(len(KINDS))
-            factors = _solve_bounded(square, PRIOR_WEIGHT**2 - weighted @ self.residuals)
-            errors = np.abs(self.slopes @ factors + self.residuals)
-            weights = 1.0 / np.maximum(errors / HUBER_DELTA, 1.0)
-        return factors
+    predicted = np.array([one.predict_s(factors) for one in steps])
+    slopes = np.array([_gradient(one.predict_s, factors) for one in steps])
+    slopes = slopes.reshape(-1, len(KINDS)) / predicted[:, None]
+    residuals = np.log(predicted / [one.measured_s for one in steps]) - slopes @ factors
+    for _ in range(_REWEIGHTING_ROUNDS):
+        errors = np.abs(slopes @ factors + residuals)
+        weighted = slopes.T / np.maximum(errors / HUBER_DELTA, 1.0)
+        square = weighted @ slopes + PRIOR_WEIGHT**2 * np.eye(len(KINDS))
+        target = PRIOR_WEIGHT**2 - weighted @ residuals
+        factors = _solve_bounded(square, target)
+    return factors
 
 
 def _solve_bounded(square: NDArray[np.float64], target: Factors) -> Factors:
