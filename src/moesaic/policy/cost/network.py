@@ -103,12 +103,9 @@ class PortLoad:
     latency_s: float = 0.0
     """Latency of the slowest route in use, in seconds."""
 
-    def add_latency(self, latency_s: float) -> None:
-        """Take the latency of another route into account."""
+    def add(self, latency_s: float, ports: Iterable[Port], size_fraction: float) -> None:
+        """Add a load to each port of a route with this latency."""
         self.latency_s = max(self.latency_s, latency_s)
-
-    def add_load(self, ports: Iterable[Port], size_fraction: float) -> None:
-        """Add a load to each of `ports`."""
         for port in ports:
             self.fraction_by_port[port] += size_fraction
 
@@ -149,7 +146,7 @@ class NetworkModel:
         return self._cost_cache[key]
 
     def _group_costs(self, operation: str, groups: Sequence[Sequence[int]]) -> list[CollectiveCost]:
-        loads_by_group = [self.port_loads(operation, group) for group in groups]
+        loads_by_group = [self._port_loads(operation, group) for group in groups]
         rounds = itertools.zip_longest(*loads_by_group, fillvalue=PortLoad())
         sums = [_sum_loads(load.fraction_by_port for load in together) for together in rounds]
         return [
@@ -157,7 +154,7 @@ class NetworkModel:
             for group, own in zip(groups, loads_by_group, strict=True)
         ]
 
-    def port_loads(self, operation: str, group: Sequence[int]) -> list[PortLoad]:
+    def _port_loads(self, operation: str, group: Sequence[int]) -> list[PortLoad]:
         """Return the load of `group` on ports, round by round."""
         places, found = [self._places[rank] for rank in group], []
         for one_round in collective_rounds(operation, len(group)):
@@ -210,16 +207,14 @@ class NetworkModel:
             self._add_inter_host(load, source.host, destination.host, size_fraction)
         else:
             link = intra_host_link(self._cluster, source.host)
-            load.add_latency(link.latency_s)
-            load.add_load(link_ports(link, source, destination), size_fraction)
+            load.add(link.latency_s, link_ports(link, source, destination), size_fraction)
 
     def _add_inter_host(
         self, load: PortLoad, source: str, destination: str, size_fraction: float
     ) -> None:
         """Add bytes from host to host, on all links of the route."""
         host_route = self._route(source, destination)
-        load.add_latency(host_route.latency_s)
-        load.add_load(host_route.ports, size_fraction)
+        load.add(host_route.latency_s, host_route.ports, size_fraction)
 
     def _add_all_to_all(
         self, load: PortLoad, places: Sequence[Place], size_fraction: float
@@ -231,9 +226,9 @@ class NetworkModel:
         for host, own in by_host.items():
             if len(own) > 1:
                 link = intra_host_link(self._cluster, host)
-                load.add_latency(link.latency_s)
+                fraction = size_fraction * (len(own) - 1)
                 for place in own:
-                    load.add_load(link_ports(link, place, place), size_fraction * (len(own) - 1))
+                    load.add(link.latency_s, link_ports(link, place, place), fraction)
         for (source, own), (destination, others) in itertools.permutations(by_host.items(), 2):
             self._add_inter_host(load, source, destination, size_fraction * len(own) * len(others))
 
