@@ -35,8 +35,12 @@ from moesaic.facts.workload import memory
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import matmul
 from moesaic.models.init import InitialSource
-from moesaic.policy.cost.calibrate import UNCALIBRATED, Observation, fit_leave_one_out
-from moesaic.policy.cost.observation import observe_step
+from moesaic.policy.cost.calibrate import (
+    UNCALIBRATED,
+    Observation,
+    fit_leave_one_out,
+    observe_step,
+)
 from moesaic.testing.memory import peak_allocated
 from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble

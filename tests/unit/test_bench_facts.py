@@ -10,8 +10,7 @@ from benchmarks import facts
 
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.plan import plan_from_layout
-from moesaic.policy.cost.calibrate import UNCALIBRATED, Observation
-from moesaic.policy.cost.observation import observe_step
+from moesaic.policy.cost.calibrate import UNCALIBRATED, Observation, observe_step
 
 CLUSTER = {
     "name": "any",

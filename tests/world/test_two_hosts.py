@@ -52,8 +52,8 @@ def count_bytes(world: World, job: Job, plan: Plan, one: between.Pass) -> tuple[
         world.barrier()
         sent.append(sent_bytes() - before)
     counted = one.dispatcher.count(one.choices, training=False)
-    dedup_counts_RP = one.dispatcher.assign_slots(counted).dedup_counts_RP
-    known = [counted.counts_RE] + ([] if dedup_counts_RP is None else [dedup_counts_RP])
+    chunks = [chunk.counts_RP for chunk in one.dispatcher.assign_slots(counted).dedup]
+    known = [counted.counts_RE, *([torch.stack(chunks).sum(0)] if chunks else [])]
     load, model = torch.cat(known, dim=1).tolist(), job.model
     back_bytes = there_bytes = model.hidden * 4
     if plan.dispatch == "dedup":

@@ -22,7 +22,7 @@ from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 
 WIDE = {
-    "vocab": 332, "hidden": 192, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 72, "layers": 2,
+    "vocab": 332, "hidden": 768, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 72, "layers": 2,
 }  # fmt: skip
 """Sizes at which estimated terms (indices, counts, small router tensors) are negligible."""
 LATENT = {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 12, "q_lora_rank": 28}

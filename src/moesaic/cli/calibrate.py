@@ -187,8 +187,7 @@ def _plan(run: RunStats) -> Plan:
 def _observe_run(run: RunStats, cluster: Cluster) -> Observation:
     """Return the measured step of `run` and its prediction from uncalibrated figures and the
     recorded loads."""
-    from moesaic.policy.cost.calibrate import UNCALIBRATED
-    from moesaic.policy.cost.observation import observe_step
+    from moesaic.policy.cost.calibrate import UNCALIBRATED, observe_step
     from moesaic.policy.cost.timeline import check_step_time
 
     assert run.prediction is not None

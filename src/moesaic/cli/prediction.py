@@ -74,8 +74,7 @@ def _print_prediction(
         *((f"  {name}", format_seconds(seconds)) for name, seconds in figures["phases_s"].items()),
         *((name, text) for name, text in extra_rows.items() if text is not None),
         ("memory per rank", f"peak {format_bytes(needs['peak_bytes'])} of "
-         f"{format_bytes(figures['device_memory_bytes'])}{remark}; "
-         f"{format_bytes(sum(kinds.values()))} in total, of which"),
+         f"{format_bytes(figures['device_memory_bytes'])}{remark}, of which"),
         *((f"  {name.removesuffix('_bytes')}", format_bytes(num_bytes))
           for name, num_bytes in kinds.items() if num_bytes),
     ]  # fmt: skip

@@ -302,22 +302,17 @@ def _print_dry_run(
     path: Path, loaded: LoadedJob[Job], plan: Plan, warnings: list[str], as_json: bool
 ) -> None:
     """Print the resolved job, the plan and the memory of a rank."""
-    from moesaic.policy.cost.memory import fullest_rank
+    from moesaic.policy.cost.memory import highest_memory
 
     counts = count_parameters(loaded.job.model)
-    memory = fullest_rank(loaded.job, plan)[1]
+    memory = highest_memory(loaded.job, plan)
     if as_json:
-        memory_facts = {
-            **memory.by_kind(),
-            "total_bytes": memory.total_bytes,
-            "peak_bytes": memory.peak_bytes,
-        }
         screen.print_json(
             {
                 "job": loaded.job.model_dump(mode="json", by_alias=True),
                 "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
-                "memory_per_rank": memory_facts,
+                "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
                 "warnings": warnings,
             }
         )
@@ -331,9 +326,8 @@ def _print_dry_run(
     for line in describe_trainable(loaded.job) if loaded.job.finetune is not None else ():
         screen.print_line(line)
     screen.print_line(f"plan             {describe_plan(plan)}")
-    peak, total = format_bytes(memory.peak_bytes), format_bytes(memory.total_bytes)
-    screen.print_line(f"memory per rank  peak {peak}; {total} in total, of which")
+    screen.print_line(f"memory per rank  peak {format_bytes(memory.peak_bytes)}, of which")
     for kind, num_bytes in memory.by_kind().items():
         name = kind.removesuffix("_bytes")
-        remark = " (estimate)" if name in ("activations", "head", "gathered", "working") else ""
+        remark = " (estimate)" if name in ("activations", "gathered", "working") else ""
         screen.print_line(f"  {name:<14} {format_bytes(num_bytes)}{remark}")

@@ -41,9 +41,6 @@ OVERWRITE_OPS = (
 SCATTER_OPS = ("scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_")
 """Operations that write as many elements of their first argument as the last one has."""
 
-FUNCTIONAL_SCATTER_OPS = ("scatter_add", "index_add", "index_put")
-"""Out-of-place forms that autograd uses under a dispatch mode; otherwise it scatters in place."""
-
 TRANSCENDENTAL_OPS = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tanh", "sigmoid", "erf",
     "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "softplus_backward", "mish",
@@ -131,12 +128,7 @@ class KernelCounter(TorchDispatchMode):
         counts.num_kernels += 1
         matmuls = self.find_matmuls(func, name, args, kwargs or {}, out)
         if matmuls is None:
-            scatters_in_place = (
-                name in FUNCTIONAL_SCATTER_OPS and torch._C._current_autograd_node() is not None
-            )
-            counts.moved_bytes += _moved_bytes(
-                f"{name}_" if scatters_in_place else name, read, written
-            )
+            counts.moved_bytes += _moved_bytes(name, read, written)
             if name.removesuffix("_") in TRANSCENDENTAL_OPS:
                 counts.num_transcendentals += max(tensor.numel() for tensor in (*read, *written))
             return out
@@ -188,18 +180,10 @@ def _moved_bytes(name: str, read: list[Tensor], written: list[Tensor]) -> int:
     if name == "embedding_dense_backward":  # It adds rows into a zeroed table.
         moved += 2 * read[0].nbytes
     if name in SCATTER_OPS:
-        moved += _scattered_bytes(read)
+        table, source = read[0], read[-1]
+        moved += min(source.numel() * table.itemsize, touched_bytes(table))
         read, written = read[1:], []
     return moved + sum(map(touched_bytes, (*read, *written)))
-
-
-def _scattered_bytes(read: list[Tensor]) -> int:
-    """Return the bytes that scattering the last tensor of `read` into the first one writes."""
-    table, *indices, source = read
-    elements = source.numel()
-    if elements == 1 and indices:  # One value may fill all places.
-        elements = max(index.numel() for index in indices) * math.prod(table.shape[len(indices) :])
-    return min(elements * table.itemsize, touched_bytes(table))
 
 
 def touched_bytes(tensor: Tensor) -> int:
@@ -246,15 +230,11 @@ def _matmul_from_flops(name: str, flops: int, out: Any) -> tuple[Op, int]:
 
 
 def _matmul_shapes(left: str, right: str) -> Callable[[Kwargs], OpCounts]:
-    """Return the shape function of a matmul or batched matmul; a vector is a matrix of one row or
-    column."""
+    """Return the shape function of a matmul or batched matmul."""
 
     def shapes(arguments: Kwargs) -> OpCounts:
         a, b = arguments[left].shape, arguments[right].shape
-        if len(a) == 1:
-            a = (1, *a)
-        columns = b[-1] if len(b) > 1 else 1
-        yield matmul(a[-2], columns, a[-1], math.prod(a[:-2]))
+        yield matmul(a[-2], b[-1], a[-1], math.prod(a[:-2]))
 
     return shapes
 
@@ -339,9 +319,6 @@ SHAPE_FUNCTIONS: dict[str, Callable[[Kwargs], OpCounts]] = {
     "bmm": _matmul_shapes("self", "mat2"),
     "baddbmm": _matmul_shapes("batch1", "batch2"),
     "addbmm": _matmul_shapes("batch1", "batch2"),
-    "mv": _matmul_shapes("self", "vec"),
-    "addmv": _matmul_shapes("mat", "vec"),
-    "dot": _matmul_shapes("self", "tensor"),
     "_grouped_mm": _grouped_mm_shapes,
     "convolution": _conv_shapes,
     "convolution_backward": _conv_backward_shapes,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moesaic.dist.clock import Clock
 from moesaic.facts.balance import BalanceDecision, IntArray
 from moesaic.nn.attention import FeedForward
-from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher, TokenSlots
+from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.inputs import Inputs, compute_dtype
@@ -118,7 +118,7 @@ class MoE(nn.Module):
         token_slots = self.dispatcher.assign_slots(counts, balance)
         report = None
         if counts.token_slots is None:
-            report = self._make_report(inputs, routing, counts, token_slots, balance)
+            report = self._make_report(inputs, routing, counts, balance)
         tokens_TH = tp.gather_rows(tokens_TH.to(compute_dtype(x)))
         dispatch = self.dispatcher.start_dispatch(tokens_TH, weights_TK, token_slots)
         # Tokens go first; they are on the critical path.
@@ -136,7 +136,7 @@ class MoE(nn.Module):
             combined = tp.reduce_scatter(dispatch.run_experts(compute)).view(x.shape)
         # Counts on the device: this launches kernels, so do it while the experts compute.
         if report is None:
-            report = self._make_report(inputs, routing, counts, token_slots, balance)
+            report = self._make_report(inputs, routing, counts, balance)
         return combined if shared is None else combined + shared, report
 
     def set_slot_experts(self, slot_experts: Sequence[int]) -> None:
@@ -209,7 +209,6 @@ class MoE(nn.Module):
         inputs: Inputs,
         routing: Routing,
         counts: DispatchCounts,
-        token_slots: TokenSlots,
         balance: BalanceDecision | None,
     ) -> MoEReport:
         requested_E, counts_RE = counts.requested_KE.sum(0), counts.counts_RE
@@ -226,7 +225,6 @@ class MoE(nn.Module):
             balanced=first_E,
             kept=kept_E,
             counts=counts_RE,
-            dedup_counts=token_slots.dedup_counts_RP,
             num_replay_mismatches=routing.num_replay_mismatches,
             balance_decision=balance,
             router_logits=routing.scores_TE if "router_logits" in inputs.keep else None,

@@ -34,9 +34,6 @@ class MoEReport(NamedTuple):
     counts: Tensor
     """Assignments of each EP rank to each expert after drops, [EP ranks, experts]; on the host, or
     on the device if the host has not waited."""
-    dedup_counts: Tensor | None
-    """Deduplicated tokens of each EP rank for each EP rank, then for each host, [EP ranks,
-    destinations]; on the host. None without deduplication."""
     num_replay_mismatches: int
     """This rank's assignments in which a replayed choice differs from the router's own."""
     balance_decision: BalanceDecision | None = None

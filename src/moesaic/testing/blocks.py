@@ -85,14 +85,11 @@ def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
 
 
 def expert_load(report: MoEReport, plan: Plan, rank: int) -> list[list[int]]:
-    """Return assignments by rank and expert, then deduplicated tokens, as `expert_counts` takes
-    them; zeros for ranks outside the EP group of `rank`."""
-    tables = [report.counts]
-    if report.dedup_counts is not None:
-        tables.append(report.dedup_counts)
-    local = torch.cat(tables, dim=1)
-    load = local.new_zeros((plan.ranks_per_stage // plan.etp, local.shape[1]))
-    load.view(-1, *local.shape)[rank % plan.ranks_per_stage // (plan.ep * plan.etp)] = local
+    """Return assignments by rank and expert, as `expert_counts` takes them; zeros for ranks outside
+    the EP group of `rank`."""
+    counts = report.counts
+    load = counts.new_zeros((plan.ranks_per_stage // plan.etp, counts.shape[1]))
+    load.view(-1, *counts.shape)[rank % plan.ranks_per_stage // (plan.ep * plan.etp)] = counts
     result: list[list[int]] = load.tolist()
     return result
 
@@ -163,20 +160,23 @@ def trace_call(work: Callable[[], Any]) -> tuple[KernelCounts, Any]:
     return counts, result
 
 
-def check_work(trace: BlockTrace, blocks: Sequence[Block], *, saved: bool = True) -> None:
+def check_work(
+    trace: BlockTrace, blocks: Sequence[Block], *, saved: bool = True, moved_error: float = 0.05
+) -> None:
     """Compare a trace with the predicted blocks, by block of the model.
 
-    FLOPs are equal, elementwise bytes within 5% and, if `saved`, bytes saved by autograd within 2%.
+    FLOPs are equal, elementwise bytes within `moved_error` and, if `saved`, bytes saved by autograd
+    within 3%.
     """
     for direction, found in (("forward", trace.forward), ("backward", trace.backward)):
         for name, counts in found.items():
             works = [getattr(one, direction) for one in blocks if one.spec.model_block == name]
             assert sum(work.flops for work in works) == counts.flops, (direction, name)
             moved = sum(work.moved_bytes for work in works)
-            assert abs(moved - counts.moved_bytes) <= 0.05 * counts.moved_bytes, (
+            assert abs(moved - counts.moved_bytes) <= moved_error * counts.moved_bytes, (
                 direction, name, moved, counts.moved_bytes,
             )  # fmt: skip
     if saved:
         for name, num_bytes in trace.saved_bytes.items():
             predicted = sum(one.saved_bytes for one in blocks if one.spec.model_block == name)
-            assert abs(predicted - num_bytes) <= 0.02 * num_bytes, (name, predicted, num_bytes)
+            assert abs(predicted - num_bytes) <= 0.03 * num_bytes, (name, predicted, num_bytes)

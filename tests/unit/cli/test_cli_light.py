@@ -213,8 +213,7 @@ def test_a_dry_run_of_a_pipeline_shows_its_fullest_rank(
     facts = json.loads(run(f"{line} --json", capfd))
     memory = facts["memory_per_rank"]
     peak = memory.pop("peak_bytes")
-    assert memory.pop("total_bytes") == sum(memory.values()) > peak
-    assert memory["head_bytes"] > 0
+    assert sum(memory.values()) == peak
     assert facts["plan"]["stages"] == [
         ["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"],
     ]  # fmt: skip
@@ -271,7 +270,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert facts["parameters"] == {"total": 1_927_296, "active": 747_648}
     memory = facts["memory_per_rank"]
     peak = memory.pop("peak_bytes")
-    assert memory.pop("total_bytes") == sum(memory.values()) > peak
+    assert sum(memory.values()) == peak
     assert [warning.split()[0] for warning in facts["warnings"]] == ["schedule.final"]
     text = run(f"{line} --set layout.tp=2", capfd)
     assert "tokens once per expert, matrices over 2 TP ranks, dense parameters on" in text

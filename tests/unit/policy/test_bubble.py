@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from pipelines import SCHEDULES, simulate
 
 from moesaic.facts.job.train import PipelineSchedule
-from moesaic.policy.cost.bubble import bubble_fraction, ideal_bubble_fraction
 from moesaic.policy.cost.event import PIPELINE, Event, StageTransfer
-from moesaic.policy.cost.timeline import simulate_events
+from moesaic.policy.cost.timeline import bubble_fraction, ideal_bubble_fraction, simulate_events
 
 
 def ideal(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> float:

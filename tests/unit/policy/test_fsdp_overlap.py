@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -137,33 +136,3 @@ def test_cpu_ranks_do_not_overlap() -> None:
             (events[at - 1].name, events[at - 1].block == events[at].block) for at in needs
         ]
         assert (set(sequential) == {("parameters", True)}) == (not overlapped)
-
-
-@pytest.mark.parametrize(
-    ("finetune", "unused"),
-    [
-        ({"method": "full"}, []),
-        ({"method": "lora"}, []),
-        ({"method": "lora", "targets": ["experts"]}, ["layers.0.ffn"]),
-    ],
-)
-def test_an_early_end_of_backward_prefetches_one_more_layer(
-    finetune: dict[str, Any], unused: list[str]
-) -> None:
-    """The first of three layers is dense; without a backward its parameters are not used."""
-    job = tiny_job(
-        layout={"dp_shard": 2}, finetune=finetune, routing={"bias_update_rate": 0.0},
-        model={
-            "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
-            "latent": {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "v_head_dim": 6},
-        },
-    )  # fmt: skip
-    plan = plan_from_layout(job.layout, job.model, 2)
-    events = JobCosts.from_job(job, plan, cluster(count=2)).events()
-    awaited = {event.waits_for for event in events}
-    gathers = [
-        event for event in events if event.name == "parameters" and event.phase == "backward"
-    ]
-    assert [event.block for event in gathers if event.launches not in awaited] == unused
-    assert len(gathers) == 3
-    assert simulate_events(events, 2).step_s > 0

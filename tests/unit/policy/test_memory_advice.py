@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from moesaic.base.config import parse
-from moesaic.facts.cluster import Cluster, place_ranks
+from moesaic.facts.cluster import Cluster
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.cost.memory import RankMemory, tightest_rank
+from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.plan.memory_advice import suggest_memory_changes
 
 RANKS = 16
@@ -42,13 +43,11 @@ def job(**layout: Any) -> Job:
 
 
 def memory_of(job: Job, where: Cluster) -> RankMemory:
-    return tightest_rank(job, plan_from_job(job, RANKS), where, place_ranks(where, RANKS))
+    return tightest_rank(JobCosts.from_job(job, plan_from_job(job, RANKS), where))
 
 
 def advise(job: Job, where: Cluster) -> tuple[dict[str, Any], RankMemory]:
-    return suggest_memory_changes(
-        job, RANKS, where, place_ranks(where, RANKS), memory_of(job, where)
-    )
+    return suggest_memory_changes(job, RANKS, where, memory_of(job, where))
 
 
 @pytest.mark.parametrize("layout", [{}, {"ep": 8}, {"ep": 8, "dp_shard": "all"}, {"tp": 2}])
@@ -81,5 +80,5 @@ def test_no_advice_without_a_useful_change() -> None:
         "job",
     )  # fmt: skip
     where = cluster(1e5)
-    needs = tightest_rank(alone, plan_from_job(alone, 1), where, place_ranks(where, 1))
-    assert suggest_memory_changes(alone, 1, where, place_ranks(where, 1), needs) == ({}, needs)
+    needs = tightest_rank(JobCosts.from_job(alone, plan_from_job(alone, 1), where))
+    assert suggest_memory_changes(alone, 1, where, needs) == ({}, needs)

@@ -12,11 +12,11 @@ from moesaic.facts.cluster.places import device_at, place_ranks
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory
 from moesaic.facts.workload.loads import expert_counts
-from moesaic.policy.cost.memory import fullest_rank, tightest_rank
+from moesaic.policy.cost.memory import highest_memory, tightest_rank
+from moesaic.policy.cost.step import JobCosts
 from moesaic.testing.jobs import tiny_job
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize(
     ("ranks", "layout", "train"),
     [
@@ -29,15 +29,13 @@ from moesaic.testing.jobs import tiny_job
         (8, {"pp": 2, "tp": 2, "dp_shard": 2}, {"batch": 6, "micro_batches": 2}),
     ],
 )
-def test_fullest_rank_has_the_highest_peak(
-    ranks: int, layout: Mapping[str, object], train: Mapping[str, int], on_cpu: bool
+def test_highest_memory_is_that_of_all_ranks(
+    ranks: int, layout: Mapping[str, object], train: Mapping[str, int]
 ) -> None:
     job = tiny_job(model={"vocab": 60}, layout=layout, train=train)
     plan = plan_from_layout(job.layout, job.model, ranks)
-    peaks = [memory(job, plan, rank, on_cpu=on_cpu).peak_bytes for rank in range(ranks)]
-    rank, fullest = fullest_rank(job, plan, on_cpu=on_cpu)
-    assert fullest.peak_bytes == peaks[rank] == max(peaks)
-    assert max(peaks) > min(peaks)
+    peaks = [memory(job, plan, rank).peak_bytes for rank in range(ranks)]
+    assert highest_memory(job, plan).peak_bytes == max(peaks) > min(peaks)
 
 
 def test_tightest_rank_depends_on_device_memory() -> None:
@@ -54,20 +52,22 @@ def test_tightest_rank_depends_on_device_memory() -> None:
         memory(job, plan, rank, on_cpu=False).peak_bytes / device_at(cluster, at).memory_bytes
         for rank, at in enumerate(places)
     ]
-    tightest = tightest_rank(job, plan, cluster, places)
+    tightest = tightest_rank(JobCosts.from_job(job, plan, cluster))
     assert tightest.used_fraction == max(fractions)
     assert (tightest.rank, tightest.device.memory_bytes) == (2, 1e10)
 
 
-def test_fullest_rank_follows_loads() -> None:
+def test_tightest_rank_follows_loads() -> None:
     """Only a layer's own load matters; counts by rank give the same result as loads."""
     job = tiny_job(layout={"ep": 4}, train={"batch": 8})
     plan = plan_from_layout(job.layout, job.model, 4)
+    where = resolve_cluster({"name": "test", "hosts": [{"name": "a", "preset": "h100-8"}]}, "test")
     even, hot = np.ones(job.model.experts), np.ones(job.model.experts)
     hot[list(plan.experts_of(2, 0))] = 9
     loads = [even, hot]
-    rank, fullest = fullest_rank(job, plan, loads=loads)
-    assert rank == 2
-    assert fullest == memory(job, plan, 2, [expert_counts(job, plan, load) for load in loads])
-    assert fullest.peak_bytes > fullest_rank(job, plan)[1].peak_bytes
-    assert fullest_rank(job, plan, loads=[even] * 2)[1] == fullest_rank(job, plan)[1]
+    tightest = tightest_rank(JobCosts.from_job(job, plan, where, loads))
+    assert tightest.rank == 2
+    counts = [expert_counts(job, plan, load) for load in loads]
+    assert tightest.memory == memory(job, plan, 2, counts, on_cpu=False)
+    unloaded = tightest_rank(JobCosts.from_job(job, plan, where)).memory
+    assert tightest.memory.peak_bytes > unloaded.peak_bytes

@@ -194,29 +194,6 @@ def test_more_bytes_and_more_contention_are_never_faster(
         assert contended.seconds(few) <= contended.seconds(few + more)
 
 
-@given(operations())
-def test_bytes_sent_equal_bytes_received(case: tuple[Cluster, str, list[list[int]]]) -> None:
-    made, operation, groups = case
-    for group in groups:
-        for load in NetworkModel(made, all_places(made)).port_loads(operation, group):
-            for link in {port.link for port in load.fraction_by_port}:
-                sums = {"in": 0.0, "out": 0.0, "": 0.0}
-                for port, share in load.fraction_by_port.items():
-                    sums[port.direction] += share if port.link == link else 0.0
-                assert sums["in"] == pytest.approx(sums["out"])
-
-
-@given(st.sampled_from(OPERATIONS), st.lists(st.integers(1, 3), min_size=2, max_size=4))
-def test_reversed_hosts_take_equally_long(operation: str, counts: list[int]) -> None:
-    """Links are symmetric, so the reversed order takes as long, except for a tree."""
-    if operation == "broadcast":
-        counts = [counts[0]] * len(counts)
-    made, back = cluster(*counts), cluster(*counts[::-1])
-    ranks = list(range(sum(counts)))
-    (there,), (again,) = (costs(one, operation, ranks) for one in (made, back))
-    assert there.seconds(1e8) == pytest.approx(again.seconds(1e8))
-
-
 @pytest.mark.parametrize(
     ("operation", "seconds"),
     [

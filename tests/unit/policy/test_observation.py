@@ -10,8 +10,7 @@ import pytest
 from moesaic.facts.cluster import Calibration
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.plan import plan_from_layout
-from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED
-from moesaic.policy.cost.observation import observe_step
+from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED, observe_step
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job

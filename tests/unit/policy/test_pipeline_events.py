@@ -31,10 +31,10 @@ from moesaic.policy.cost.cluster_costs import ClusterCosts
 from moesaic.policy.cost.event import PIPELINE, Event
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.pipeline import (
+    action_work,
     merge_schedules,
     pipeline_events,
     prerequisite,
-    split_backward,
 )
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.cost.timeline import simulate_events
@@ -107,6 +107,12 @@ def test_ranks_of_a_stage_run_only_its_events(schedule: PipelineSchedule) -> Non
     work = sum((span.end_s - span.begin_s) * (span.event.receives is None) for span in wide.spans)
     stages = 2 if schedule == "interleaved" else 1
     assert np.asarray(work).tolist() == pytest.approx([6 * 3.0 * stages] * 12)
+
+
+def split_backward(one: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Return the operations of both halves of a split backward."""
+    inputs, weights = (action_work(one, kind, is_first_stage=False) for kind in ("input", "weight"))
+    return inputs.ops, weights.ops
 
 
 def test_split_backward_separates_input_and_weight_matmuls() -> None:

@@ -86,9 +86,9 @@ def _figures(facts: LMStepStats) -> dict[str, Any]:
     return figures
 
 
-def test_expert_load_without_deduplication() -> None:
+def test_expert_load_of_one_ep_group() -> None:
     zero, counts = torch.zeros(()), torch.tensor([[3, 0, 2]])
-    report = MoEReport(2, 5, zero, zero, counts[0], counts[0], counts[0], counts, None, 0)
+    report = MoEReport(2, 5, zero, zero, counts[0], counts[0], counts[0], counts, 0)
     plan = Plan(ranks=2, ep=1, dp_shard=1, experts=3)
     assert expert_load(report, plan, 1) == [[0, 0, 0], [3, 0, 2]]
 

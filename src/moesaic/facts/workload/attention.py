@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moesaic.facts.job.model import LatentConfig
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import (
@@ -34,9 +32,7 @@ def _projections(s: Sizes) -> list[Operation]:
         norm(s, hidden, num_uses=3 if s.tp == 1 else 1, in_residual=True),
         gather_sequence(s, hidden, num_uses=3, split=True),
         *(
-            linear(
-                name, s, width, hidden, source=source, reads_block_input=True,
-            )
+            linear(name, s, width, hidden, source=source)
             for name, width, source in zip("qkv", widths, input_sources(s, 3), strict=True)
         ),
         *norms,
@@ -58,9 +54,10 @@ def _qk_norm(s: Sizes, width: int) -> Operation:
     n, cast = s.tokens * width, s.cast_bytes(s.tokens * width)
     calls = tp_calls(s, "all_reduce", s.tokens * s.stored_bytes, "qk norm")
     return Operation(
-        Op("head norm", (), (7 * n + 10 * s.tokens) * s.stored_bytes + cast, 9),
-        Op("head norm", (), (21 * n + 14 * s.tokens) * s.stored_bytes + cast, 16),
+        Op("head norm", (), 7 * n * s.stored_bytes + cast, 9),
+        Op("head norm", (), 21 * n * s.stored_bytes + cast, 16),
         one.saved_bytes + n * s.stored_bytes,  # It also saves its result.
+        n * s.stored_bytes,
         calls,
         calls,
     )
@@ -98,32 +95,38 @@ def _attention_kernel(
 
     Each sample is one document. Backward also needs a number per query and head.
     """
-    window, blocks, batch = s.model.window, _query_blocks(s), s.batch * s.heads
-    is_windowed = window is not None and window < s.sequence
+    blocks, batch, length = _query_blocks(s), s.batch * s.heads, s.sequence
+    window = length if s.model.window is None else min(s.model.window, length)
+    num_scores = sum(queries * keys for queries, keys in blocks)
+    needs_mask = s.on_cpu and window < length
+    used_scores = num_scores if needs_mask else window * length - window * (window - 1) // 2
     scores = tuple(MatmulShape(queries, keys, width, batch) for queries, keys in blocks)
     values = tuple(MatmulShape(queries, width, keys, batch) for queries, keys in blocks)
-    causal_fraction = 1.0 if is_windowed else (s.sequence + 1) / (2 * s.sequence)
-    num_pairs = sum(queries * keys for queries, keys in blocks)
-    transcendentals = round(batch * num_pairs * causal_fraction)
-    mask_bytes = is_windowed * num_pairs * (9 + 3 * s.compute_bytes)
-    num_kernels = 2 + len(blocks) * (1 + 6 * is_windowed)
-    return Operation(
-        Op("attend", scores + values, forward_bytes + mask_bytes, num_kernels, s.precision,
-           transcendentals, "attention", causal_fraction),
-        Op("attend", 2 * scores + 3 * values, backward_bytes + mask_bytes, num_kernels,
-           s.precision, transcendentals, "attention backward", causal_fraction),
-        saved_elements * s.compute_bytes + s.tokens * s.heads * s.stored_bytes,
+    mask_bytes = needs_mask * num_scores * (9 + 3 * s.compute_bytes)
+    num_kernels = 2 + len(blocks) * (1 + 6 * needs_mask)
+    forward, backward = (
+        Op("attend", matmuls, moved + mask_bytes, num_kernels, s.precision, batch * used_scores,
+           kind, used_scores / num_scores)
+        for matmuls, moved, kind in (
+            (scores + values, forward_bytes, "attention"),
+            (2 * scores + 3 * values, backward_bytes, "attention backward"),
+        )
     )  # fmt: skip
+    saved = saved_elements * s.compute_bytes + s.tokens * s.heads * s.stored_bytes
+    return Operation(forward, backward, saved)
 
 
 def _query_blocks(s: Sizes) -> list[tuple[int, int]]:
     """Return queries and keys of each kernel call for a sample.
 
-    A sliding window is cut into blocks of queries, each with its keys and a mask.
+    On a CPU, a sliding window is cut into blocks of queries, each with its keys and a mask. A GPU
+    has one kernel that skips other keys; twice the window stands for its causal half.
     """
     length, window = s.sequence, s.model.window
     if window is None or window >= length:
         return [(length, length)]
+    if not s.on_cpu:
+        return [(length, min(2 * window, length))]
     starts = range(0, length, ATTENTION_QUERY_BLOCK)
     ends = [min(start + ATTENTION_QUERY_BLOCK, length) for start in starts]
     return [
@@ -154,32 +157,24 @@ def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
     split = Op("split", (), 2 * shard * (rank + rope) * s.compute_bytes, 1)
     down = [
         norm(s, hidden, num_uses=2, in_residual=True),
-        linear(
-            "kv_down", s, rank + rope, hidden, source="stored", rows=shard, reads_block_input=True
-        ),
+        linear("kv_down", s, rank + rope, hidden, source="stored", rows=shard),
         Operation(None, split, kept),
     ]
     query_name = "q"
     if latent.q_lora_rank is not None:
         query_name = "q_up"
         down += [
-            linear(
-                "q_down", s, query_input, hidden, source="shared", rows=shard,
-                reads_block_input=True,
-            ),
+            linear("q_down", s, query_input, hidden, source="shared", rows=shard),
             norm(s, query_input, rows=shard, casts=True),
-        ]  # fmt: skip
-    # The gathered tensor comes from projections that may have adapters.
-    inner = replace(s, input_has_no_grad=False)
+        ]
     rotary_elements = s.tokens * (s.heads + 1) * rope
     return [
         *down,
         kv_norm,
-        gather_sequence(inner, query_input + rank + rope, split=True),
+        gather_sequence(s, query_input + rank + rope, split=True),
         linear(
             query_name, s, s.q_width, query_input,
             source="shared" if query_name == "q" and s.tp == 1 else source,
-            reads_block_input=query_name == "q",
         ),
         _rotary(s, rotary_elements, 7, 10),
         linear("kv_up", s, unrotated + values, rank, source=source),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from numpy.typing import ArrayLike
@@ -27,10 +26,10 @@ from moesaic.facts.workload.gradient_reduction import (
 )
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
 from moesaic.facts.workload.operation import Op, Operation
-from moesaic.facts.workload.parameters import Parameter, local_size, trainable_parameters
+from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import Sizes, group_of
-from moesaic.facts.workload.spec import BlockSpec, block_of
+from moesaic.facts.workload.spec import BlockSpec
 
 STEP = "step"
 """Name of the block for work outside all blocks."""
@@ -76,6 +75,8 @@ class Block:
     """Work once per step."""
     saved_bytes: int = 0
     """Bytes that autograd saves in one forward without recomputation, without parameters."""
+    captured_bytes: int = 0
+    """Bytes of gradients that the first half of a split backward keeps for the second."""
 
     @property
     def name(self) -> str:
@@ -113,13 +114,14 @@ def workload(
 
 @dataclass(frozen=True)
 class BlockBuilder:
-    """Builder of one rank's blocks, except for gradient reductions."""
+    """Builder of one rank's blocks, except for gradient reductions.
+
+    Backward goes down to the embedding, even if fine-tuning freezes the first layers.
+    """
 
     params: RankParams
     loads: Sequence[ArrayLike] | None
     on_cpu: bool
-    _built: dict[object, list[Block]] = field(default_factory=dict)
-    """Blocks of one module, by everything that determines their work."""
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -136,60 +138,26 @@ class BlockBuilder:
         found = routed_by_layer(job, self.params.plan, self.params.rank, self.loads)
         return dict(zip(layers, found, strict=True))
 
-    @cached_property
-    def _first_trainable(self) -> str:
-        """Name of the first block with trainable parameters, where backward ends."""
-        job = self.params.job
-        return min(
-            (block_of(p, job.model) for p in trainable_parameters(job, lambda _: [0])),
-            key=_block_position,
-        )
-
     def blocks(self) -> list[Block]:
         """Return the rank's blocks in model order; equal layers are built once."""
-        modules: dict[str, list[BlockSpec]] = {}
+        groups: dict[str, list[BlockSpec]] = {}
         for spec in self.params.blocks:
-            modules.setdefault(spec.model_block, []).append(spec)
-        blocks = list[Block]()
-        for specs in modules.values():
+            groups.setdefault("" if spec.layer is None else spec.model_block, []).append(spec)
+        built, blocks = dict[object, list[Block]](), dict[str, Block]()
+        for specs in groups.values():
             key = self._work_key(specs)
-            if key not in self._built:
-                self._built[key] = self._build_module(specs)
-            blocks += [
-                replace(block, spec=spec)
-                for block, spec in zip(self._built[key], specs, strict=True)
-            ]
-        roots = [at for at, block in enumerate(blocks) if block.spec.layer is None]
-        if roots and self.params.plan.dp_shard > 1:
-            sharded = self._with_fsdp([blocks[at] for at in roots])
-            for at, block in zip(roots, sharded, strict=True):
-                blocks[at] = block
-        return blocks
+            if key not in built:
+                built[key] = self._with_fsdp([self._build_block(spec) for spec in specs])
+            for block, spec in zip(built[key], specs, strict=True):
+                blocks[spec.name] = replace(block, spec=spec)
+        return [blocks[spec.name] for spec in self.params.blocks]
 
     def _work_key(self, specs: Sequence[BlockSpec]) -> object:
-        """Return a key that is equal for all modules with the same work."""
+        """Return a key that is equal for all layers with the same work."""
         last = specs[-1]
-        if last.layer is None:
-            return last.name
         has_own_load = self.loads is not None or bool(self.params.plan.expert_placement_by_layer)
         own_load = last.layer if last.kind == "moe" and has_own_load else None
-        return last.kind, last.inner_width, own_load, self._distance(last.layer)
-
-    def _distance(self, layer: int) -> float:
-        """Return the place of `layer`: far before (-2), just before, at, or after (1) the first
-        trainable layer."""
-        return max(-2.0, min(layer - _block_position(self._first_trainable)[0], 1.0))
-
-    def _build_module(self, specs: Sequence[BlockSpec]) -> list[Block]:
-        """Return the blocks of one module, with FSDP's work if it is a layer."""
-        blocks = []
-        for spec in specs:
-            block = self._build_block(spec, self._operations(spec))
-            blocks.append(
-                replace(block, update=BlockWork(_update_ops(self.params, self.sizes, spec)))
-            )
-        is_sharded = specs[0].layer is not None and self.params.plan.dp_shard > 1
-        return self._with_fsdp(blocks) if is_sharded else blocks
+        return last.kind, last.inner_width, own_load
 
     def _with_fsdp(self, blocks: Sequence[Block]) -> list[Block]:
         """Return blocks of one FSDP group with its work: a layer, or embedding and head.
@@ -199,17 +167,14 @@ class BlockBuilder:
         accumulated gradients, as part of the update.
         """
         first, *rest = blocks
+        if self.params.plan.dp_shard == 1:
+            return [first, *rest]
         unshard, reshard, replica_reduction = self._fsdp_work([block.spec for block in blocks])
         if self.params.plan.pp > 1:
             work = unshard + reshard + replica_reduction
             return [replace(first, update=first.update + work), *rest]
-        if rest and first.spec.layer is not None:
-            last = rest.pop()
-            if last.backward.ops:
-                last = replace(last, backward=unshard + last.backward)
-            elif self._distance(first.spec.layer) == -1:  # FSDP prefetches it.
-                last = replace(last, backward=BlockWork((), unshard.collectives) + last.backward)
-            rest.append(last)
+        if first.spec.layer is not None:
+            rest[-1] = replace(rest[-1], backward=unshard + rest[-1].backward)
         first = replace(
             first, forward=unshard + first.forward, backward=first.backward + reshard,
             update=first.update + replica_reduction,
@@ -218,11 +183,9 @@ class BlockBuilder:
 
     def _operations(self, spec: BlockSpec) -> list[Operation]:
         """Return the operations of a block in order."""
-        params, model = self.params, self.params.job.model
-        ends_backward = spec.name == self._first_trainable != "embed"
-        s = replace(self.sizes, input_has_no_grad=ends_backward)
+        params, s = self.params, self.sizes
         if spec.kind == "embed":
-            return ops.embedding(s, tied=model.tied and params.plan.pp == 1)
+            return ops.embedding(s, tied=s.model.tied and params.plan.pp == 1)
         if spec.kind == "head":
             return ops.head(s)
         if spec.kind == "attention":
@@ -233,39 +196,31 @@ class BlockBuilder:
         assert spec.layer is not None
         return mixture_of_experts(s, self.routed[spec.layer], counts)
 
-    def _build_block(self, spec: BlockSpec, operations: Sequence[Operation]) -> Block:
-        """Return a block without its update.
+    def _build_block(self, spec: BlockSpec) -> Block:
+        """Return a block without FSDP.
 
-        With recomputation, backward of a layer starts with the forward that it needs. Without
-        trainable parameters up to the block, it has no backward; only the first trainable layer
-        still recomputes an earlier block of its own.
+        With recomputation, backward of a layer starts with the forward that it needs.
         """
+        operations = self._operations(spec)
         forward = BlockWork(
             tuple(one.forward for one in operations if one.forward is not None),
             tuple(call for one in operations for call in one.forward_calls),
         )
-        saved = sum(one.saved_bytes for one in operations)
-        position, first = _block_position(spec.name), _block_position(self._first_trainable)
-        recomputes = self.params.plan.recomputes(self.params.job) and spec.layer is not None
-        if position < first:
-            repeated = forward if recomputes and position[0] == first[0] else BlockWork()
-            return Block(spec, forward, repeated, saved_bytes=saved)
-        recomputed = BlockWork()
-        if recomputes:
-            recomputed = BlockWork(
-                tuple(op for one in operations if (op := one.recomputed) is not None),
-                tuple(
-                    call
-                    for one in operations
-                    if one.recompute != "nothing"
-                    for call in one.forward_calls
-                ),
-            )
         backward = BlockWork(
             tuple(one.backward for one in reversed(operations) if one.backward is not None),
             tuple(call for one in reversed(operations) for call in one.backward_calls),
         )
-        return Block(spec, forward, recomputed + backward, saved_bytes=saved)
+        if self.params.plan.recomputes(self.params.job) and spec.layer is not None:
+            repeated = [one for one in operations if one.recompute != "nothing"]
+            recomputed = BlockWork(
+                tuple(op for one in repeated if (op := one.recomputed) is not None),
+                tuple(call for one in repeated for call in one.forward_calls),
+            )
+            backward = recomputed + backward
+        saved = sum(one.saved_bytes for one in operations)
+        captured = sum(one.captured_bytes for one in operations)
+        update = BlockWork(_update_ops(self.params, self.sizes, spec))
+        return Block(spec, forward, backward, update, saved, captured)
 
     def _fsdp_work(self, specs: Iterable[BlockSpec]) -> tuple[BlockWork, BlockWork, BlockWork]:
         """Return FSDP's work for the blocks of one group: all-gather of parameters, reduce-scatter
@@ -307,14 +262,6 @@ def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
         replace(scatter, recompute="nothing"),
         replace(ops.residual(s), recompute="nothing"),
     ]
-
-
-def _block_position(block: str) -> tuple[float, bool]:
-    """Return the position of a block in the model: its layer, and whether it is the second half."""
-    if not block.startswith("layers."):
-        return (-1.0 if block == "embed" else math.inf), False
-    _, layer, kind = block.split(".")
-    return int(layer), kind != "attention"
 
 
 def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, ...]:

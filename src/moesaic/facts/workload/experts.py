@@ -1,4 +1,7 @@
-"""Operations of a mixture-of-experts layer: router, dispatch, experts, combine."""
+"""Operations of a mixture-of-experts layer: router, dispatch, experts, combine.
+
+Index tensors, masks and counts are left out: they are small beside rows of tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,10 @@ from moesaic.facts.workload.collectives import (
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import gated_ffn, norm, residual
-from moesaic.facts.workload.sizes import INDEX_BYTES, Sizes
+from moesaic.facts.workload.sizes import Sizes
 
 EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
-
-_CHOICE_BYTES = 132
-"""Estimated bytes of indices, masks and counts, read and written per token and choice."""
-_LOCAL_CHOICE_BYTES = 90
-"""Estimated bytes of the same for each chunk of local tokens."""
-_DEDUP_CHOICE_BYTES = 150
-"""Estimated bytes of weights, slots and masks per choice of a deduplicated token."""
 
 
 def mixture_of_experts(
@@ -41,78 +37,50 @@ def mixture_of_experts(
     hidden, has_shared = s.model.hidden, s.shared_width > 0
     choices = s.dispatched_tokens * s.model.top_k
     dispatched_bytes = s.dispatched_tokens * hidden * s.compute_bytes
-    has_weight_grad = not s.input_has_no_grad or s.trainable.routers
-    trains_experts = s.trainable.experts or s.trainable.rank_of_target("experts") > 0
-    # Deduplicated tokens bring back the gradients of routing weights, which only routers need.
-    has_token_grad = not s.input_has_no_grad or (routed.is_dedup and s.trainable.routers)
-    # Without a gradient of routed experts, recomputation skips them.
-    is_unused = s.input_has_no_grad and not (trains_experts or s.trainable.routers)
-    tokens = _token_exchanges(s, routed, has_grad=has_token_grad)
-    computed = [_experts(s, chunk) for chunk in routed.compute_order()]
-    results = [
-        _combine(s, routed), _result_exchanges(s, routed, has_grad=has_token_grad or trains_experts)
-    ]  # fmt: skip
+    tokens = _token_exchanges(s, routed)
     shared: list[Operation] = []
     if has_shared:
         shares_input = s.tp == 1 and not s.num_casts  # The router saves it.
         shared = gated_ffn(s, s.shared_width, "shared", shares_input=shares_input)
-    if is_unused:
-        computed, results = _not_recomputed(computed), _not_recomputed(results)
-        *inner, down, scatter = shared
-        shared = [*inner, replace(down, recompute="input"), scatter]
     added = Op("shared", (), 3 * s.stream_elements * s.compute_bytes, 1)
+    last = [
+        _etp_collective(s, "reduce_scatter", dispatched_bytes),
+        _concat_chunks(s, routed),
+        *([Operation(added)] if has_shared else []),
+        residual(s),
+    ]
     return [
         norm(s, hidden, num_uses=2 + has_shared * (2 if s.tp == 1 else 1), in_residual=True),
         _router(s),
         # Choices and weights of all tokens in the expert TP group.
         _etp_collective(s, "all_gather", choices * SCALAR_BYTES, has_grad=False),
-        _etp_collective(s, "all_gather", choices * s.stored_bytes, has_grad=has_weight_grad),
+        _etp_collective(s, "all_gather", choices * s.stored_bytes),
         Operation(forward_calls=counts),
-        _etp_collective(s, "all_gather", dispatched_bytes, has_grad=not s.input_has_no_grad),
+        _etp_collective(s, "all_gather", dispatched_bytes),
         _dispatch(s, routed),
         *tokens[:1],
         *shared,
         *tokens[1:],
-        *computed,
-        *results,
-        *_not_recomputed([
-            _etp_collective(s, "reduce_scatter", dispatched_bytes),
-            _concat_chunks(s, routed),
-            *([Operation(added)] if has_shared else []),
-            residual(s),
-        ]),
-    ]  # fmt: skip
-
-
-def _not_recomputed(operations: Sequence[Operation]) -> list[Operation]:
-    return [replace(one, recompute="nothing") for one in operations]
+        *(_experts(s, chunk) for chunk in routed.compute_order()),
+        _combine(s, routed),
+        _result_exchanges(s, routed),
+        *(replace(one, recompute="nothing") for one in last),
+    ]
 
 
 def _router(s: Sizes) -> Operation:
     """Return scores and choices, in stored type, and the auxiliary losses."""
     model, t = s.model, s.shard_tokens
-    scores, choices = t * model.experts, t * model.top_k
-    forward, backward = 5 * scores + 3 * choices + 4 * t, 17 * scores + choices + 8 * t
-    saved = 2 * scores + t + model.experts
-    if model.renormalise:
-        forward, backward = forward + 3 * choices, backward + 14 * choices
-        saved += choices + t
-    if model.score_function == "sigmoid":
-        forward, backward = forward + 5 * scores, backward + 13 * scores
-        saved += t  # Divisor that turns scores into probabilities.
-    if model.top_expert_groups < model.expert_groups:
-        forward += 3 * scores + 10 * t * model.expert_groups
-    index_bytes, num_kernels = choices * INDEX_BYTES, 30 if model.renormalise else 24
-    matmuls = s.trainable.routers * (MatmulShape(model.experts, model.hidden, t),)
-    matmuls += (not s.input_has_no_grad) * (MatmulShape(t, model.hidden, model.experts),)
-    backward_op = Op(
-        "router", matmuls, backward * s.stored_bytes + index_bytes, num_kernels, s.stored_dtype
+    scores = t * model.experts * s.stored_bytes
+    matmuls = s.trains_routers * (
+        MatmulShape(model.experts, model.hidden, t, is_weight_gradient=True),
     )
+    matmuls += (MatmulShape(t, model.hidden, model.experts),)
     return Operation(
-        Op("router", (MatmulShape(t, model.experts, model.hidden),),
-           forward * s.stored_bytes + 2 * index_bytes, num_kernels, s.stored_dtype, 2 * scores),
-        backward_op if matmuls else None,
-        (s.stream_elements + saved) * s.stored_bytes,
+        Op("router", (MatmulShape(t, model.experts, model.hidden),), 8 * scores, 24,
+           s.stored_dtype, 2 * t * model.experts),
+        Op("router", matmuls, 24 * scores, 24, s.stored_dtype),
+        s.stream_elements * s.stored_bytes + 2 * scores,
     )  # fmt: skip
 
 
@@ -140,7 +108,7 @@ def _exchange(
     return all_to_all(name, one.group, *((receive, send) if returns else (send, receive)))
 
 
-def _token_exchanges(s: Sizes, routed: RoutedTokens, *, has_grad: bool) -> list[Operation]:
+def _token_exchanges(s: Sizes, routed: RoutedTokens) -> list[Operation]:
     """Return the exchanges of tokens to experts, chunk by chunk and hop by hop.
 
     A deduplicated token carries its weights and slots, and backward returns the gradients of the
@@ -153,14 +121,14 @@ def _token_exchanges(s: Sizes, routed: RoutedTokens, *, has_grad: bool) -> list[
     return [
         Operation(
             forward_calls=_exchange(TOKENS, hop, forward_bytes),
-            backward_calls=has_grad * _exchange(TOKENS, hop, backward_bytes, returns=True),
+            backward_calls=_exchange(TOKENS, hop, backward_bytes, returns=True),
         )
         for chunk in routed.split_chunks()
         for hop in chunk.exchanges
     ]
 
 
-def _result_exchanges(s: Sizes, routed: RoutedTokens, *, has_grad: bool) -> Operation:
+def _result_exchanges(s: Sizes, routed: RoutedTokens) -> Operation:
     """Return the exchanges of results back to their tokens' ranks."""
     row = s.model.hidden * s.compute_bytes
     hops = [hop for chunk in routed.split_chunks() for hop in reversed(chunk.exchanges)]
@@ -168,61 +136,39 @@ def _result_exchanges(s: Sizes, routed: RoutedTokens, *, has_grad: bool) -> Oper
         forward_calls=tuple(
             one for hop in hops for one in _exchange(RESULTS, hop, row, returns=True)
         ),
-        backward_calls=has_grad
-        * tuple(one for hop in reversed(hops) for one in _exchange(RESULTS, hop, row)),
+        backward_calls=tuple(one for hop in reversed(hops) for one in _exchange(RESULTS, hop, row)),
     )
 
 
 def _dispatch(s: Sizes, routed: RoutedTokens) -> Operation:
-    """Return the ordering of tokens by slot, and the copies to send.
+    """Return the copies of tokens to send; backward sums their gradients by token.
 
     A token is copied once per expert, or with deduplication once per destination of each exchange.
-    Local tokens are ordered and copied chunk by chunk.
     """
-    top_k, row = s.model.top_k, s.model.hidden * s.compute_bytes
-    tokens, choices = s.dispatched_tokens, s.dispatched_tokens * top_k
-    exchanges, num_local = routed.exchanges, routed.num_local_chunks
-    cast = s.cast_bytes(s.stream_elements)
-    forward = cast + choices * (_CHOICE_BYTES + _LOCAL_CHOICE_BYTES * num_local)
-    backward = cast + 2 * (routed.num_chunks > 1) * tokens * row
-    is_weighted = num_local > 0 or not routed.is_all_to_all
-    has_grad = not s.input_has_no_grad or (s.trainable.routers and is_weighted)
+    tokens, num_local, exchanges = s.dispatched_tokens, routed.num_local_chunks, routed.exchanges
+    choices, row = tokens * s.model.top_k, s.model.hidden * s.compute_bytes
+    sent = sum(2 * one.num_sent for one in exchanges)
+    summed = num_local * (choices + 4 * tokens) + 2 * (routed.num_chunks > 1) * tokens
     if routed.is_dedup:
-        received = exchanges[-1].num_received
-        forward += 60 * received * top_k
-        backward += _sum_bytes(s, received, top_k) + 12 * received * top_k
+        summed += exchanges[-1].num_received * (s.model.top_k + 1)
+        summed += sum(2 * one.num_received + _hop_sums(one) for one in exchanges)
     else:
-        backward += (_result_rows(s, routed) + tokens) * row
-    for hop, one in enumerate(exchanges):
-        if routed.is_dedup:
-            forward += one.num_sent * (2 * row + 64 + _DEDUP_CHOICE_BYTES * top_k)
-            forward += 48 * one.num_tokens * len(one.group)
-            backward += 2 * one.num_received * (row + top_k * s.compute_bytes)
-            backward += _sum_bytes(s, one.num_tokens, len(one.group))
-        else:
-            forward += one.num_sent * (2 * row + 120)
-            backward += bool(hop) * 2 * one.num_sent * row
-    backward += num_local * (3 * tokens + choices + tokens) * row
+        summed += _num_results(s, routed) + tokens + sum(2 * one.num_sent for one in exchanges[1:])
+    cast = s.cast_bytes(s.stream_elements)
     num_kernels = 15 + routed.num_chunks * (6 + 25 * len(exchanges)) + 15 * num_local
     return Operation(
-        Op("dispatch", (), forward, num_kernels),
-        Op("dispatch", (), backward, 6 + 3 * routed.num_chunks + 4 * num_local)
-        if has_grad
-        else None,
-        _saved_rows(s, routed) * s.compute_bytes + _saved_index_bytes(s, routed),
+        Op("dispatch", (), cast + sent * row, num_kernels),
+        Op("dispatch", (), cast + summed * row, 6 + 3 * routed.num_chunks + 4 * num_local),
+        _saved_elements(s, routed) * s.compute_bytes,
     )
 
 
-def _saved_rows(s: Sizes, routed: RoutedTokens) -> int:
+def _saved_elements(s: Sizes, routed: RoutedTokens) -> int:
     """Return elements of token rows and weights that dispatch and combine save."""
-    hidden, choices, exchanges = (
-        s.model.hidden,
-        s.dispatched_tokens * s.model.top_k,
-        routed.exchanges,
-    )
-    saved = choices * (1 + routed.num_local_chunks)
+    hidden, top_k, exchanges = s.model.hidden, s.model.top_k, routed.exchanges
+    saved = s.dispatched_tokens * top_k * (1 + routed.num_local_chunks)
     if routed.is_dedup:
-        saved += exchanges[-1].num_received * s.model.top_k - choices
+        saved += exchanges[-1].num_received * (hidden + 2 * top_k)
     elif exchanges:
         saved += (sum(routed.slot_tokens) + routed.num_sent) * hidden
     if (routed.num_local_chunks or not exchanges) and (s.num_casts or s.etp > 1):
@@ -230,36 +176,14 @@ def _saved_rows(s: Sizes, routed: RoutedTokens) -> int:
     return saved
 
 
-def _saved_index_bytes(s: Sizes, routed: RoutedTokens) -> int:
-    """Return bytes of row orders and masks; with deduplication also of received tokens."""
-    exchanges, top_k = routed.exchanges, s.model.top_k
-    choices = s.dispatched_tokens * top_k
-    saved = choices * (INDEX_BYTES + 1)
-    if routed.is_dedup:
-        received = exchanges[-1].num_received
-        token_bytes, _ = dedup_token_bytes(s.model.hidden, top_k, s.compute_bytes)
-        saved += received * (token_bytes + top_k * (2 * INDEX_BYTES + 1))
-        saved += sum(
-            2 * one.num_sent * INDEX_BYTES + one.num_tokens * len(one.group) * (INDEX_BYTES + 1)
-            for one in exchanges
-        )
-    else:
-        saved += 2 * choices * INDEX_BYTES + bool(exchanges) * sum(routed.slot_tokens) * INDEX_BYTES
-        saved += sum(2 * one.num_received * INDEX_BYTES for one in exchanges[:-1])
-    if routed.num_local_chunks:
-        saved += choices * (INDEX_BYTES + routed.num_local_chunks * (INDEX_BYTES + 1))
-    return saved
-
-
-def _result_rows(s: Sizes, routed: RoutedTokens) -> int:
+def _num_results(s: Sizes, routed: RoutedTokens) -> int:
     """Return rows that sums over all choices read; missing results are read too."""
     return s.dispatched_tokens * s.model.top_k if routed.num_local_chunks else routed.num_sent
 
 
-def _sum_bytes(s: Sizes, tokens: int, each: int) -> int:
-    """Return bytes of weighted sums over `each` rows per token, some of them missing."""
-    row, index = s.model.hidden * s.compute_bytes, INDEX_BYTES + 1 + 2 * s.compute_bytes
-    return tokens * (each * (row + index) + row + 2 * INDEX_BYTES)
+def _hop_sums(one: Exchange) -> int:
+    """Return rows that the sums by token over all destinations of an exchange read and write."""
+    return one.num_tokens * (len(one.group) + 1)
 
 
 def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
@@ -272,43 +196,36 @@ def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
     grid of grouped matmuls has few rows and many columns.
     """
     hidden, ffn, slot_tokens = s.model.hidden, s.expert_width, chunk.slot_tokens
-    rows, num_busy = sum(slot_tokens), sum(count > 0 for count in slot_tokens)
-    is_weighted = not chunk.is_all_to_all
-    trains, rank = s.trainable.experts, s.trainable.rank_of_target("experts")
-    has_token_grad = not s.input_has_no_grad or (s.trainable.routers and is_weighted)
+    rows, is_weighted, trains = sum(slot_tokens), not chunk.is_all_to_all, s.trains_weights
     forward, backward = list[MatmulShape](), list[MatmulShape]()
     for count, num in _slots_by_token_count(slot_tokens):
         forward += [MatmulShape(count, 2 * ffn, hidden, num), MatmulShape(count, hidden, ffn, num)]
-        backward += [MatmulShape(count, ffn, hidden, num)]
+        backward += [MatmulShape(count, ffn, hidden, num), MatmulShape(count, hidden, 2 * ffn, num)]
         backward += trains * [
             MatmulShape(count, hidden, ffn, num, is_weight_gradient=True),
             MatmulShape(count, 2 * ffn, hidden, num, is_weight_gradient=True),
         ]
-        backward += has_token_grad * [MatmulShape(count, hidden, 2 * ffn, num)]
     # A CPU casts the matrices of nonempty slots one by one, a GPU those of all slots at once.
-    num_cast, expert_elements = num_busy if s.on_cpu else len(slot_tokens), 3 * ffn * hidden
-    cast = s.cast_bytes(num_cast * expert_elements)
-    gradient_bytes = s.cast_bytes(num_busy * expert_elements)
-    gradient_bytes += (len(slot_tokens) - num_busy) * expert_elements * s.stored_bytes
-    copied = rows * (2 * hidden * s.compute_bytes + INDEX_BYTES)
+    num_cast = sum(count > 0 for count in slot_tokens) if s.on_cpu else len(slot_tokens)
+    cast = s.cast_bytes(num_cast * 3 * ffn * hidden)
+    copied = 2 * rows * hidden * s.compute_bytes
     inner = rows * ffn * s.compute_bytes
-    num_casts = s.num_casts * (num_busy if s.on_cpu else 1)
+    num_casts = s.num_casts * (num_cast if s.on_cpu else 1)
     forward_op = Op(
         EXPERTS, tuple(forward), cast + 5 * inner + (2 - is_weighted) * copied,
         6 + 2 * num_casts, s.precision, rows * ffn, GROUPED_MM,
     )  # fmt: skip
-    moved = cast * (1 + 2 * has_token_grad) // 3 + trains * gradient_bytes
-    moved += (14 + (6 + 2 * trains) * is_weighted) * inner + (2 + trains - is_weighted) * copied
+    moved = cast * (1 + trains) + (14 + (6 + 2 * trains) * is_weighted) * inner
     backward_op = Op(
-        EXPERTS, tuple(backward), moved, 16 + 2 * num_casts * (1 + trains),
-        s.precision, 2 * rows * ffn, GROUPED_MM,
+        EXPERTS, tuple(backward), moved + (2 + trains - is_weighted) * copied,
+        16 + 2 * num_casts * (1 + trains), s.precision, 2 * rows * ffn, GROUPED_MM,
     )  # fmt: skip
+    rank = s.adapter_rank("experts")
     if rank:
-        adapters = _expert_adapters(s, slot_tokens, rank, num_cast, has_token_grad=has_token_grad)
+        adapters = _expert_adapters(s, slot_tokens, rank)
         forward_op, backward_op = map(Op.merged, (forward_op, backward_op), adapters)
-    has_backward = trains or rank > 0 or has_token_grad
-    # Each chunk of local tokens may have an empty backward on some ranks only.
-    return Operation(forward_op, backward_op if has_backward else Op(EXPERTS), 2 * inner)
+    captured = trains * (2 * inner + chunk.is_all_to_all * rows * hidden * s.compute_bytes)
+    return Operation(forward_op, backward_op, 2 * inner, captured)
 
 
 def _slots_by_token_count(slot_tokens: Sequence[int]) -> list[tuple[int, int]]:
@@ -316,9 +233,7 @@ def _slots_by_token_count(slot_tokens: Sequence[int]) -> list[tuple[int, int]]:
     return sorted(Counter(count for count in slot_tokens if count).items())
 
 
-def _expert_adapters(
-    s: Sizes, slot_tokens: Sequence[int], rank: int, num_cast: int, *, has_token_grad: bool
-) -> tuple[Op, Op]:
+def _expert_adapters(s: Sizes, slot_tokens: Sequence[int], rank: int) -> tuple[Op, Op]:
     """Return the work that adapters of expert matrices add, forward and backward."""
     hidden, ffn, rows = s.model.hidden, s.expert_width, sum(slot_tokens)
     forward, backward = list[MatmulShape](), list[MatmulShape]()
@@ -332,15 +247,11 @@ def _expert_adapters(
                 MatmulShape(count, rank, inner, num, is_weight_gradient=True),
                 MatmulShape(count, inner, rank, num),
             ]  # fmt: skip
-    casts = s.cast_bytes(3 * num_cast * rank * (hidden + ffn))
-    outputs = 3 * rows * (2 * rank + 2 * ffn + hidden)
-    # The adapters copy the rows again, and weight the intermediate in a new tensor.
-    inputs = rows * (12 * rank + 2 * (hidden + ffn) + 3 * (ffn + hidden * (1 + has_token_grad)))
-    kernels = 12 + 6 * s.num_casts * num_cast
+    moved = 3 * rows * (2 * ffn + hidden) * s.compute_bytes
+    kernels = 12 + 6 * s.num_casts * len(slot_tokens)
     return (
-        Op("", tuple(forward), casts + outputs * s.compute_bytes, kernels),
-        Op("", tuple(backward), 3 * casts + inputs * s.compute_bytes, 2 * kernels),
-    )
+        Op("", tuple(forward), moved, kernels), Op("", tuple(backward), 2 * moved, 2 * kernels)
+    )  # fmt: skip
 
 
 def _combine(s: Sizes, routed: RoutedTokens) -> Operation:
@@ -349,26 +260,22 @@ def _combine(s: Sizes, routed: RoutedTokens) -> Operation:
     Deduplicated results are summed on the rank of the experts, and again on the source rank. Local
     results are summed chunk by chunk.
     """
-    row, tokens = s.model.hidden * s.compute_bytes, s.dispatched_tokens
-    choices, chunks, exchanges = tokens * s.model.top_k, routed.num_chunks, routed.exchanges
-    weights = choices * (2 * s.stored_bytes + 2 * s.compute_bytes + 3 * INDEX_BYTES)
-    num_local, forward, backward = routed.num_local_chunks, 0, 0
+    row, tokens, exchanges = s.model.hidden * s.compute_bytes, s.dispatched_tokens, routed.exchanges
+    forward = routed.num_local_chunks * tokens * (s.model.top_k + 1)
     if routed.is_dedup:
-        forward += _sum_bytes(s, exchanges[-1].num_received, s.model.top_k)
-        forward += sum(_sum_bytes(s, one.num_tokens, len(one.group)) for one in exchanges)
-        backward += sum(one.num_sent * (2 * row + INDEX_BYTES) for one in exchanges)
+        forward += exchanges[-1].num_received * (s.model.top_k + 1)
+        forward += sum(_hop_sums(one) for one in exchanges)
+        backward = sum(2 * one.num_sent for one in exchanges)
     else:
-        moved = sum(2 * one.num_received * row for one in exchanges[:-1])
-        forward += (_result_rows(s, routed) + tokens) * row + weights + moved
-        backward += 8 * routed.is_all_to_all * routed.num_sent * row + 2 * weights + moved
-    if num_local:
-        forward += num_local * (choices + tokens) * row + weights
-        backward += 2 * weights
-    has_grad = not s.input_has_no_grad or bool(exchanges) or s.trainable.routers
-    kernels = 2 + 6 * chunks * max(len(exchanges), 1)
+        moved = sum(2 * one.num_received for one in exchanges[:-1])
+        forward += _num_results(s, routed) + tokens + moved
+        backward = 8 * routed.is_all_to_all * routed.num_sent + moved
+    kernels = 2 + 6 * routed.num_chunks * max(len(exchanges), 1)
+    summed = exchanges[-1].num_received if routed.is_dedup else tokens
     return Operation(
-        Op("combine", (), forward, kernels),
-        Op("combine", (), backward, kernels) if has_grad else None,
+        Op("combine", (), forward * row, kernels),
+        Op("combine", (), backward * row, kernels),
+        captured_bytes=s.trains_weights * (not routed.is_all_to_all) * summed * row,
     )
 
 

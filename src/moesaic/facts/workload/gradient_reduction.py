@@ -55,8 +55,6 @@ class GradientReduction:
     """Gradients in the order in which backward finishes them."""
     overlaps_backward: bool = True
     """True if buckets are reduced during backward."""
-    stays_in_bucket: bool = True
-    """True if gradients stay in their bucket, instead of being copied back."""
 
     @cached_property
     def buckets(self) -> list[BucketLayout]:
@@ -96,11 +94,8 @@ def gradient_reductions(params: RankParams) -> list[GradientReduction]:
     else:  # FSDP reduces over the ranks with the same TP shard, and keeps its own tensors.
         tp_ranks = group_of(plan.tp_groups(), rank)
         reductions = [
-            GradientReduction(
-                "dense gradients", tp_ranks, replicated, overlaps_backward=False,
-                stays_in_bucket=False,
-            )
-        ]  # fmt: skip
+            GradientReduction("dense gradients", tp_ranks, replicated, overlaps_backward=False)
+        ]
     replicas = group_of(plan.expert_dp_groups(), rank)
     reductions.append(GradientReduction("expert gradients", replicas, experts, overlaps))
     if model.tied and plan.pp > 1 and plan.pp_rank(rank) in (0, plan.pp - 1):
@@ -117,22 +112,20 @@ def gradient_reductions(params: RankParams) -> list[GradientReduction]:
 def reduction_work(
     reductions: Sequence[GradientReduction],
 ) -> tuple[dict[str, list[CollectiveCall]], tuple[Op, ...]]:
-    """Return the collectives of all reductions, and the copies into buckets and back.
+    """Return the collectives of all reductions, and the copies into buckets.
 
     Collectives are keyed by the block whose backward completes the bucket; "" for those after
     backward. Reductions of experts come last in a block, as some ranks may have none.
     """
-    by_block: dict[str, list[CollectiveCall]] = {}
-    moved, kernels = {True: 0, False: 0}, {True: 0, False: 0}
+    by_block, copies = dict[str, list[CollectiveCall]](), list[Op]()
     for one in reductions:
         for bucket in one.buckets:
             block = one.gradients[bucket.members[-1]].block if one.overlaps_backward else ""
             call = CollectiveCall(one.name, "all_reduce", one.ranks, bucket.num_bytes)
             by_block.setdefault(block, []).append(call)
-            if len(bucket.members) > 1:
-                moved[one.overlaps_backward] += (2 if one.stays_in_bucket else 4) * bucket.num_bytes
-                kernels[one.overlaps_backward] += len(bucket.members)
-    return by_block, (
-        Op("fill buckets", (), moved[True], kernels[True]),
-        Op("reduce", (), moved[False], kernels[False]),
-    )
+        filled = [bucket for bucket in one.buckets if len(bucket.members) > 1]
+        moved = sum(2 * bucket.num_bytes for bucket in filled)
+        num_kernels = sum(len(bucket.members) for bucket in filled)
+        name = "fill buckets" if one.overlaps_backward else "reduce"
+        copies.append(Op(name, (), moved, num_kernels))
+    return by_block, tuple(copies)

@@ -11,8 +11,8 @@ temporaries count as if the whole model were trained, without the few of adapter
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from numpy.typing import ArrayLike
 
@@ -20,65 +20,46 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, pipeline_actions, stage_blocks
 from moesaic.facts.workload.blocks import BlockBuilder
 from moesaic.facts.workload.gradient_reduction import gradient_reductions
-from moesaic.facts.workload.parameters import Parameter, local_size
+from moesaic.facts.workload.loads import RoutedTokens
+from moesaic.facts.workload.parameters import local_size
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import BIAS_BYTES
-from moesaic.facts.workload.spec import BlockSpec
-from moesaic.facts.workload.temporary_memory import (
-    captured_bytes,
-    expert_backward_bytes,
-    expert_elements,
-    gated_ffn_bytes,
-    logits_bytes,
+from moesaic.facts.workload.sizes import (
+    BIAS_BYTES,
+    EXPERT_CHUNK_BYTES,
+    LOSS_CHUNK_TOKENS,
+    STORED_BYTES,
+    Sizes,
 )
+from moesaic.facts.workload.spec import BlockSpec
 
-_NORM_STREAMS = 5
-"""Temporaries in backward of a norm, in units of the residual stream."""
+_NORM_STREAMS = 6
+"""Temporaries in backward of a norm and its gradients, in units of the residual stream."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank in training, by purpose."""
+    """Bytes on one rank at the peak of a training step, by purpose."""
 
     parameters_bytes: int
-    gradients_bytes: int
-    """All gradients, and with gradient accumulation the one that is being added."""
     moments_bytes: int
     staging_bytes: int
     """Copy that checkpoints are written from; 0 where it is in separate host memory."""
-    gathered_bytes: int
-    """Peak of FSDP's gathered parameters and gradients before reduce-scatter."""
+    gradients_bytes: int
     activations_bytes: int
-    """Peak of activations saved for embedding and layers, over all micro-batches in flight."""
-    head_bytes: int
-    """Activations saved for the head, with the gradient of its weight, and its logits."""
-    working_bytes: int
-    """Temporaries of backward in a layer's larger half, less activations it has freed."""
-    forward_bytes: int
-    """Peak of temporary memory in a forward pass: accumulated gradients, activations, FSDP buffers
-    and the head."""
-    backward_bytes: int
-    """Peak of temporary memory in a backward pass or right after it: gradients, remaining
-    activations, FSDP buffers and temporaries of kernels."""
-
-    def by_kind(self) -> dict[str, int]:
-        """Return the bytes by kind that `total_bytes` sums."""
-        return {
-            kind: getattr(self, kind)
-            for kind in self.__dataclass_fields__
-            if kind not in ("forward_bytes", "backward_bytes")
-        }
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of all kinds, as if they were present at once."""
-        return sum(self.by_kind().values())
+    """Activations saved for backward, over all micro-batches in flight."""
+    gathered_bytes: int = 0
+    """FSDP's gathered parameters, and gradients before reduce-scatter."""
+    working_bytes: int = 0
+    """Temporaries of kernels, less activations that they have freed."""
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes present at once, at the end of a forward pass or in a backward pass."""
-        lasting = self.parameters_bytes + self.moments_bytes + self.staging_bytes
-        return lasting + max(self.forward_bytes, self.backward_bytes)
+        """Sum of all kinds."""
+        return sum(self.by_kind().values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes of each kind."""
+        return asdict(self)
 
 
 def memory(
@@ -99,27 +80,18 @@ def memory(
         on_cpu: whether rank and host share one memory, which then also has the staging copy.
     """
     params = RankParams.of_rank(job, plan, plan.ranks - 1 if rank is None else rank)
-    step = _StepMemory(params, loads, on_cpu)
-    step.run()
     num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense)
     num_elements += sum(p.size for p in params.experts)
     has_staging = job.checkpoint.asynchronous and on_cpu
-    return Memory(
-        parameters_bytes=num_elements * step.sizes.stored_bytes
+    lasting = Memory(
+        parameters_bytes=num_elements * STORED_BYTES[job.train.precision]
         + sum(p.size for p in params.biases) * BIAS_BYTES,
-        gradients_bytes=step.gradient_bytes(),
         moments_bytes=params.moments_bytes(),
         staging_bytes=params.checkpoint_bytes() if has_staging else 0,
-        gathered_bytes=max((step.gathered_bytes(index) for index in step.layers), default=0),
-        activations_bytes=step.receive_bytes + step.activations_peak,
-        head_bytes=step.saved.get("head", 0) + step.logits_bytes(),
-        working_bytes=max(
-            (step.working_bytes(i, gradient_stays=step.gradient_stays) for i in step.layers),
-            default=0,
-        ),
-        forward_bytes=step.receive_bytes + step.forward_peak,
-        backward_bytes=step.receive_bytes + step.backward_peak,
+        gradients_bytes=0,
+        activations_bytes=0,
     )
+    return _StepMemory(params, loads, on_cpu, lasting).run()
 
 
 @dataclass
@@ -135,109 +107,95 @@ class _Stage:
     """Bytes of the result for the next stage."""
     captured_bytes: int
     """Bytes of gradients that the first half of a split backward keeps."""
-    has_gradients: bool = False
-    """True if the gradients exist yet."""
+    gradients: list[tuple[float, int]]
+    """Layer at which backward allocates gradients, and their bytes; empty once they exist."""
 
 
 class _StepMemory:
-    """Walk over one step of a rank, which records peaks of temporary memory."""
+    """Walk over one step of a rank, which records the peak."""
 
-    def __init__(self, params: RankParams, loads: Sequence[ArrayLike] | None, on_cpu: bool) -> None:
+    def __init__(
+        self,
+        params: RankParams,
+        loads: Sequence[ArrayLike] | None,
+        on_cpu: bool,
+        lasting: Memory,
+    ) -> None:
         job, plan = params.job, params.plan
         builder = BlockBuilder(params, loads, on_cpu)
         self.params, self.job, self.plan, self.sizes = params, job, plan, builder.sizes
-        self.routed, self.accumulates = builder.routed, job.train.micro_batches > 1
+        self.routed, self.is_sharded = builder.routed, plan.dp_shard > 1
         self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
         self.angle_bytes = self.sizes.tokens * job.model.rotary_dim * self.sizes.stored_bytes
-        self.is_sharded = plan.dp_shard > 1
-        self.recompute = plan.recomputes(job)
-        self.gradient_stays = not self.accumulates or self.is_sharded or plan.pp > 1
-        """True if a weight's gradient outlives its matmul, instead of being added at once."""
         self.saved = dict[str, int]()
         """Bytes that autograd saves per module."""
+        self.captured = dict[str, int]()
+        """Bytes of gradients per module that a split backward keeps."""
         self.dense_bytes = dict[str, int]()
         """Bytes of the dense parameters of each module, which FSDP gathers; "" for embedding and
         head."""
         for block in builder.blocks():
             name, layer = block.spec.model_block, block.spec.layer
             self.saved[name] = self.saved.get(name, 0) + block.saved_bytes
+            self.captured[name] = self.captured.get(name, 0) + block.captured_bytes
             group, dense = "" if layer is None else name, block.spec.dense
             elements = sum(p.size for p in dense if not p.is_column_shard)
             num_bytes = elements * self.sizes.stored_bytes
             self.dense_bytes[group] = self.dense_bytes.get(group, 0) + num_bytes
-        self.moe_layers = {spec.layer for spec in params.blocks if spec.kind == "moe"}
-        self.layers = [
-            spec.layer
-            for spec in params.blocks
-            if spec.kind != "attention" and spec.layer is not None
-        ]
-        self.arena_bytes = self._gradient_bytes_of(
-            [spec for spec in params.blocks if spec.kind == "moe"][:1], experts=True
-        )
+        experts = [p for spec in params.blocks for p in spec.parameters if p.expert is not None]
+        trained = [p for p in experts if p.layer == experts[0].layer and params.is_trained(p)]
+        self.arena_bytes = sum(p.size for p in trained) * self.sizes.stored_bytes
         """Bytes of the gradient of one layer's experts."""
-        roots = [p for p in params.trainable_dense if p.layer is None]
-        self.table_bytes = bool(roots) * self.sizes.table_elements * self.sizes.stored_bytes
+        has_table = any(p.layer is None for p in params.trainable_dense)
+        self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
         """Bytes of the embedding's gradient."""
-        self.root_bytes = sum(p.size for p in roots if not p.is_column_shard)
-        self.root_bytes *= self.sizes.stored_bytes
-        """Bytes of the gradients of embedding and head that FSDP reduce-scatters."""
-        shards = sum(local_size(p, plan.dp_shard) for p in roots if not p.is_column_shard)
-        self.root_shard_bytes = shards * self.sizes.stored_bytes
-        self.head_gradient_bytes = self.table_bytes
-        if not self.sizes.gathers_tied_embedding:
-            self.head_gradient_bytes *= self.sizes.embedding_shards
         self.reductions = gradient_reductions(params)
-        self.allocations = list(self._gradient_allocations())
         self.current = self.made = 0
         """Bytes of activations and buffers, and of gradients, at present."""
-        self.activations_peak = self.forward_peak = self.backward_peak = self.receive_bytes = 0
+        self.peak = lasting
 
-    def gradient_bytes(self) -> int:
-        """Return bytes of all gradients, and with several micro-batches of the one being added."""
-        allocated = sum(num_bytes for _, num_bytes in self.allocations)
-        return allocated + self.accumulates * self.arena_bytes
+    def _gradient_bytes(self, spec: BlockSpec) -> int:
+        """Return bytes of the gradients of a block.
 
-    def _gradient_bytes_of(self, blocks: Sequence[BlockSpec], *, experts: bool = False) -> int:
-        """Return bytes of the gradients of some blocks, or of their experts only."""
-        trained = [p for spec in blocks for p in spec.parameters if self.params.is_trained(p)]
-        chosen = [p for p in trained if p.expert is not None or not experts]
-        return sum(map(self._gradient_size, chosen)) * self.sizes.stored_bytes
+        Pipelines keep gradients unsharded until the last backward.
+        """
+        num_shards = 1 if self.plan.pp > 1 else self.plan.dp_shard
+        elements = sum(
+            p.size if p.expert is not None else local_size(p, num_shards)
+            for p in spec.parameters
+            if self.params.is_trained(p)
+        )
+        return elements * self.sizes.stored_bytes
 
-    def _gradient_size(self, parameter: Parameter) -> int:
-        """Return elements of a gradient; pipelines keep it unsharded until the last backward."""
-        if parameter.expert is not None or self.plan.pp > 1:
-            return parameter.size
-        return local_size(parameter, self.plan.dp_shard)
-
-    def _gradient_allocations(self) -> list[tuple[float, int]]:
-        """Return when backward allocates gradients, and their bytes.
+    def _gradient_allocations(self, names: Sequence[str]) -> list[tuple[float, int]]:
+        """Return when backward of some modules allocates gradients, and their bytes.
 
         Times count down from infinity for the head over the indices of layers to -1 for the
-        embedding. A half more stands for gradients that exist while the layer computes. A bucket of
-        several gradients is allocated with its first one.
+        embedding. A bucket of several gradients is allocated with its first one.
         """
         found, bucketed = list[tuple[float, int]](), dict[str, int]()
-        blocks = {spec.name: spec for spec in self.params.blocks}
-        for reduction in (one for one in self.reductions if one.overlaps_backward):
-            for bucket in (one for one in reduction.buckets if len(one.members) > 1):
+        for reduction in self.reductions:
+            for bucket in reduction.buckets if reduction.overlaps_backward else ():
                 members = [reduction.gradients[at] for at in bucket.members]
-                spec = blocks[members[0].block]
-                found.append((self._time(spec) + (spec.kind == "ffn") / 2, bucket.num_bytes))
-                for gradient in members:
-                    bucketed[gradient.block] = bucketed.get(gradient.block, 0) + gradient.num_bytes
+                if len(members) > 1:
+                    found.append((self._time(members[0].block), bucket.num_bytes))
+                    for gradient in members:
+                        block = gradient.block
+                        bucketed[block] = bucketed.get(block, 0) + gradient.num_bytes
         for spec in self.params.blocks:
-            rest = self._gradient_bytes_of([spec]) - bucketed.get(spec.name, 0)
-            found.append((self._time(spec), rest))
+            if spec.model_block in names:
+                rest = self._gradient_bytes(spec) - bucketed.get(spec.name, 0)
+                found.append((self._time(spec.name), rest))
         return found
 
-    def _time(self, spec: BlockSpec) -> float:
-        if spec.layer is not None:
-            return spec.layer
+    def _time(self, block: str) -> float:
+        if block.startswith("layers."):
+            return int(block.split(".")[1])
         # FSDP reduces embedding and head together, at the end.
-        is_late = spec.kind == "embed" or (self.is_sharded and self.plan.pp == 1)
+        is_late = block == "embed" or (self.is_sharded and self.plan.pp == 1)
         return -1.0 if is_late else math.inf
 
-    def gathered_bytes(self, index: float) -> int:
+    def _gathered_bytes(self, index: float) -> int:
         """Return bytes of FSDP's buffers while backward is in layer `index`.
 
         These are embedding, head and the layer, the prefetched next layer, and the reduce-scatter
@@ -250,211 +208,192 @@ class _StepMemory:
         near = [f"layers.{index + offset}" for offset in (-1, 0, 1)]
         return sum(self.dense_bytes.get(name, 0) for name in ("", *near))
 
-    def logits_bytes(self) -> int:
-        """Return peak bytes of the loss beside what it saves; 0 if the head is on another rank."""
-        return logits_bytes(self.sizes) if "head" in self.saved else 0
-
-    def working_bytes(self, index: int, *, gradient_stays: bool) -> int:
+    def _working_bytes(self, index: int) -> int:
         """Return bytes of temporaries in backward of the larger half of layer `index`, less freed
         activations."""
         s = self.sizes
-        if index not in self.moe_layers:
-            width = s.ffn_width(index)
-            return self.stream_bytes + gated_ffn_bytes(s, width, gradient_stays=gradient_stays)
-        routed = self.routed[index]
-        peak = self.arena_bytes + expert_backward_bytes(s, routed)
-        if s.shared_width:  # Their backward follows that of the routed experts.
-            freed = 2 * s.expert_width * routed.num_tokens
-            freed += bool(routed.exchanges) * s.model.hidden * routed.num_sent
-            shared = gated_ffn_bytes(s, s.shared_width, gradient_stays=gradient_stays)
-            shared += gradient_stays * self.arena_bytes - freed * s.compute_bytes
-            peak = max(peak, shared)
-        return self.stream_bytes + peak
+        if index not in self.routed:
+            return self.stream_bytes + _gated_ffn_bytes(s, s.ffn_width(index))
+        expert_bytes = _expert_backward_bytes(s, self.routed[index])
+        return self.stream_bytes + self.arena_bytes + expert_bytes
 
-    def run(self) -> None:
-        """Walk over the step."""
-        plan, micro_batches = self.plan, self.job.train.micro_batches
-        if plan.pp == 1:
-            stage = self._stage(0, list(self.saved))
-            # From the second micro-batch on, all are alike, except for their angles.
-            self.current = max(micro_batches - 2, 0) * self.angle_bytes
-            for _ in range(min(micro_batches, 2)):
-                self._forward(stage, starts=True)
-                self._backward(stage)
-                self.current -= sum(stage.saved.values())
-        else:
-            self._run_pipeline()
-        late = [b for one in self.reductions if not one.overlaps_backward for b in one.buckets]
-        bucket = max((b.num_bytes for b in late if len(b.members) > 1), default=0)
-        shards = sum(local_size(p, plan.dp_shard) for p in self.params.trainable_dense)
-        gradients = shards * self.sizes.stored_bytes + self.arena_bytes * len(self.moe_layers)
-        self._record_backward(micro_batches * self.angle_bytes + gradients + bucket)
-
-    def _run_pipeline(self) -> None:
+    def run(self) -> Memory:
+        """Walk over the step, and return the memory at its peak."""
         plan, micro_batches = self.plan, self.job.train.micro_batches
         names, pp_rank = stage_blocks(plan, self.job.model), plan.pp_rank(self.params.rank)
         stages = {n: self._stage(n, names[n]) for n in range(pp_rank, plan.num_stages, plan.pp)}
+        kept = 0
+        if plan.pp == 1:
+            for _ in range(min(micro_batches, 2)):  # Later ones are like the second.
+                self.current = self.angle_bytes
+                self._forward(stages[0])
+                self._backward(stages[0])
+        else:
+            kept = self._run_pipeline(stages)
+        late = [one for one in self.reductions if not one.overlaps_backward]
+        buckets = [bucket for one in late for bucket in one.buckets if len(bucket.members) > 1]
+        self._record(self.made + max((one.num_bytes for one in buckets), default=0), kept)
+        return self.peak
+
+    def _run_pipeline(self, stages: Mapping[int, _Stage]) -> int:
+        """Walk over all micro-batches, and return the bytes kept until the end of the step.
+
+        These are receive buffers, and the angles of all micro-batches.
+        """
+        plan, micro_batches = self.plan, self.job.train.micro_batches
         num_received = sum(2 - stage.is_first - stage.is_last for stage in stages.values())
-        self.receive_bytes = num_received * micro_batches * self.stream_bytes
+        receive_bytes = num_received * micro_batches * self.stream_bytes
+        self.current = receive_bytes
         for kind, number, batch in pipeline_actions(
-            plan.schedule, plan.pp, len(stages), micro_batches, pp_rank
+            plan.schedule, plan.pp, len(stages), micro_batches, plan.pp_rank(self.params.rank)
         ):
             stage = stages[number]
             if kind == "forward":
-                self._forward(stage, starts=number == min(stages))
+                self.current += (number == min(stages)) * self.angle_bytes
+                self._forward(stage)
             elif kind == "input":
-                self._input_backward(stage)
-            # The first stage does not split its backward.
-            elif kind == "backward" or stage.is_first:
+                self.current += (not stage.is_first) * stage.captured_bytes
+                norm_bytes = _NORM_STREAMS * self.stream_bytes
+                self._record(self.made, self.current, self._gathered_bytes(math.inf), norm_bytes)
+            elif kind == "backward" or stage.is_first:  # The first stage has no input half.
                 self._backward(stage)
                 self._free(stage, batch, sum(stage.saved.values()))
             else:
-                self._weight_backward(stage)
+                gathered = self._gathered_bytes(math.inf)
+                self._record(self.made, self.current, gathered, self.arena_bytes)
+                self._make_gradients(stage)
                 self._free(stage, batch, sum(stage.saved.values()) + stage.captured_bytes)
+        return receive_bytes + micro_batches * self.angle_bytes
 
     def _stage(self, number: int, names: Sequence[str]) -> _Stage:
-        layers = [index for index in self.layers if f"layers.{index}" in names]
+        layers = [int(name.removeprefix("layers.")) for name in names if "." in name]
         saved = {name: self.saved[name] for name in names}
-        if self.recompute:
+        if self.plan.recomputes(self.job):
             saved.update({f"layers.{index}": self.stream_bytes for index in layers})
         is_first, is_last = number == 0, number == self.plan.num_stages - 1
         if not is_first:
             saved[names[0]] -= self.stream_bytes  # It is in a receive buffer.
-        captured = sum(map(self._captured_bytes, layers))
-        # Otherwise the gradient saved by the head serves.
-        captured += (is_last and (self.sizes.num_casts or self.sizes.tp > 1)) * self.stream_bytes
-        return _Stage(layers, is_first, is_last, saved, (not is_last) * self.stream_bytes, captured)
+        captured = sum(self.captured[name] for name in names if name != "head")
+        sent_bytes = (not is_last) * self.stream_bytes
+        gradients = self._gradient_allocations(names)
+        return _Stage(layers, is_first, is_last, saved, sent_bytes, captured, gradients)
 
-    def _captured_bytes(self, index: int) -> int:
-        routed = self.routed[index] if index in self.moe_layers else None
-        trains_experts = self.arena_bytes > 0
-        return captured_bytes(self.sizes, index, routed, trains_experts=trains_experts)
+    def _record(
+        self, gradients: int, activations: int, gathered: int = 0, working: int = 0
+    ) -> None:
+        found = replace(
+            self.peak, gradients_bytes=gradients, activations_bytes=activations,
+            gathered_bytes=gathered, working_bytes=working,
+        )  # fmt: skip
+        self.peak = max(self.peak, found, key=lambda one: one.peak_bytes)
 
-    def _record_backward(self, num_bytes: int) -> None:
-        self.backward_peak = max(self.backward_peak, num_bytes)
-
-    def _forward(self, stage: _Stage, *, starts: bool) -> None:
-        """Add the forward of one micro-batch.
-
-        The rank's first stage (`starts`) adds the angles that all blocks share.
-        """
-        self.current += starts * self.angle_bytes
+    def _forward(self, stage: _Stage) -> None:
+        """Add the forward of one micro-batch."""
         self.current += sum(stage.saved.values()) + stage.sent_bytes
-        activations = self.current - stage.saved.get("head", 0)
-        self.activations_peak = max(self.activations_peak, activations)
-        present = self.current + self.made + stage.is_last * self.logits_bytes()
-        gathered = self.gathered_bytes(math.inf)
-        if self.plan.pp == 1 and self.is_sharded and stage.layers:
-            gathered = self.dense_bytes[""] + self.dense_bytes[f"layers.{stage.layers[-1]}"]
-        self.forward_peak = max(self.forward_peak, present + gathered)
+        # Forward has prefetched no layer after the last one.
+        gathered = self._gathered_bytes(stage.layers[-1] + 1 if stage.layers else math.inf)
+        logits = _logits_bytes(self.sizes) if stage.is_last else 0
+        self._record(self.made, self.current, gathered, logits)
 
     def _gradients_at(self, stage: _Stage, time: float) -> int:
         """Return bytes of gradients while backward is at `time`, those made before included."""
-        if stage.has_gradients:
-            return self.made
-        own = {*stage.layers, *([-1.0] * stage.is_first), *([math.inf] * stage.is_last)}
-        return self.made + sum(
-            num_bytes
-            for at, num_bytes in self.allocations
-            if at > time and (self.plan.pp == 1 or at in own)
-        )
+        return self.made + sum(num_bytes for at, num_bytes in stage.gradients if at > time)
+
+    def _make_gradients(self, stage: _Stage) -> None:
+        """Add all gradients of a stage, if they do not exist yet."""
+        self.made = self._gradients_at(stage, -math.inf)
+        stage.gradients = []
 
     def _backward(self, stage: _Stage) -> None:
         """Record the peaks of a full backward, layer by layer."""
-        s, tied = self.sizes, self.job.model.tied
-        is_new = not stage.has_gradients
-        at_head = self._gradients_at(stage, 1e9)
-        last = stage.layers[-1] if stage.layers else -1
-        if stage.is_last and s.gathers_tied_embedding:
-            # The tied weight's gradient: this rank's shard, and a collective's input with a copy.
-            scattered = self.table_bytes + 2 * s.table_message_bytes[0]
-            self._record_backward(self.current + self.made + scattered + self.gathered_bytes(last))
-        base = self.current - stage.saved.get("head", 0)
-        held = 0
+        s, base, held = self.sizes, self.current - stage.saved.get("head", 0), 0
         if self.plan.pp == 1:
             # The gradient of the head's weight, before it joins the others.
-            held = (tied or self.is_sharded) * self.head_gradient_bytes
-            if is_new and not held and at_head > self.head_gradient_bytes:  # A copy in a bucket.
-                stream = s.stream_elements * s.compute_bytes
-                self._record_backward(base + at_head + self.head_gradient_bytes + stream)
+            table = self.table_bytes
+            if not s.gathers_tied_embedding:
+                table *= s.embedding_shards
+            held = (self.job.model.tied or self.is_sharded) * table
+            at_head = self._gradients_at(stage, 1e9)
+            if stage.gradients and not held and at_head > table:  # A copy in a bucket.
+                self._record(at_head + table, base, working=s.stream_elements * s.compute_bytes)
         for index in reversed(stage.layers):
-            name = f"layers.{index}"
-            working = self.working_bytes(
-                index, gradient_stays=self.gradient_stays and (self.plan.pp == 1 or is_new)
-            )
-            if name == list(stage.saved)[-1] and not stage.is_last:
+            name, working = f"layers.{index}", self._working_bytes(index)
+            if self.plan.recomputes(self.job):
+                working += self.saved[name] - self.stream_bytes
+            if index == stage.layers[-1] and not stage.is_last:
                 working -= self.stream_bytes  # Its first gradient is in a receive buffer.
-            if self.recompute:
-                recomputed = self.saved[name] - self.stream_bytes
-                self.activations_peak = max(self.activations_peak, base + recomputed)
-                working += recomputed
-            gradients = self._gradients_at(stage, index)
-            self._record_backward(base + working + gradients + held + self.gathered_bytes(index))
+            gradients = self._gradients_at(stage, index) + held
+            self._record(gradients, base, self._gathered_bytes(index), working)
             base -= stage.saved[name]
         if stage.is_first:
-            self._embedding_backward(stage, base, held)
-        self.made = self._gradients_at(stage, -2.0)
-        stage.has_gradients = True
-
-    def _embedding_backward(self, stage: _Stage, base: int, held: int) -> None:
-        """Record the peaks of the embedding's backward, and of FSDP's last reduce-scatter.
-
-        With TP, the gradient of all sequence shards comes before the embedding's, with gloo's copy.
-        Column shards look up columns, and reorder this rank's tokens.
-        """
-        s, has_columns = self.sizes, self.sizes.embedding_shards > 1
-        tokens = s.gathered_elements * s.stored_bytes
-        columns = s.lookup_elements * s.stored_bytes
-        gathered = (s.tp > 1) * tokens
-        peak = max(self.table_bytes + gathered + columns, bool(gathered) * 2 * tokens)
-        if has_columns:
-            peak = max(peak, tokens + max(columns, tokens))
-        gradients = self._gradients_at(stage, -1.0)
-        fsdp = self.gathered_bytes(math.inf) if self.plan.pp > 1 else 0
-        self._record_backward(base + gradients + held + peak + fsdp)
-        if self.is_sharded and self.plan.pp == 1:
-            # Its input, gloo's copy of it, and the last tensor that was copied into it.
-            scattered = 2 * self.root_bytes + self.accumulates * self.root_shard_bytes
-            scattered += (not (self.job.model.tied or has_columns)) * self.head_gradient_bytes
-            self._record_backward(base + self._gradients_at(stage, -2.0) + scattered)
-
-    def _input_backward(self, stage: _Stage) -> None:
-        """Record the peaks of the first half of a split backward, which frees nothing."""
-        if stage.is_first:
-            return
-        self.current += stage.captured_bytes
-        self.activations_peak = max(self.activations_peak, self.current)
-        base = self.current + self.made + self.stream_bytes + self.gathered_bytes(math.inf)
-        self._record_backward(base + _NORM_STREAMS * self.stream_bytes)
-        for index in set(stage.layers[:1]) & self.moe_layers:
-            routed, stays = self.routed[index], self.arena_bytes > 0
-            elements = sum(routed.slot_tokens) * self.sizes.model.hidden
-            elements += expert_elements(self.sizes, routed, gradients_stay=stays)
-            working = elements * self.sizes.compute_bytes
-            self._record_backward(base - self._captured_bytes(index) + working)
-
-    def _weight_backward(self, stage: _Stage) -> None:
-        """Record the peaks of the second half of a split backward."""
-        base = self.current + self.gathered_bytes(math.inf)
-        table = 0
-        if stage.is_last and self.sizes.gathers_tied_embedding:
-            table = self.table_bytes + 2 * self.sizes.table_message_bytes[0]
-        self._record_backward(base + self.made + max(self.arena_bytes, table))
-        self.made = self._gradients_at(stage, -2.0)
-        self._record_backward(base + self.made - stage.captured_bytes)
-        stage.has_gradients = True
+            columns = s.lookup_elements * s.stored_bytes
+            gradients = self._gradients_at(stage, -1.0) + held
+            gathered = self._gathered_bytes(math.inf) if self.plan.pp > 1 else 0
+            self._record(gradients, base, gathered, self.table_bytes + columns)
+        self._make_gradients(stage)
+        self._record(self.made, base)
 
     def _free(self, stage: _Stage, batch: int, num_bytes: int) -> None:
         """Free the activations of one micro-batch in a pipeline.
 
-        Schedules but 1f1b keep sent tensors until the end of the step. 1f1b keeps the latest
-        gradient, and the last result that was sent by itself.
+        1f1b frees its result too, and keeps the latest gradient for the previous stage. The other
+        schedules keep all results and gradients until the end of the step.
         """
         self.current -= num_bytes
-        if self.plan.schedule != "1f1b":
-            self.current += (not stage.is_first) * self.stream_bytes
-            return
-        self.current += (not stage.is_first and batch == 0) * self.stream_bytes
-        warmup = self.plan.pp - self.plan.pp_rank(self.params.rank)
-        num_warmup = min(warmup, self.job.train.micro_batches)
-        self.current -= stage.sent_bytes * (batch != num_warmup - 2)
+        if self.plan.schedule == "1f1b":
+            self.current -= stage.sent_bytes
+        if not stage.is_first and (self.plan.schedule != "1f1b" or batch == 0):
+            self.current += self.stream_bytes
+
+
+def _gated_ffn_bytes(s: Sizes, inner: int) -> int:
+    """Return peak bytes in backward of a gated FFN of width `inner`, without the gradient of the
+    residual stream.
+
+    Three gradients around a matmul exist, but not its result, and the next weight's gradient.
+    """
+    return inner * s.model.hidden * s.stored_bytes + 2 * s.tokens * inner * s.compute_bytes
+
+
+def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
+    """Return peak bytes beside the gradient of the experts, less freed activations."""
+    hidden, chunk = s.model.hidden, routed.split_chunks()[0]
+    num_tokens = sum(chunk.slot_tokens)
+    if routed.is_all_to_all:
+        elements = (num_tokens - chunk.num_sent) * hidden
+    else:  # Gradients for the tokens of all expert TP ranks; token and weight of each row.
+        num_received = chunk.exchanges[-1].num_received if chunk.is_dedup else s.dispatched_tokens
+        elements = (s.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * num_tokens
+    if routed.num_chunks > 1:  # Gradients of the next chunk arrive.
+        exchange = chunk.exchanges[0]
+        elements += (exchange.num_received + chunk.is_dedup * exchange.num_sent) * hidden
+    return (elements + _expert_elements(s, chunk)) * s.compute_bytes
+
+
+def _expert_elements(s: Sizes, routed: RoutedTokens) -> int:
+    """Return peak elements of the experts' tokens in backward, beside the gradients of results.
+
+    A CPU computes slots in chunks that fit the cache.
+    """
+    hidden, ffn, rows = s.model.hidden, s.expert_width, sum(routed.slot_tokens)
+    largest, at_once = max(*routed.slot_tokens, 1), rows
+    if s.on_cpu:
+        limit = EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
+        at_once = min(rows, max(limit // largest, 1) * largest)
+    inner, copied = at_once * ffn, at_once * hidden
+    results = (routed.is_all_to_all or at_once < rows) * rows * hidden
+    # A slot's matrix or its gradient may be cast beside them; on a GPU the matrices of all slots.
+    weights = s.num_casts * 2 * ffn * hidden * (1 if s.on_cpu else len(routed.slot_tokens))
+    return results + copied + 4 * inner + max(inner, weights)
+
+
+def _logits_bytes(s: Sizes) -> int:
+    """Return peak bytes of the loss beside what it saves.
+
+    These are its input, and logits and log-probabilities of a chunk. Low precision adds a cast
+    weight. A tied weight may be gathered from column shards.
+    """
+    logits, weight = min(s.tokens, LOSS_CHUNK_TOKENS) * s.vocab, s.vocab * s.model.hidden
+    inputs = s.gathered_elements * s.compute_bytes
+    weights = s.num_casts * s.compute_bytes + s.gathers_tied_embedding * s.stored_bytes
+    return inputs + 2 * logits * s.stored_bytes + weights * weight

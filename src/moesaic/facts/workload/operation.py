@@ -28,7 +28,7 @@ class MatmulShape:
     inner: int
     count: int = 1
     is_weight_gradient: bool = False
-    """True if a grouped matmul computes weight gradients, which sum over `rows`."""
+    """True if the result is the gradient of a weight."""
 
     @property
     def flops(self) -> int:
@@ -87,6 +87,8 @@ class Operation:
     backward: Op | None = None
     saved_bytes: int = 0
     """Bytes that autograd saves for backward, without parameters."""
+    captured_bytes: int = 0
+    """Bytes of gradients of results that a split backward keeps for its weights."""
     forward_calls: tuple[CollectiveCall, ...] = ()
     """Collectives of forward, in issue order."""
     backward_calls: tuple[CollectiveCall, ...] = ()
@@ -98,6 +100,4 @@ class Operation:
         """Forward as recomputation repeats it."""
         if self.forward is None or self.recompute == "all":
             return self.forward
-        if self.recompute == "nothing":
-            return None
         return replace(self.forward, matmuls=self.forward.matmuls[:-1])

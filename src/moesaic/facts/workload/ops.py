@@ -14,7 +14,12 @@ from typing import Literal
 from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.workload.collectives import CollectiveCall, CollectiveKind, embedding_exchanges
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
-from moesaic.facts.workload.sizes import INDEX_BYTES, NORM_CHUNK_BYTES, Sizes
+from moesaic.facts.workload.sizes import (
+    INDEX_BYTES,
+    LOSS_CHUNK_TOKENS,
+    NORM_CHUNK_BYTES,
+    Sizes,
+)
 
 TRAFFIC_FACTOR = {"norm": 1, "scale": 2, "adamw": 7}
 """Bytes read and written by an elementwise kernel, as a multiple of its tensor. AdamW reads values,
@@ -39,27 +44,24 @@ def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
     rank writes zeros for words of other ranks, and sums of all ranks are scattered. With column
     shards, each rank looks up the tokens of all ranks, and reorders columns.
     """
-    ids, tokens = s.tokens * INDEX_BYTES, s.gathered_elements
+    tokens, saved, trained = s.gathered_elements, s.tokens * INDEX_BYTES, s.trains_weights
     forward, backward = 2 * tokens, s.table_elements * (1 + 3 * tied) + 3 * tokens
-    saved, index_bytes = ids, ids
     calls, backward_calls = embedding_exchanges(s)
     if s.embedding_shards > 1:
         forward += 2 * s.lookup_elements
         backward += 3 * s.lookup_elements - tokens
         saved = s.lookup_tokens * INDEX_BYTES
-        index_bytes += saved
     elif s.tp > 1:
         forward, backward = forward + 2 * tokens, backward + 2 * tokens
-        saved, index_bytes = ids + s.tokens, 8 * ids
+        saved += s.tokens
     num_bytes = tokens * s.stored_bytes
-    trained = s.trainable.weights
     return [
         Operation(
-            Op("lookup", (), forward * s.stored_bytes + index_bytes, 2),
-            Op("lookup", (), trained * (backward * s.stored_bytes + index_bytes), 2 * trained),
+            Op("lookup", (), forward * s.stored_bytes, 2),
+            Op("lookup", (), trained * backward * s.stored_bytes, 2 * trained),
             saved,
-            (*tp_calls(s, "reduce_scatter", num_bytes), *calls),
-            (*backward_calls * trained, *tp_calls(s, "all_gather", num_bytes)),
+            forward_calls=(*tp_calls(s, "reduce_scatter", num_bytes), *calls),
+            backward_calls=(*backward_calls * trained, *tp_calls(s, "all_gather", num_bytes)),
         )
     ]
 
@@ -79,21 +81,22 @@ def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = Fa
         + 2 * shard * s.stored_bytes
         + (3 * (num_uses - 1) + 2 * split) * num_bytes
     )
-    has_grad = not s.input_has_no_grad
     return Operation(
         Op("gather sequence", (), forward, 1),
-        Op("gather sequence", (), has_grad * backward, has_grad * (1 + num_uses)),
+        Op("gather sequence", (), backward, 1 + num_uses),
         num_bytes,
-        tp_calls(s, "all_gather", num_bytes),
-        has_grad * tp_calls(s, "reduce_scatter", num_bytes),
+        forward_calls=tp_calls(s, "all_gather", num_bytes),
+        backward_calls=tp_calls(s, "reduce_scatter", num_bytes),
     )
 
 
 def scatter_sequence(s: Sizes) -> Operation:
     """Return the reduce-scatter of a layer's result into sequence shards."""
     num_bytes = s.gathered_elements * s.compute_bytes
-    calls = tp_calls(s, "reduce_scatter", num_bytes), tp_calls(s, "all_gather", num_bytes)
-    return Operation(None, None, 0, *calls)
+    return Operation(
+        forward_calls=tp_calls(s, "reduce_scatter", num_bytes),
+        backward_calls=tp_calls(s, "all_gather", num_bytes),
+    )
 
 
 def norm(
@@ -121,14 +124,14 @@ def norm(
     n, adds, cast = t * width, num_uses - 1 + in_residual, casts * s.cast_bytes(t * width)
     # A CPU reads and writes each intermediate, in chunks that fit the cache.
     chunks = -(-t // max(1, NORM_CHUNK_BYTES // (width * s.stored_bytes))) if s.on_cpu else 0
-    forward = 5 * n + 10 * t + width * chunks if s.on_cpu else 2 * n + t + width
-    backward = 16 * n + 11 * t + (1 + 6 * chunks) * width if s.on_cpu else 3 * n + t + 2 * width
+    forward = 5 * n + 10 * t if s.on_cpu else 2 * n + t
+    backward = 16 * n + 11 * t if s.on_cpu else 3 * n + t
     backward = (backward + 3 * adds * n) * s.stored_bytes + cast
-    has_grad = not (in_residual and s.input_has_no_grad)
     return Operation(
         Op(name, (), forward * s.stored_bytes + cast, 7 * chunks or 1),
-        Op(name, (), has_grad * backward, has_grad * (1 + adds + (12 * chunks or 1))),
+        Op(name, (), backward, 1 + adds + (12 * chunks or 1)),
         (n + t) * s.stored_bytes,
+        n * s.stored_bytes,
     )
 
 
@@ -147,7 +150,6 @@ def linear(
     source: Source = "computed",
     rows: int | None = None,
     target: AdapterTarget = "attention",
-    reads_block_input: bool = False,
 ) -> Operation:
     """Return tokens times a weight; weights and inputs in stored type are cast first.
 
@@ -159,39 +161,33 @@ def linear(
         source: kind of its input.
         rows: number of tokens; None for all.
         target: adapter target of the weight.
-        reads_block_input: whether the input is that of the block.
     """
     t = s.tokens if rows is None else rows
-    has_input_grad = not (reads_block_input and s.input_has_no_grad)
-    trained, cast, weight_cast = s.trainable.weights, 0, s.cast_bytes(columns * inner)
-    is_stored = source != "computed"
-    if is_stored:
-        cast = s.cast_bytes(t * inner)
+    trained, weight_cast = s.trains_weights, s.cast_bytes(columns * inner)
+    cast = s.cast_bytes(t * inner) if source != "computed" else 0
     forward = Op(name, (MatmulShape(t, columns, inner),), weight_cast + cast, 2, s.precision)
-    grads = has_input_grad * (MatmulShape(t, inner, columns),)
-    grads += trained * (MatmulShape(columns, inner, t),)
-    moved = trained * weight_cast + has_input_grad * cast
-    backward = Op(name, grads, moved, 2 * len(grads), s.precision)
+    grads: tuple[MatmulShape, ...] = (MatmulShape(t, inner, columns),)
+    grads += trained * (MatmulShape(columns, inner, t, is_weight_gradient=True),)
+    backward = Op(name, grads, trained * weight_cast + cast, 2 * len(grads), s.precision)
     saved = s.num_casts * columns * inner * s.compute_bytes
     if source == "stored" or (source == "shared" and s.num_casts):
         saved += t * inner * s.compute_bytes
-    rank = s.trainable.rank_of_target(target)
+    rank = s.adapter_rank(target)
     if rank:
         thin = 2 * t * rank * s.compute_bytes
-        weight_cast = s.cast_bytes(rank * (inner + columns))
         sums = 3 * t * s.compute_bytes
         forward = forward.merged(
             Op("", (MatmulShape(t, rank, inner), MatmulShape(t, columns, rank)),
-               weight_cast + cast + thin + sums * columns, 5)
+               cast + thin + sums * columns, 5)
         )  # fmt: skip
         grads = (
-            MatmulShape(t, rank, columns), MatmulShape(columns, rank, t),
-            MatmulShape(rank, inner, t), *has_input_grad * (MatmulShape(t, inner, rank),),
+            MatmulShape(t, rank, columns), MatmulShape(t, inner, rank),
+            MatmulShape(columns, rank, t, is_weight_gradient=True),
+            MatmulShape(rank, inner, t, is_weight_gradient=True),
         )  # fmt: skip
-        widened = s.stored_bytes // s.compute_bytes if is_stored else 1
-        moved = weight_cast + thin + has_input_grad * (cast + sums * inner * widened)
-        backward = backward.merged(Op("", grads, moved, 7))
-    return Operation(forward, backward, saved)
+        backward = backward.merged(Op("", grads, cast + thin + sums * inner, 7))
+    captured = trained * t * columns * s.compute_bytes
+    return Operation(forward, backward, saved, captured)
 
 
 def input_sources(s: Sizes, num: int) -> list[Source]:
@@ -220,9 +216,7 @@ def gated_ffn(
     inner_bytes = s.tokens * ffn * s.compute_bytes
     first, second = input_sources(s, 2)
     gate, up = (
-        linear(
-            f"{prefix}{name}", s, ffn, hidden, source=source, target=target, reads_block_input=True
-        )
+        linear(f"{prefix}{name}", s, ffn, hidden, source=source, target=target)
         for name, source in (("gate", second if shares_input else first), ("up", second))
     )
     activation = Operation(
@@ -231,10 +225,9 @@ def gated_ffn(
         4 * inner_bytes,  # Gate, up, silu(gate) and the input of the down projection.
     )
     down = linear(f"{prefix}down", s, hidden, ffn, target=target)
-    parts = [gather_sequence(s, hidden, num_uses=2), gate, up, activation, down]
-    if s.input_has_no_grad and not s.trainable.rank_of_target(target):
-        parts = [replace(part, backward=None) for part in parts]
-    return [*parts, scatter_sequence(s)]
+    return [
+        gather_sequence(s, hidden, num_uses=2), gate, up, activation, down, scatter_sequence(s)
+    ]  # fmt: skip
 
 
 def head(s: Sizes) -> list[Operation]:
@@ -243,21 +236,21 @@ def head(s: Sizes) -> list[Operation]:
     The loss computes logits and both gradients in forward, chunk by chunk; backward scales them.
     With TP, each rank has the logits of its vocabulary shard.
     """
-    vocab, hidden, t, trained = s.vocab, s.model.hidden, s.tokens, s.trainable.weights
+    vocab, hidden, t, trained = s.vocab, s.model.hidden, s.tokens, s.trains_weights
     matmuls, sums = list[MatmulShape](), tuple[CollectiveCall, ...]()
-    num_chunks = 0
-    for rows, num in s.loss_chunks:
-        matmuls += [MatmulShape(rows, vocab, hidden, num), MatmulShape(rows, hidden, vocab, num)]
-        matmuls += trained * [MatmulShape(vocab, hidden, rows, num)]
-        size = rows * s.tp * s.stored_bytes
-        sums += num * tp_calls(s, "all_gather", size, "log-sum-exp")
-        num_chunks += num
+    num_full, rest = divmod(t, LOSS_CHUNK_TOKENS)
+    for rows, num in ((LOSS_CHUNK_TOKENS, num_full), (rest, int(rest > 0))):
+        matmuls += (num > 0) * [
+            MatmulShape(rows, vocab, hidden, num), MatmulShape(rows, hidden, vocab, num),
+            *trained * [MatmulShape(vocab, hidden, rows, num)],
+        ]  # fmt: skip
+        sums += num * tp_calls(s, "all_gather", rows * s.tp * s.stored_bytes, "log-sum-exp")
+    num_chunks = num_full + (rest > 0)
     weight, logits, is_tp = vocab * hidden, t * vocab, int(s.tp > 1)
     input_cast = (1 - is_tp) * s.cast_bytes(s.gathered_elements)
     added = num_chunks * s.num_casts * (2 * s.stored_bytes + s.compute_bytes) + s.stored_bytes
     forward = input_cast + s.cast_bytes(weight) + trained * weight * added
     forward += (6 + is_tp) * logits * s.stored_bytes + 2 * s.cast_bytes(logits)
-    forward += t * (60 + 38 * is_tp + (12 + 5 * is_tp) * s.stored_bytes)
     backward = 2 * s.gathered_elements * s.compute_bytes + input_cast
     backward += trained * 2 * weight * s.stored_bytes
     gradient_bytes = s.gathered_elements * s.compute_bytes + weight * s.stored_bytes
@@ -266,7 +259,7 @@ def head(s: Sizes) -> list[Operation]:
            num_transcendentals=2 * logits),
         Op("loss", (), backward, 2 + trained),
         gradient_bytes,
-        sums,
+        forward_calls=sums,
     )  # fmt: skip
     gather = replace(gather_sequence(s, hidden), saved_bytes=0)
     return [norm(s, hidden), gather, *_gather_tied_embedding(s), loss]
@@ -277,7 +270,7 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
     if not s.gathers_tied_embedding:
         return []
     sizes, moved = s.table_message_bytes, 2 * s.vocab * s.model.hidden * s.stored_bytes
-    name, trained = "gather tied embedding", s.trainable.weights
+    name, trained = "gather tied embedding", s.trains_weights
     gathers, scatters = (
         tuple(CollectiveCall(f"{verb} tied embedding", kind, s.stage_ranks, size) for size in sizes)
         for verb, kind in _TIED_COLLECTIVES
@@ -285,7 +278,7 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
     return [
         Operation(
             Op(name, (), moved, len(sizes)), Op(name, (), trained * moved, trained * len(sizes)),
-            0, gathers, trained * scatters,
+            forward_calls=gathers, backward_calls=trained * scatters,
         )
     ]  # fmt: skip
 

@@ -171,19 +171,13 @@ def expert_name(layer: int, expert: int, matrix: str) -> str:
 
 
 def local_size(parameter: Parameter, num_shards: int) -> int:
-    """Return elements of one of `num_shards` FSDP shards, in whole rows with padding.
-
-    FSDP does not split a column shard.
-    """
-    if parameter.is_column_shard:
-        return parameter.size
-    rows = parameter.shape[0]
-    return -(-rows // num_shards) * (parameter.size // rows)
+    """Return elements of one of `num_shards` FSDP shards, in whole rows with padding."""
+    return unpadded_local_size(parameter, num_shards, 0)
 
 
 def unpadded_local_size(parameter: Parameter, num_shards: int, rank: int) -> int:
     """Return elements of `rank`'s FSDP shard without padding; the last ranks may have fewer rows or
-    none."""
+    none. FSDP does not split a column shard."""
     if parameter.is_column_shard:
         return parameter.size
     rows = parameter.shape[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from moesaic.facts.workload.parameters import (
     parameters,
     unpadded_local_size,
 )
-from moesaic.facts.workload.sizes import BIAS_BYTES, LOAD_COUNT_BYTES, STORED_BYTES, group_of
+from moesaic.facts.workload.sizes import BIAS_BYTES, LOAD_COUNT_BYTES, STORED_BYTES
 from moesaic.facts.workload.spec import BlockSpec, block_specs
 
 
@@ -106,42 +106,25 @@ class RankParams:
         return sum(sum(moment_bytes(p, size, self.job)) for p, size in sizes)
 
     def checkpoint_bytes(self) -> int:
-        """Return bytes that this rank writes to a checkpoint; owners of the same tensors divide
-        them."""
-        tensors: dict[tuple[int, ...], list[int]] = {}
-        for owners, sizes in self._owners_and_tensors():
-            tensors.setdefault(owners, []).extend(sizes)
-        num_bytes = 0
-        for owners, sizes in tensors.items():
-            loads = [0] * len(owners)
-            for size in sorted(sizes, reverse=True):
-                loads[loads.index(min(loads))] += size
-            num_bytes += loads[owners.index(self.rank)]
-        return num_bytes
-
-    def _owners_and_tensors(self) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        """Yield owners of this rank's tensors, and the bytes of those tensors."""
+        """Return bytes that this rank writes to a checkpoint; owners of the same tensors share
+        them evenly."""
         plan, model = self.plan, self.job.model
-        stage = group_of(plan.stage_groups(), self.rank)
-        shard = plan.dp_rank(self.rank) % plan.dp_shard
-        replicas = tuple(rank for rank in stage if plan.dp_rank(rank) % plan.dp_shard == shard)
-        for p in self.dense:
-            owners = replicas
-            if self.is_tp_sharded(p):
-                owners = group_of(plan.dp_replicate_groups(), self.rank)
-            if p.is_column_shard:
-                owners = (self.rank,)
-            if model.tied and plan.pp > 1 and p.name == "embed.weight":
-                offsets = (-stage[0], plan.ranks - plan.ranks_per_stage - stage[0])
-                owners = tuple(offset + rank for offset in offsets for rank in owners)
-            yield owners, self._tensor_bytes(p, self.unpadded_local_size(p))
-        expert_replicas = group_of(plan.expert_dp_groups(), self.rank)
-        yield expert_replicas, [n for p in self.experts for n in self._tensor_bytes(p, p.size)]
-        yield stage, [p.size * BIAS_BYTES for p in self.biases]
+        num_bytes = sum(p.size * BIAS_BYTES for p in self.biases) / plan.ranks_per_stage
         if self.job.balance.migrate_every and plan.ep > 1:
-            rows = [plan.experts * LOAD_COUNT_BYTES for _ in model.expert_layers]
-            yield tuple(range(plan.ranks)), rows
+            num_bytes += plan.experts * LOAD_COUNT_BYTES * len(model.expert_layers) / plan.ranks
+        for p in self.experts:
+            num_bytes += self._stored_bytes(p, p.size) * plan.ep * plan.etp / plan.ranks_per_stage
+        for p in self.dense:
+            replicas = plan.ranks_per_stage // plan.dp_shard
+            if self.is_tp_sharded(p):
+                replicas //= plan.tp
+            if p.is_column_shard:
+                replicas = 1
+            if model.tied and plan.pp > 1 and p.name == "embed.weight":
+                replicas *= 2
+            num_bytes += self._stored_bytes(p, self.unpadded_local_size(p)) / replicas
+        return round(num_bytes)
 
-    def _tensor_bytes(self, p: Parameter, size: int) -> list[int]:
+    def _stored_bytes(self, p: Parameter, size: int) -> int:
         moments = moment_bytes(p, size, self.job) if self.is_trained(p) else ()
-        return [size * STORED_BYTES[self.job.train.precision], *moments]
+        return size * STORED_BYTES[self.job.train.precision] + sum(moments)

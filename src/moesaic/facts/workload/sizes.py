@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
@@ -66,34 +66,6 @@ def row_batches(rows: int, row_bytes: int, max_bytes: int = BUCKET_BYTES) -> Ite
 
 
 @dataclass(frozen=True)
-class Trainable:
-    """Parts of a model that have gradients; by default all."""
-
-    weights: bool = True
-    """True if parameters other than experts and routers are trainable."""
-    routers: bool = True
-    experts: bool = True
-    targets: frozenset[AdapterTarget] = frozenset()
-    """Matrices with adapters."""
-    adapter_rank: int = 0
-    """Rank of the adapters."""
-
-    @classmethod
-    def from_finetune(cls, finetune: FinetuneConfig | None) -> Trainable:
-        """Return the parts that `finetune` trains."""
-        if finetune is None:
-            return cls()
-        routers = finetune.router == "train"
-        if finetune.method == "full":
-            return cls(routers=routers)
-        return cls(False, routers, False, frozenset(finetune.targets), finetune.rank)
-
-    def rank_of_target(self, target: AdapterTarget) -> int:
-        """Return the rank of the adapters of `target`; 0 if it has none."""
-        return self.adapter_rank * (target in self.targets)
-
-
-@dataclass(frozen=True)
 class Sizes:
     """Dimensions of a model, and of one rank's share of a micro-batch."""
 
@@ -110,10 +82,8 @@ class Sizes:
     """Expert TP ranks: the ranks of a TP group that split every expert's matrices."""
     on_cpu: bool = True
     """True if the rank computes on a CPU, whose kernels work in chunks that fit the cache."""
-    trainable: Trainable = field(default_factory=Trainable)
-    """Trainable parameters."""
-    input_has_no_grad: bool = False
-    """True if backward ends in this block, because the block's input needs no gradient."""
+    finetune: FinetuneConfig | None = None
+    """Settings that freeze parameters and add adapters; None if everything is trained."""
     embedding_shards: int = 1
     """Ranks that split the embedding by columns."""
     stage_ranks: tuple[int, ...] = ()
@@ -138,10 +108,26 @@ class Sizes:
         ]
         return cls(
             job.model, samples, length, job.train.precision, plan.tp, plan.etp, on_cpu,
-            Trainable.from_finetune(job.finetune), embedding_shards=plan.embedding_shards,
-            stage_ranks=peers, lookup_tokens_by_rank=tuple(lookups),
+            job.finetune, embedding_shards=plan.embedding_shards, stage_ranks=peers,
+            lookup_tokens_by_rank=tuple(lookups),
             tp_ranks=group_of(plan.tp_groups(), rank), etp_ranks=group_of(plan.etp_groups(), rank),
         )  # fmt: skip
+
+    @property
+    def trains_weights(self) -> bool:
+        """True if the weights themselves have gradients, not just adapters; routers aside."""
+        return self.finetune is None or self.finetune.method == "full"
+
+    @property
+    def trains_routers(self) -> bool:
+        """True if routers have gradients."""
+        return self.finetune is None or self.finetune.router == "train"
+
+    def adapter_rank(self, target: AdapterTarget) -> int:
+        """Return the rank of the adapters of `target`; 0 if it has none."""
+        if self.finetune is None or self.trains_weights:
+            return 0
+        return self.finetune.rank * (target in self.finetune.targets)
 
     @property
     def moment_chunk(self) -> int:
@@ -177,12 +163,6 @@ class Sizes:
     def expert_width(self) -> int:
         """Inner width of this rank's shard of an expert."""
         return self.model.ffn // self.etp
-
-    @property
-    def loss_chunks(self) -> list[tuple[int, int]]:
-        """Chunks of the loss, as pairs of tokens per chunk and number of such chunks."""
-        full, rest = divmod(self.tokens, LOSS_CHUNK_TOKENS)
-        return [(LOSS_CHUNK_TOKENS, full)] * (full > 0) + [(rest, 1)] * (rest > 0)
 
     @property
     def heads(self) -> int:

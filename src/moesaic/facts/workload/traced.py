@@ -8,7 +8,8 @@ data parallelism: every rank has the whole model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -237,42 +238,22 @@ def traced_blocks(traced: TracedModel, ranks: int = 1) -> list[Block]:
 
 
 def traced_memory(traced: TracedModel) -> Memory:
-    """Return the memory of a rank, with buffers as parameters and moments in gradient types."""
-    gradients = sum(sum(block.gradients) for block in traced.blocks)
-    activations = sum(block.saved_bytes for block in traced.blocks)
-    return Memory(
-        parameters_bytes=sum(block.parameter_bytes for block in traced.blocks)
-        + traced.buffer_bytes,
-        gradients_bytes=gradients,
-        moments_bytes=2 * gradients,
-        staging_bytes=0,
-        gathered_bytes=0,
-        activations_bytes=activations,
-        head_bytes=0,
-        working_bytes=max(_boundary_gradient_bytes(traced.blocks)),
-        forward_bytes=activations,
-        backward_bytes=_peak_backward_bytes(traced.blocks),
-    )
-
-
-def _boundary_gradient_bytes(blocks: Sequence[TracedBlock]) -> list[int]:
-    """Return bytes of gradients of each block's output and input."""
-    outputs = [block.output_bytes for block in blocks]
-    return [own + before for before, own in zip([0, *outputs], outputs, strict=False)]
-
-
-def _peak_backward_bytes(blocks: Sequence[TracedBlock]) -> int:
-    """Return the peak of temporary memory over the backwards of all blocks.
+    """Return the memory of a rank, with buffers as parameters and moments in gradient types.
 
     A block's backward needs saved activations up to it, parameter gradients from it on, and
     gradients of its output and input.
     """
-    kept = sum(block.saved_bytes for block in blocks)
-    made = most = 0
-    for handed_on, block in zip(
-        _boundary_gradient_bytes(blocks)[::-1], reversed(blocks), strict=True
-    ):
+    kept = sum(block.saved_bytes for block in traced.blocks)
+    gradients = sum(sum(block.gradients) for block in traced.blocks)
+    parameters = sum(block.parameter_bytes for block in traced.blocks)
+    made, peak = 0, Memory(parameters + traced.buffer_bytes, 2 * gradients, 0, 0, kept)
+    outputs = [0, *(block.output_bytes for block in traced.blocks)]
+    for at, block in reversed(list(enumerate(traced.blocks))):
         made += sum(block.gradients)
-        most = max(most, kept + made + handed_on)
+        found = replace(
+            peak, gradients_bytes=made, activations_bytes=kept,
+            working_bytes=outputs[at] + outputs[at + 1],
+        )  # fmt: skip
+        peak = max(peak, found, key=lambda one: one.peak_bytes)
         kept -= block.saved_bytes
-    return most
+    return peak

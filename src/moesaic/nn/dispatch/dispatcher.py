@@ -86,13 +86,6 @@ class TokenSlots:
         """Slots of the EP group."""
         return self.counts_RCS.shape[-1]
 
-    @property
-    def dedup_counts_RP(self) -> Tensor | None:
-        """Deduplicated tokens of each rank for each destination; None without deduplication."""
-        if not self.dedup:
-            return None
-        return torch.stack([chunk.counts_RP for chunk in self.dedup]).sum(0)
-
 
 class Dispatcher:
     """Token dispatch of one layer. It has no trainable tensors."""

@@ -94,7 +94,7 @@ def _interleave_experts(
         arrived = in_flight[at].launches if incoming else None
         if arrived is not None:
             yield _wait_event(op, arrived)
-        yield from (_mark_intra_host(event) for event in (incoming[at][1:] if incoming else ()))
+        yield from (_without_channels(event) for event in (incoming[at][1:] if incoming else ()))
         if incoming[at + 1 :]:
             in_flight.append(launch(incoming[at + 1][0]))
             yield in_flight[-1]
@@ -105,14 +105,15 @@ def _interleave_experts(
             *earlier, last = outgoing[at]
             last = launch(last)
             sent = last.launches
-            yield from (*map(_mark_intra_host, earlier), last)
+            yield from (*map(_without_channels, earlier), last)
     yield from local
     if sent is not None:
         yield _wait_event(ops[-1], sent)
 
 
-def _mark_intra_host(event: Event) -> Event:
-    return replace(event, is_intra_host=True)
+def _without_channels(event: Event) -> Event:
+    """Return a collective inside hosts, which does not wait for those between hosts."""
+    return replace(event, channels=())
 
 
 def _wait_event(op: Event, message: AsyncMessage) -> Event:

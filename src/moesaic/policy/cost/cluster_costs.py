@@ -19,7 +19,7 @@ from moesaic.facts.workload import EXPERTS, Block, BlockWork, CollectiveCall, Op
 from moesaic.policy.cost.chunk_overlap import interleave_chunks
 from moesaic.policy.cost.compute import matmul_and_elementwise_s, op_s
 from moesaic.policy.cost.event import Event, RankGroups, Seconds
-from moesaic.policy.cost.network import CollectiveCost, NetworkModel
+from moesaic.policy.cost.network import NetworkModel
 
 GroupKey = tuple[tuple[int, ...], tuple[int, ...]]
 """Groups that run a collective at the same time: the ranks of one such group, and the first rank of
@@ -45,14 +45,8 @@ class ClusterCosts:
     """Network between those places."""
     _compute_seconds: dict[tuple[int, tuple[float, ...]], Seconds] = field(default_factory=dict)
     """Cached seconds by rank, keyed by pipeline rank and seconds per kind of ranks."""
-    _groups_by_key: dict[GroupKey, list[list[int]]] = field(default_factory=dict)
-    """Cached groups that run a collective at the same time."""
-    _rank_groups: dict[GroupKey, RankGroups] = field(default_factory=dict)
-    """Array layout of these groups."""
-    _collective_costs: dict[tuple[str, GroupKey], list[CollectiveCost]] = field(
-        default_factory=dict
-    )
-    """Cached costs by operation and groups."""
+    _groups_by_key: dict[GroupKey, tuple[list[list[int]], RankGroups]] = field(default_factory=dict)
+    """Cached groups that run a collective at the same time, and their array layout."""
     _block_cache: dict[object, tuple[Sequence[BlockWork], list[Event]]] = field(
         default_factory=dict
     )
@@ -183,14 +177,29 @@ class ClusterCosts:
         name, subset = collectives[0].name, ranks if is_subset else ()
         key = collectives[0].ranks, tuple(same_kind[0] for same_kind in subset)
         if key not in self._groups_by_key:
-            self._groups_by_key[key] = self._matching_groups(collectives[0], subset)
-            self._rank_groups[key] = RankGroups(self._groups_by_key[key])
-        groups = self._groups_by_key[key]
-        seconds = self._collective_s(collectives, ranks, key)
-        skew_s = max(cost.skew_s for cost in self._collective_costs[collectives[0].operation, key])
+            matching = self._matching_groups(collectives[0], subset)
+            self._groups_by_key[key] = matching, RankGroups(matching)
+        groups, members = self._groups_by_key[key]
+        operation = collectives[0].operation
+        costs = self.network.collective_costs(operation, groups)
+        num_bytes_by_rank = np.zeros(self.plan.ranks, np.int64)
+        for call, same_kind in zip(collectives, ranks, strict=True):
+            num_bytes_by_rank[same_kind] = max(call.num_bytes, sum(call.receive_bytes))
+        # The rank of a group with the most bytes sets the pace.
+        group_bytes = members.group_max(num_bytes_by_rank)
+        cache_key = operation, key, group_bytes.tobytes()
+        if cache_key not in self._communication_seconds:
+            each = [
+                self._communication_factor * cost.seconds(num_bytes)
+                for cost, num_bytes in zip(costs, group_bytes.tolist(), strict=True)
+            ]
+            self._communication_seconds[cache_key] = members.scatter(
+                each, np.zeros(self.plan.ranks)
+            )
         return Event(
-            name, phase or PHASE_BY_NAME.get(name, "reduce"), block, seconds, groups, skew_s
-        )
+            name, phase or PHASE_BY_NAME.get(name, "reduce"), block,
+            self._communication_seconds[cache_key], groups, max(cost.skew_s for cost in costs),
+        )  # fmt: skip
 
     def compute_s(
         self, ops_by_kind: Sequence[Sequence[Op]], ranks: Sequence[list[int]]
@@ -282,28 +291,3 @@ class ClusterCosts:
             plan.same_etp_rank_groups(), chains,
             [[chain[0], chain[-1]] for chain in chains],
         ]  # fmt: skip
-
-    def _collective_s(
-        self, collectives: Sequence[CollectiveCall], ranks: Sequence[list[int]], group_key: GroupKey
-    ) -> Seconds:
-        """Return seconds by rank; the rank of a group with the most bytes sets the pace."""
-        num_bytes_by_rank, members = (
-            np.zeros(self.plan.ranks, np.int64),
-            self._rank_groups[group_key],
-        )
-        for call, same_kind in zip(collectives, ranks, strict=True):
-            num_bytes_by_rank[same_kind] = max(call.num_bytes, sum(call.receive_bytes))
-        group_bytes = members.group_max(num_bytes_by_rank)
-        operation = collectives[0].operation
-        key = (operation, group_key, group_bytes.tobytes())
-        if key not in self._communication_seconds:
-            if key[:2] not in self._collective_costs:
-                self._collective_costs[key[:2]] = self.network.collective_costs(
-                    operation, self._groups_by_key[group_key]
-                )
-            each = zip(self._collective_costs[key[:2]], group_bytes.tolist(), strict=True)
-            seconds = [
-                self._communication_factor * cost.seconds(num_bytes) for cost, num_bytes in each
-            ]
-            self._communication_seconds[key] = members.scatter(seconds, np.zeros(self.plan.ranks))
-        return self._communication_seconds[key]

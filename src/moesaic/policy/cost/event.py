@@ -84,11 +84,9 @@ class Event:
     launches: AsyncMessage | None = None
     """For a collective: it runs asynchronously, and starts when the channels of its ranks are free.
     """
-    is_intra_host: bool = False
-    """For a collective: it stays inside hosts and does not wait for channels."""
     channels: tuple[str, ...] = ("",)
     """For a collective: channels that it occupies; collectives on the same channel run in sequence.
-    """
+    Empty if it stays inside hosts and waits for none."""
     waits_for: AsyncMessage | None = None
     """Asynchronous collective that must end first; for an exchange of several steps, its last one.
     """

@@ -36,16 +36,12 @@ def overlap_forward(events: Sequence[Event]) -> list[Event]:
 
 
 def overlap_backward(events: Sequence[Event]) -> list[Event]:
-    """Return the events of a backward pass with prefetched all-gathers and asynchronous reductions.
-
-    If the pass ends early, FSDP2 still prefetches the parameters of one more layer.
-    """
+    """Return the events of backward with prefetched all-gathers and asynchronous reductions."""
     _, needs = _split_all_gathers(events)
-    num_gathers = sum(event.name == _ALL_GATHER for event in events)
     found: list[Event] = []
     last_scatter: AsyncMessage | None = None
     last: AsyncMessage | None = None
-    for event in _prefetch_all_gathers(events, [0, *(need + 1 for need in needs)][:num_gathers]):
+    for event in _prefetch_all_gathers(events, [0, *(need + 1 for need in needs[:-1])]):
         if event.name in (_REDUCE_SCATTER, _REPLICA_ALL_REDUCE):
             last = AsyncMessage()
             last_scatter = last if event.name == _REDUCE_SCATTER else last_scatter
@@ -87,14 +83,11 @@ def _split_all_gathers(events: Sequence[Event]) -> tuple[list[Event], list[int]]
 def _prefetch_all_gathers(events: Sequence[Event], positions: Sequence[int]) -> list[Event]:
     """Return the events with each all-gather launched before its position among the others."""
     others, needs = _split_all_gathers(events)
-    launches: dict[int, list[Event]] = {}
-    awaits = {}
+    launches, awaits = dict[int, list[Event]](), dict[int, AsyncMessage]()
     gathers = (event for event in events if event.name == _ALL_GATHER)
-    for number, (gather, place) in enumerate(zip(gathers, positions, strict=True)):
-        message = AsyncMessage()
-        if number < len(needs):
-            awaits[needs[number]] = message
-        launches.setdefault(place, []).append(replace(gather, launches=message))
+    for gather, need, place in zip(gathers, needs, positions, strict=True):
+        awaits[need] = AsyncMessage()
+        launches.setdefault(place, []).append(replace(gather, launches=awaits[need]))
     found = []
     for at, event in enumerate(others):
         found += launches.get(at, [])

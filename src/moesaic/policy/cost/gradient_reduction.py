@@ -12,36 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from moesaic.facts.workload import STEP
 from moesaic.facts.workload.gradient_reduction import OVERLAPPED_REDUCTIONS
+from moesaic.policy.cost.cluster_costs import ClusterCosts
 from moesaic.policy.cost.event import AsyncMessage, Event
 
 _INTER_HOST = "between hosts"
 
 
-class CommTopology(Protocol):
-    """Questions about the network that overlap depends on."""
-
-    def overlaps(self, event: Event) -> bool:
-        """Return whether ranks compute while `event` is under way."""
-
-    def is_inter_host(self, event: Event) -> bool:
-        """Return whether `event` crosses hosts."""
-
-
 def overlap_reductions(
-    backward: Sequence[Event], update: Sequence[Event], topology: CommTopology
+    backward: Sequence[Event], update: Sequence[Event], costs: ClusterCosts
 ) -> tuple[list[Event], list[Event]]:
     """Return the last backward of a step with its reductions, and `update` without them.
 
     Args:
         backward: all events of backward, block by block.
         update: events of the update; each reduction belongs to the block with its last gradient.
-        topology: network between the ranks.
+        costs: costs on the cluster, which tell what overlaps.
     """
     ends = {event.block: at for at, event in enumerate(backward[:-1])}
     ends.pop(backward[-1].block if backward else "", None)
@@ -49,13 +39,13 @@ def overlap_reductions(
     rest = []
     for event in update:
         if event.groups and event.name in OVERLAPPED_REDUCTIONS and event.block in ends:
-            launched.setdefault(ends[event.block], []).append(_launch(event, topology))
+            launched.setdefault(ends[event.block], []).append(_launch(event, costs))
         else:
             rest.append(event)
     found: list[Event] = []
     for at, event in enumerate(backward):
         found += [
-            _share_inter_host_channel(event, topology) if launched else event,
+            _share_inter_host_channel(event, costs) if launched else event,
             *launched.get(at, ()),
         ]
     overlapped = [one for some in launched.values() for one in some if one.launches is not None]
@@ -70,15 +60,15 @@ def overlap_reductions(
     return found, [*rest[:at], *waits, *rest[at:]]
 
 
-def _launch(event: Event, topology: CommTopology) -> Event:
-    if not topology.overlaps(event):
+def _launch(event: Event, costs: ClusterCosts) -> Event:
+    if not costs.overlaps(event):
         return replace(event, phase="backward")
-    channels = (_INTER_HOST,) if topology.is_inter_host(event) else event.channels
+    channels = (_INTER_HOST,) if costs.is_inter_host(event) else event.channels
     return replace(event, phase="backward", launches=AsyncMessage(), channels=channels)
 
 
-def _share_inter_host_channel(event: Event, topology: CommTopology) -> Event:
+def _share_inter_host_channel(event: Event, costs: ClusterCosts) -> Event:
     """Return `event`, queued behind reductions between hosts if it crosses hosts."""
-    if not event.groups or not topology.is_inter_host(event):
+    if not event.groups or not costs.is_inter_host(event):
         return event
     return replace(event, channels=(*event.channels, _INTER_HOST))

@@ -1,21 +1,17 @@
-"""Memory of ranks: the rank with the highest peak, and the rank closest to its device's limit."""
+"""Memory of ranks, and the cost of checkpoints on the disks of hosts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from numpy.typing import ArrayLike
-
-from moesaic.facts.cluster import Cluster, Device, Place, device_at
+from moesaic.facts.cluster import Cluster, Device, Place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
-from moesaic.facts.workload.loads import CountArray as Assigned
-from moesaic.facts.workload.loads import expert_counts, received_tokens, slot_tokens
-from moesaic.facts.workload.parameters import unpadded_local_size
 from moesaic.facts.workload.rank_params import RankParams
+from moesaic.policy.cost.step import JobCosts, equal_ranks
 
 
 class RankMemory(NamedTuple):
@@ -31,95 +27,51 @@ class RankMemory(NamedTuple):
         return self.memory.peak_bytes / self.device.memory_bytes
 
 
-def tightest_rank(
-    job: Job,
-    plan: Plan,
-    cluster: Cluster,
-    places: Sequence[Place],
-    loads: Sequence[ArrayLike] | None = None,
-) -> RankMemory:
+def tightest_rank(costs: JobCosts) -> RankMemory:
     """Return the rank with the largest fraction of its device's memory in use.
 
-    `loads` is as in `workload`.
+    The first of ranks with equal work stands for all of them: its shards are the largest.
     """
-    alike: dict[tuple[str, float, bool], list[int]] = {}
-    devices = [device_at(cluster, one) for one in places]
-    for rank, device in enumerate(devices):
-        at = (device.model, device.memory_bytes, device.kind == "cpu")
-        alike.setdefault(at, []).append(rank)
     candidates = []
-    for ranks in alike.values():
-        device = devices[ranks[0]]
-        fullest = fullest_rank(job, plan, ranks, loads, on_cpu=device.kind == "cpu")
-        candidates.append(RankMemory(*fullest, device))
+    for rank in costs.equal_ranks():
+        device = costs.device(rank)
+        on_cpu = device.kind == "cpu"
+        needs = memory(costs.job, costs.plan, rank, costs.loads, on_cpu=on_cpu)
+        candidates.append(RankMemory(rank, needs, device))
     return max(candidates, key=lambda one: one.used_fraction)
 
 
-def fullest_rank(
-    job: Job,
-    plan: Plan,
-    ranks: Iterable[int] | None = None,
-    loads: Sequence[ArrayLike] | None = None,
-    *,
-    on_cpu: bool = True,
-) -> tuple[int, Memory]:
-    """Return the rank with the highest peak and its memory, among `ranks` (None: all)."""
-    size = job.train.batch // job.train.micro_batches
-    counts, layers = list[Assigned](), range(0)
-    if job.model.experts:
-        layers = job.model.expert_layers
-        if loads is None and not plan.expert_placement_by_layer:
-            layers = layers[:1]  # All layers are equal.
-        by_layer: Sequence[ArrayLike | None] = [None] * len(layers) if loads is None else loads
-        counts = [expert_counts(job, plan, load) for load in by_layer]
-    received: list[dict[int, Assigned]] = [{} for _ in counts]
-    for group in plan.ep_groups():
-        for by_rank, of_layer in zip(received, counts, strict=True):
-            by_rank.update(dict.fromkeys(group, received_tokens(of_layer, plan, group)))
-    owned = _dense_elements_by_shard(job, plan)
-    kinds: dict[tuple[object, ...], int] = {}
-    for rank in ranks if ranks is not None else range(plan.ranks):
-        arriving = [
-            slot_tokens(by_rank[rank], plan, layer, rank)
-            for by_rank, layer in zip(received, layers, strict=True)
-        ]
-        rows = [sum(rows) for rows in arriving] if loads is None else map(tuple, arriving)
-        # Checkpoint shards are assigned one by one, so no two ranks stage equally many bytes.
-        staging = rank if on_cpu and job.checkpoint.asynchronous else -1
-        pp_rank, shard = plan.pp_rank(rank), plan.dp_rank(rank) % plan.dp_shard
-        kind = (
-            pp_rank,
-            len(plan.sample_range(rank, size)),
-            tuple(rows),
-            owned[pp_rank][shard],
-            staging,
-        )
-        kinds.setdefault(kind, rank)
-    known_counts = counts if loads is not None else None
-    found = [
-        (rank, memory(job, plan, rank, known_counts, on_cpu=on_cpu)) for rank in kinds.values()
-    ]
-    return max(found, key=lambda one: one[1].peak_bytes)
+def highest_memory(job: Job, plan: Plan) -> Memory:
+    """Return the memory of the CPU rank with the highest peak, under even routing."""
+    found = [memory(job, plan, rank) for rank in equal_ranks(job, plan, [0] * plan.ranks)]
+    return max(found, key=lambda one: one.peak_bytes)
 
 
-def _dense_elements_by_shard(job: Job, plan: Plan) -> list[list[int]]:
-    """Return elements of dense parameters by pipeline rank and shard, [pp][dp_shard].
+class CheckpointCost(NamedTuple):
+    """Cost of one checkpoint."""
 
-    All TP ranks of a shard have equally many. Without sharding, zeros stand for equal ranks.
+    host_bytes: int
+    """Bytes that one host writes, at most over hosts."""
+    seconds: float | None
+    """Seconds until the slowest disk is done; None if the cluster's file lists no disk for some
+    host."""
+
+
+def checkpoint_cost(
+    job: Job, plan: Plan, cluster: Cluster, places: Sequence[Place]
+) -> CheckpointCost:
+    """Return the cost of a checkpoint of `job`; all ranks of a host write to its first disk.
+
+    The first rank of each pipeline rank stands for the others.
     """
-    if plan.dp_shard == 1:
-        return [[0]] * plan.pp
-    found = []
-    for pp_rank in range(plan.pp):
-        dense = RankParams.of_rank(job, plan, pp_rank * plan.ranks_per_stage).dense
-        number, one_of = Counter(p.shape for p in dense), {p.shape: p for p in dense}
-        found.append(
-            [
-                sum(
-                    number[at] * unpadded_local_size(p, plan.dp_shard, shard)
-                    for at, p in one_of.items()
-                )
-                for shard in range(plan.dp_shard)
-            ]
-        )
-    return found
+    bytes_of_rank = [
+        RankParams.of_rank(job, plan, pp_rank * plan.ranks_per_stage).checkpoint_bytes()
+        for pp_rank in range(plan.pp)
+    ]
+    by_host: Counter[str] = Counter()
+    for rank, place in enumerate(places):
+        by_host[place.host] += bytes_of_rank[plan.pp_rank(rank)]
+    disks = {host: cluster.by_name[host].disks for host in by_host}
+    seconds = [by_host[host] / own[0].write for host, own in disks.items() if own]
+    slowest = max(seconds) if len(seconds) == len(disks) else None
+    return CheckpointCost(max(by_host.values()), slowest)

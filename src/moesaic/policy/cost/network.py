@@ -3,18 +3,63 @@
 A port is a potential bottleneck: a device's end of the link inside its host, a host's end of a link
 to other hosts, or all of a shared link. Groups that run a collective at the same time share ports.
 A collective takes its latencies, plus the time of its busiest port for the bytes of all groups.
+
+Sums and gathers use rings, all-to-all pairwise rounds, broadcasts a binomial tree with the longest
+edges first. Pipeline stages use sends.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moesaic.facts.cluster import Cluster, Curve, Link, Place, intra_host_link, route
-from moesaic.policy.cost.communication import collective_rounds
+
+
+class CommRound(NamedTuple):
+    """Messages that share their latencies and do not wait for one another otherwise."""
+
+    num_latencies: int
+    """Number of successive latencies."""
+    size_fraction: float
+    """Bytes per edge over the whole round, as a fraction of the collective's size."""
+    edges: Sequence[tuple[int, int]] | None
+    """Pairs (from, to) as positions in the group; None for all ordered pairs."""
+
+
+def collective_rounds(operation: str, num_ranks: int) -> list[CommRound]:
+    """Return the rounds of `operation` on `num_ranks` ranks; sizes are in
+    `CollectiveCall.num_bytes`."""
+    if num_ranks < 2:
+        return []
+    others = num_ranks - 1
+    ring = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
+    if operation == "all_reduce":
+        return [CommRound(2 * others, 2 * others / num_ranks, ring)]
+    if operation in ("all_gather", "reduce_scatter"):
+        return [CommRound(others, others / num_ranks, ring)]
+    if operation == "all_to_all":
+        return [CommRound(others, 1.0 / num_ranks, None)]
+    if operation == "broadcast":
+        return [CommRound(1, 1.0, edges) for edges in _broadcast_tree(num_ranks)]
+    if operation == "send":
+        return [CommRound(1, 1.0, [(0, others)])]
+    raise AssertionError(f"no algorithm for {operation}")
+
+
+def _broadcast_tree(num_ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the rounds of a binomial tree from the first of `num_ranks`.
+
+    In each round, every rank that has the bytes sends them to one that does not.
+    """
+    span = 1 << (num_ranks - 1).bit_length()
+    while span > 1:
+        half = span // 2
+        yield [(rank, rank + half) for rank in range(0, num_ranks - half, span)]
+        span = half
 
 
 class Port(NamedTuple):
@@ -58,12 +103,9 @@ class PortLoad:
     latency_s: float = 0.0
     """Latency of the slowest route in use, in seconds."""
 
-    def add_latency(self, latency_s: float) -> None:
-        """Take the latency of another route into account."""
+    def add(self, latency_s: float, ports: Iterable[Port], size_fraction: float) -> None:
+        """Add a load to each port of a route with this latency."""
         self.latency_s = max(self.latency_s, latency_s)
-
-    def add_load(self, ports: Iterable[Port], size_fraction: float) -> None:
-        """Add a load to each of `ports`."""
         for port in ports:
             self.fraction_by_port[port] += size_fraction
 
@@ -104,7 +146,7 @@ class NetworkModel:
         return self._cost_cache[key]
 
     def _group_costs(self, operation: str, groups: Sequence[Sequence[int]]) -> list[CollectiveCost]:
-        loads_by_group = [self.port_loads(operation, group) for group in groups]
+        loads_by_group = [self._port_loads(operation, group) for group in groups]
         rounds = itertools.zip_longest(*loads_by_group, fillvalue=PortLoad())
         sums = [_sum_loads(load.fraction_by_port for load in together) for together in rounds]
         return [
@@ -112,7 +154,7 @@ class NetworkModel:
             for group, own in zip(groups, loads_by_group, strict=True)
         ]
 
-    def port_loads(self, operation: str, group: Sequence[int]) -> list[PortLoad]:
+    def _port_loads(self, operation: str, group: Sequence[int]) -> list[PortLoad]:
         """Return the load of `group` on ports, round by round."""
         places, found = [self._places[rank] for rank in group], []
         for one_round in collective_rounds(operation, len(group)):
@@ -165,16 +207,14 @@ class NetworkModel:
             self._add_inter_host(load, source.host, destination.host, size_fraction)
         else:
             link = intra_host_link(self._cluster, source.host)
-            load.add_latency(link.latency_s)
-            load.add_load(link_ports(link, source, destination), size_fraction)
+            load.add(link.latency_s, link_ports(link, source, destination), size_fraction)
 
     def _add_inter_host(
         self, load: PortLoad, source: str, destination: str, size_fraction: float
     ) -> None:
         """Add bytes from host to host, on all links of the route."""
         host_route = self._route(source, destination)
-        load.add_latency(host_route.latency_s)
-        load.add_load(host_route.ports, size_fraction)
+        load.add(host_route.latency_s, host_route.ports, size_fraction)
 
     def _add_all_to_all(
         self, load: PortLoad, places: Sequence[Place], size_fraction: float
@@ -186,9 +226,9 @@ class NetworkModel:
         for host, own in by_host.items():
             if len(own) > 1:
                 link = intra_host_link(self._cluster, host)
-                load.add_latency(link.latency_s)
+                fraction = size_fraction * (len(own) - 1)
                 for place in own:
-                    load.add_load(link_ports(link, place, place), size_fraction * (len(own) - 1))
+                    load.add(link.latency_s, link_ports(link, place, place), fraction)
         for (source, own), (destination, others) in itertools.permutations(by_host.items(), 2):
             self._add_inter_host(load, source, destination, size_fraction * len(own) * len(others))
 

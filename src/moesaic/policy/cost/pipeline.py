@@ -13,7 +13,7 @@ Approximations:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,15 +21,7 @@ import numpy as np
 
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.facts.plan import Action, pipeline_actions
-from moesaic.facts.workload import (
-    GROUPED_MM,
-    STEP,
-    Block,
-    BlockWork,
-    CollectiveCall,
-    MatmulShape,
-    Op,
-)
+from moesaic.facts.workload import STEP, Block, BlockWork, CollectiveCall, Op
 from moesaic.policy.cost.cluster_costs import PHASE_ORDER, ClusterCosts
 from moesaic.policy.cost.event import PIPELINE, Event, Seconds, StageTransfer
 
@@ -206,7 +198,8 @@ def _filter_work(work: BlockWork, names: Container[str]) -> BlockWork:
 def action_work(block: Block, kind: str, *, is_first_stage: bool) -> BlockWork:
     """Return the work of an action on a block.
 
-    The first stage needs no input gradient, so its whole backward is in `weight`.
+    A split backward computes weight gradients in `weight`, and all else in `input`. The first stage
+    needs no input gradient, so its whole backward is in `weight`.
     """
     if kind == "forward":
         return block.forward
@@ -214,35 +207,16 @@ def action_work(block: Block, kind: str, *, is_first_stage: bool) -> BlockWork:
         return block.backward
     if is_first_stage:
         return BlockWork()
-    inputs, weights = split_backward(block)
-    return BlockWork(inputs, block.backward.collectives) if kind == "input" else BlockWork(weights)
-
-
-def split_backward(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Return a block's backward operations for gradients of its input, and for those of weights.
-
-    Forward multiplies [rows, inner] by a weight [inner, columns]. The matmul that sums over these
-    rows is the weight's gradient. Grouped matmuls mark their weight gradients themselves.
-    """
-    forward: dict[str, list[MatmulShape]] = defaultdict(list)
-    for op in block.forward.ops:
-        forward[op.name] += op.matmuls
     inputs, weights = list[Op](), list[Op]()
     for op in block.backward.ops:
-        weight_matmuls = [one for one in op.matmuls if one.is_weight_gradient]
-        input_matmuls = [one for one in op.matmuls if not one.is_weight_gradient]
-        is_marked = op.kind == GROUPED_MM or op.kind.startswith("attention")
-        for one in () if is_marked else forward[op.name]:
-            for sides in ((one.columns, one.inner), (one.inner, one.columns)):
-                gradient = MatmulShape(*sides, one.rows, one.count)
-                if gradient in input_matmuls:
-                    input_matmuls.remove(gradient)
-                    weight_matmuls.append(gradient)
-                    break
-        inputs.append(replace(op, matmuls=tuple(input_matmuls)))
-        if weight_matmuls:
-            weights.append(Op(op.name, tuple(weight_matmuls), dtype=op.dtype, kind=op.kind))
-    return tuple(inputs), tuple(weights)
+        matmuls = tuple(one for one in op.matmuls if one.is_weight_gradient)
+        rest = tuple(one for one in op.matmuls if not one.is_weight_gradient)
+        inputs.append(replace(op, matmuls=rest))
+        if matmuls:
+            weights.append(Op(op.name, matmuls, dtype=op.dtype, kind=op.kind))
+    if kind == "input":
+        return BlockWork(tuple(inputs), block.backward.collectives)
+    return BlockWork(tuple(weights))
 
 
 def _micro_batch_events(

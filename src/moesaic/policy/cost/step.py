@@ -56,9 +56,9 @@ class JobCosts(ClusterCosts):
 
     def events(self) -> list[Event]:
         """Return the events of one whole step."""
-        equal_ranks = self._equal_ranks()
-        work = {rank: self.blocks(rank) for rank in equal_ranks}
-        return self.events_from_blocks(work, equal_ranks)
+        same_work = self.equal_ranks()
+        work = {rank: self.blocks(rank) for rank in same_work}
+        return self.events_from_blocks(work, same_work)
 
     def ops(self, rank: int) -> list[Op]:
         """Return all operations of `rank` in one whole step."""
@@ -106,26 +106,37 @@ class JobCosts(ClusterCosts):
         )
         return pipeline_events(self, traffic, blocks_by_rank, equal_ranks)
 
-    def _equal_ranks(self) -> dict[int, list[int]]:
+    def equal_ranks(self) -> dict[int, list[int]]:
         """Return ranks with equal work on equal devices, by the first of them."""
-        size = self.job.train.batch // self.job.train.micro_batches
-        plan, found = self.plan, dict[tuple[object, ...], list[int]]()
-        groups = {rank: group for group in plan.ep_groups() for rank in group}
-        rows = [len(plan.sample_range(rank, size)) for rank in range(plan.ranks)]
-        group_rows = {group[0]: tuple(rows[rank] for rank in group) for group in plan.ep_groups()}
-        for rank, kind in enumerate(self.device_kinds()):
-            # Under even routing all experts are equal. The norm runs on first owners only.
-            owner = rank // plan.etp % plan.ep if self.loads is not None else 0
-            rows_of_group = group_rows[groups[rank][0]]
-            first = (
-                rank % plan.ranks_per_stage < plan.ep * plan.etp,
-                plan.dp_rank(rank) < plan.dp_shard,
-            )
-            position = (plan.pp_rank(rank), rank % plan.tp)
-            found.setdefault((rows[rank], owner, rows_of_group, first, position, kind), []).append(
-                rank
-            )
-        return {ranks[0]: ranks for ranks in found.values()}
+        return equal_ranks(self.job, self.plan, self.device_kinds(), self.loads)
+
+
+def equal_ranks(
+    job: Job,
+    plan: Plan,
+    device_kinds: Sequence[int],
+    loads: Sequence[ArrayLike] | None = None,
+) -> dict[int, list[int]]:
+    """Return ranks with equal work on equal devices, by the first of them.
+
+    Args:
+        job: the job.
+        plan: placement of the model on ranks.
+        device_kinds: number of each rank's device; equal devices share a number.
+        loads: one load per expert layer; None for even routing.
+    """
+    size, found = job.train.batch // job.train.micro_batches, dict[tuple[object, ...], list[int]]()
+    groups = {rank: group for group in plan.ep_groups() for rank in group}
+    rows = [len(plan.sample_range(rank, size)) for rank in range(plan.ranks)]
+    group_rows = {group[0]: tuple(rows[rank] for rank in group) for group in plan.ep_groups()}
+    for rank, kind in enumerate(device_kinds):
+        # Under even routing all experts are equal. The norm runs on first owners only.
+        owner = rank // plan.etp % plan.ep if loads is not None else 0
+        first = rank % plan.ranks_per_stage < plan.ep * plan.etp, plan.dp_rank(rank) < plan.dp_shard
+        position = plan.pp_rank(rank), rank % plan.tp
+        key = rows[rank], owner, group_rows[groups[rank][0]], first, position, kind
+        found.setdefault(key, []).append(rank)
+    return {ranks[0]: ranks for ranks in found.values()}
 
 
 def sequential_events(

@@ -14,7 +14,15 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.base.errors import ConfigError
-from moesaic.policy.cost.event import AsyncMessage, Event, RankGroups, Seconds, StageTransfer
+from moesaic.facts.job.train import PipelineSchedule
+from moesaic.policy.cost.event import (
+    PIPELINE,
+    AsyncMessage,
+    Event,
+    RankGroups,
+    Seconds,
+    StageTransfer,
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,37 @@ def simulate_events(events: Iterable[Event], ranks: int) -> Timeline:
     return Timeline(spans, clock.now)
 
 
+def bubble_fraction(timeline: Timeline) -> float:
+    """Return the mean fraction of a step's pipeline that ranks wait for other stages.
+
+    The pipeline lasts from the first rank's start to the last rank's end. A rank waits while it
+    neither computes nor runs collectives inside its stage; stage transfers count as waiting. The
+    result is 0 without a pipeline.
+    """
+    spans = [span for span in timeline.spans if span.event.phase == PIPELINE]
+    if not spans:
+        return 0.0
+    busy = np.zeros_like(timeline.end_s)
+    for span in spans:
+        if span.event.receives is None:
+            busy += span.end_s - span.arrive_s
+    pipeline_s = float(spans[-1].end_s.max() - spans[0].arrive_s.min())
+    return 1.0 - float(busy.mean()) / pipeline_s if pipeline_s else 0.0
+
+
+def ideal_bubble_fraction(
+    schedule: PipelineSchedule, pp: int, stages_per_rank: int, num_micro_batches: int
+) -> float:
+    """Return the bubble fraction for equal stages and instant transfers.
+
+    `interleaved` and `zero-bubble` need at least as many micro-batches as pipeline ranks.
+    `zero-bubble` also assumes that forward and both halves of backward take equally long.
+    """
+    passes = 3 if schedule == "zero-bubble" else 1
+    idle = pp - 1
+    return idle / (passes * stages_per_rank * num_micro_batches + idle)
+
+
 def check_step_time(cluster: str, step_s: float, *others: float) -> None:
     """Raise ConfigError if a step takes no time or if any figure is not finite."""
     if not (0 < step_s < math.inf and all(map(math.isfinite, others))):
@@ -148,7 +187,7 @@ class _Clock:
                 own = begin = np.maximum(start, self.async_end_s[event.waits_for])
             if event.groups:
                 own = begin
-                for channel in () if event.is_intra_host else event.channels:
+                for channel in event.channels:
                     own = np.maximum(own, self.channel_busy_s.get(channel, own))
                 begin = self._start_together(event, begin, own)
             else:

@@ -59,7 +59,7 @@ class PlanFacts:
 
     def tightest_rank(self, plan: Plan) -> RankMemory:
         """Return the rank with the largest fraction of its device's memory in use."""
-        return tightest_rank(self.job, plan, self.cluster, self.places, self.loads_by_layer)
+        return tightest_rank(self.costs(plan))
 
     def step_s(self, plan: Plan, *, without_overlap: bool = False) -> float:
         """Return the predicted seconds of a step, on request with gradient reductions after

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster import Cluster, Place
+from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.cost.memory import RankMemory, tightest_rank
+from moesaic.policy.cost.step import JobCosts
 
 _MAX_CHANGES = 5
 """Changes made to one job, at most."""
@@ -28,7 +29,7 @@ class MemoryAdvice(NamedTuple):
 
 
 def suggest_memory_changes(
-    job: Job, num_ranks: int, cluster: Cluster, places: Sequence[Place], rank_memory: RankMemory
+    job: Job, num_ranks: int, cluster: Cluster, rank_memory: RankMemory
 ) -> MemoryAdvice:
     """Return the changes that reduce memory use most; the job may still not fit afterwards.
 
@@ -38,7 +39,6 @@ def suggest_memory_changes(
         job: the job that does not fit.
         num_ranks: number of ranks.
         cluster: the cluster of these ranks.
-        places: place of each rank.
         rank_memory: memory of the tightest rank of the unchanged job.
     """
     best = MemoryAdvice({}, rank_memory)
@@ -50,7 +50,7 @@ def suggest_memory_changes(
                 plan = plan_from_job(changed, num_ranks)
             except ConfigError:
                 continue
-            needed = tightest_rank(changed, plan, cluster, places)
+            needed = tightest_rank(JobCosts.from_job(changed, plan, cluster))
             candidates.append((needed.used_fraction, len(candidates), changes, needed))
         if not candidates:
             break

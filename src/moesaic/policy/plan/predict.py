@@ -44,12 +44,16 @@ from moesaic.facts.workload import (
 )
 from moesaic.facts.workload.gradient_reduction import ALL_REDUCTIONS
 from moesaic.policy.balance import break_even_tokens, layer_problem, should_balance
-from moesaic.policy.cost.bubble import bubble_fraction, ideal_bubble_fraction
-from moesaic.policy.cost.checkpoint import checkpoint_cost
-from moesaic.policy.cost.memory import RankMemory
+from moesaic.policy.cost.memory import RankMemory, checkpoint_cost
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts, replicated_events
-from moesaic.policy.cost.timeline import Timeline, check_step_time, simulate_events
+from moesaic.policy.cost.timeline import (
+    Timeline,
+    bubble_fraction,
+    check_step_time,
+    ideal_bubble_fraction,
+    simulate_events,
+)
 from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, choose_open_settings
 from moesaic.policy.plan.dispatch import dispatch_hosts_warning
 from moesaic.policy.plan.mapping import assign_places, max_ranks
@@ -329,7 +333,7 @@ def _bottleneck(seconds_by_kind: dict[str, float]) -> str:
 def _missing_memory(plan: Plan, facts: PlanFacts, memory: RankMemory) -> str:
     """Return which rank lacks memory, and changes with which the job fits or comes nearer."""
     advice = suggest_memory_changes(
-        job_under_plan(facts.job, plan), plan.ranks, facts.cluster, facts.places, memory
+        job_under_plan(facts.job, plan), plan.ranks, facts.cluster, memory
     )
     changes = " and ".join(f"{key} = {keys.toml(value)}" for key, value in advice.changes.items())
     size = format_bytes(advice.memory.memory.peak_bytes)
