@@ -41,7 +41,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("transposed", [True, False])
 def test_strided_weights_equal_a_loop(counts: list[int], transposed: bool, library: str) -> None:
     arena = torch.randn(3, 3 * 4 * 5)
-    gate_up, down = arena_views(arena, 5, 4)
+    gate_up, down = arena_views(arena, 5)
     weight = gate_up if transposed else down
     assert not weight.is_contiguous()
     rows = torch.randn(sum(counts), 4)
@@ -130,7 +130,7 @@ def test_slots_with_more_rows_than_one_matmul(library: str) -> None:
 @pytest.mark.parametrize("counts", [*COUNTS, [300, 0, 17]])
 def test_grouped_mlp_equals_a_loop(counts: list[int]) -> None:
     """In fp64; only the output is written."""
-    gate_up, down = arena_views(torch.randn(3, 3 * 4 * 5, dtype=torch.float64), 5, 4)
+    gate_up, down = arena_views(torch.randn(3, 3 * 4 * 5, dtype=torch.float64), 5)
     rows, buffer = (
         torch.randn(sum(counts), 4, dtype=torch.float64),
         torch.full((sum(counts), 6), 7.0),
@@ -225,7 +225,7 @@ def test_padded_row_counts_are_few() -> None:
 
 def test_custom_ops_pass_opcheck() -> None:
     rows, counts = torch.randn(5, 4), torch.tensor([3, 0, 2])
-    weight = arena_views(torch.randn(3, 60), 5, 4)[0]
+    weight = arena_views(torch.randn(3, 60), 5)[0]
     torch.library.opcheck(torch.ops.moesaic.grouped_mm.default, (rows, weight, counts, True))
     torch.library.opcheck(
         torch.ops.moesaic.grouped_wgrad.default, (rows, rows, counts, torch.empty(3, 4, 4), True)

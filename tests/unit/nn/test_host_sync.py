@@ -37,7 +37,7 @@ from moesaic.nn.router import NO_EXPERT, Router
 HIDDEN, FFN, EXPERTS, TOP_K = 16, 8, 6, 2
 NO_LAUNCH = {
     "alias", "detach", "device", "empty", "empty_like", "expand", "new_empty", "select", "slice",
-    "split", "t", "transpose", "unsqueeze", "view", "_unsafe_view",
+    "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_unsafe_view",
 }  # fmt: skip
 """Operations that launch no kernel."""
 

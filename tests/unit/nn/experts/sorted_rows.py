@@ -21,7 +21,7 @@ def identity_permutation(counts: Sequence[int]) -> Permutation:
 def run_experts(rows: Tensor, arena: Tensor, counts: Sequence[int], ffn: int) -> Tensor:
     """Return each row's output of the expert in its slot."""
     result: Tensor = GatedExperts.apply(
-        rows, arena, None, None, ffn, Lease(arena), *identity_permutation(counts)
+        rows, arena, None, Lease(arena, ffn), *identity_permutation(counts)
     )
     return result
 

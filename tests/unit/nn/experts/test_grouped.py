@@ -176,19 +176,20 @@ def test_forward_without_gradients(
     wide = None if weights is None else weights.float()
     wide_arena = arena.float()
     expected = GatedExperts.apply(
-        tokens.float(), wide_arena, None, wide, 24, Lease(wide_arena), *permutation
+        tokens.float(), wide_arena, wide, Lease(wide_arena, 24), *permutation
     )
     for num_owned in (5, 3):
         owned, replicas = (
             (arena, None) if num_owned == 5 else arena.split([num_owned, 5 - num_owned])
         )
-        arguments = (tokens, owned, replicas, weights, 24, Lease(owned))
+        lease = Lease(owned, 24, replicas=replicas)
         with FlopCounterMode(display=False) as counter:
-            actual = gated_experts(*arguments, *permutation)
+            actual, _ = gated_experts(tokens, weights, lease, permutation)
         assert counter.get_total_flops() == 2 * len(permutation.order_R) * 3 * 16 * 24
         assert (actual - expected).norm() < 0.02 * expected.norm()
         if not transposed:
-            assert torch.equal(actual, GatedExperts.apply(*arguments, *permutation))
+            arguments = tokens, owned, weights, lease, *permutation
+            assert torch.equal(actual, GatedExperts.apply(*arguments))
 
 
 def test_bank_skips_autograd_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +208,7 @@ def test_replicas_with_few_rows_equal_one_arena(
     tokens, arena, counts = torch.randn(6, 16), torch.randn(5, 3 * 16 * 8), [1, 0, 2, 1, 2]
     owned, replicas = arena.split([3, 2])
     actual = GatedExperts.apply(
-        tokens, owned, replicas, None, 8, Lease(owned), *identity_permutation(counts)
+        tokens, owned, None, Lease(owned, 8, replicas=replicas), *identity_permutation(counts)
     )
     torch.testing.assert_close(actual, run_experts(tokens, arena, counts, 8))
 
