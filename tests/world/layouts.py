@@ -21,7 +21,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
-from moesaic.testing.jobs import RandomSamples
+from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
@@ -74,6 +74,8 @@ class Outcome:
     gradients: dict[str, Array]
     state: dict[str, Array]
 
+
+_references: dict[str, Outcome] = {}
 
 Run = tuple[list[dict[str, Any]], list[Any], list[Any]]
 """One rank's steps, gradients and state."""
@@ -238,6 +240,14 @@ def outcome(
     """Run on `size` ranks and join the results; replicated shards must agree bit for bit."""
     options = (record, replay, placement, stages, replica_seed)
     return together(ranks.run(size, run_layout, job, steps, *options))
+
+
+def alone(ranks: RankPool, tables: dict[str, Any], steps: int) -> Outcome:
+    """Return the outcome of the tiny job with `tables` on one rank, run once for all tests."""
+    key = f"{tables} {steps}"
+    if key not in _references:
+        _references[key] = outcome(ranks, 1, tiny_job(**tables), steps)
+    return _references[key]
 
 
 def together(results: list[Run]) -> Outcome:
