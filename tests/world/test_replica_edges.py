@@ -1,4 +1,4 @@
-"""Experts that are computed elsewhere, at the edges of what a step can be."""
+"""Expert replicas in steps with few tokens, one expert, long stages, validation and overflow."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from layouts import (
     ASKING,
     IN_PARTS,
-    Outcome,
     RandomReplicas,
+    alone,
     assert_same,
     first_gradients,
     outcome,
@@ -37,23 +37,20 @@ STEPS = 2
 EARLY = {"balance": {**ASKING, "prefetch": True}}
 MANY = {"model": {"experts": 64, "top_k": 3}}
 ONE_EACH = {"train": {"micro_batches": 8}, "data": {"sequence": 3}}
-"""Micro-batches of a sample, which all ranks but one have nothing of."""
+"""Micro-batches of one sample, so all ranks but one have no token."""
 FEW = {"data": {"sequence": 2}, "train": {"micro_batches": 2}}
-"""Two tokens each."""
+"""Two tokens per sample."""
 EDGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "ranks without rows, visits in chunks": (
+    "ranks without rows, dedup in chunks": (
         4, {"ep": 4, "dispatch": "dedup", "chunks": 2, "overlap_local": True}, ONE_EACH,
     ),
-    "ranks without rows, again": (
-        4, {"ep": 2}, {**ONE_EACH, "train": {"micro_batches": 8, "recompute": True}},
-    ),
-    "more chunks than tokens, visits": (
+    "more chunks than tokens, dedup": (
         4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "chunks": 3,
             "overlap_local": True}, FEW,
     ),
     "many experts, by hosts": (4, {"ep": 4, "dispatch_hosts": 2, "dispatch": "dedup"}, MANY),
     "clipped": (4, {"ep": 2}, {"train": {"clip": 1e-3, "micro_batches": 2}}),
-    "interleaved, again": (
+    "interleaved, recompute": (
         4, {"ep": 2, "pp": 2, "schedule": "interleaved"},
         {"model": {"layers": 4}, "train": {"micro_batches": 4, "recompute": True}},
     ),
@@ -64,73 +61,56 @@ EDGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             "finetune": {"method": "lora", "targets": ["attention"], "router": "train"},
         },
     ),
-    "gpipe, visits, again": (
+    "gpipe, dedup, recompute": (
         4, {"ep": 2, "pp": 2, "schedule": "gpipe", "dispatch": "dedup", "overlap_local": True},
         {"train": {"micro_batches": 4, "recompute": True}},
     ),
 }  # fmt: skip
 DEEP: dict[str, Any] = {"model": {"layers": 8}, "train": {"micro_batches": 4}}
-LONG_STAGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "1f1b": (4, {"ep": 2, "pp": 2, "schedule": "1f1b"}, DEEP),
-    "zero bubble": (4, {"ep": 2, "pp": 2, "schedule": "zero-bubble", "chunks": 2}, DEEP),
-    "interleaved": (
-        4, {"ep": 2, "pp": 2, "schedule": "interleaved"}, {**DEEP, "model": {"layers": 16}},
-    ),
-}  # fmt: skip
-"""Of four expert layers each."""
-_references: dict[str, Outcome] = {}
-
-
-def alone(ranks: RankPool, tables: dict[str, Any]) -> Outcome:
-    key = str(tables)
-    if key not in _references:
-        _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
-    return _references[key]
+LONG_STAGES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], int | None]] = [
+    ({"schedule": "1f1b"}, DEEP, ASKING, 11),
+    ({"schedule": "zero-bubble", "chunks": 2}, DEEP, ASKING, 11),
+    ({"schedule": "zero-bubble", "chunks": 2}, DEEP, IN_PARTS, None),
+    ({"schedule": "interleaved"}, {**DEEP, "model": {"layers": 16}}, IN_PARTS, None),
+]
+"""Stages of four expert layers, with random replicas or those of a policy."""
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_copies_at_random_at_the_edges(ranks: RankPool, name: str) -> None:
+def test_random_replicas(ranks: RankPool, name: str) -> None:
     size, layout, tables = EDGES[name]
     balance = {**ASKING, "policy": "faster-moe"}  # quota makes none for so few tokens.
     job = tiny_job(**tables, layout=layout, balance=balance)
     several = outcome(ranks, size, job, STEPS, replica_seed=11)
-    assert_same(several, alone(ranks, tables))
+    assert_same(several, alone(ranks, tables, STEPS))
     assert sum(step["replicas"] for step in several.steps) > 0
 
 
-def test_early_copies_in_a_pipeline(ranks: RankPool) -> None:
-    size, layout, tables = EDGES["gpipe, visits, again"]
+def test_prefetch_in_a_pipeline(ranks: RankPool) -> None:
+    size, layout, tables = EDGES["gpipe, dedup, recompute"]
     several = outcome(ranks, size, tiny_job(**tables, layout=layout, **EARLY), STEPS)
-    assert_same(several, alone(ranks, tables))
+    assert_same(several, alone(ranks, tables, STEPS))
     assert sum(step["replicas"] for step in several.steps) > 0
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero bubble"])
-def test_copies_at_random_in_long_stages(ranks: RankPool, name: str) -> None:
-    """Of two of three layers they leave early, in two parts where the layer before is in the same
-    stage."""
-    size, layout, tables = LONG_STAGES[name]
-    job = tiny_job(**tables, layout=layout, balance=ASKING)
-    several = outcome(ranks, size, job, STEPS, replica_seed=11)
-    assert_same(several, alone(ranks, tables))
-    last = several.steps[-1]
-    assert last["replicas"] > last["prefetched"] > 0
-    assert last["not_prefetched"] > 0
-
-
-@pytest.mark.parametrize("name", ["zero bubble", "interleaved"])
-def test_copies_in_two_parts_in_long_stages(ranks: RankPool, name: str) -> None:
-    size, layout, tables = LONG_STAGES[name]
-    job = tiny_job(**tables, layout=layout, balance=IN_PARTS)
-    several = outcome(ranks, size, job, STEPS)
-    assert_same(several, alone(ranks, tables))
-    last = several.steps[-1]
-    assert last["prefetched"] > 0
-    assert last["not_prefetched"] > 0
+@pytest.mark.parametrize(("layout", "tables", "balance", "replica_seed"), LONG_STAGES)
+def test_prefetch_in_long_stages(
+    ranks: RankPool,
+    layout: dict[str, Any],
+    tables: dict[str, Any],
+    balance: dict[str, Any],
+    replica_seed: int | None,
+) -> None:
+    """Some replicas are prefetched, if the layer before is in the same stage."""
+    job = tiny_job(**tables, layout={"ep": 2, "pp": 2, **layout}, balance=balance)
+    several = outcome(ranks, 4, job, STEPS, replica_seed=replica_seed)
+    assert_same(several, alone(ranks, tables, STEPS))
+    assert several.steps[-1]["prefetched"] > 0
+    assert several.steps[-1]["not_prefetched"] > 0
 
 
 class ToOne:
-    """Recorded routing, by which every token goes to one expert."""
+    """Recorded routing of every token to one expert."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -143,7 +123,7 @@ class ToOne:
         }
 
 
-def opened(world: World, job: Job, replica_seed: int | None) -> LMRun:
+def opened(world: World, job: Job, replica_seed: int | None) -> tuple[LMRun, RandomSamples]:
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     if replica_seed is not None:
@@ -152,15 +132,12 @@ def opened(world: World, job: Job, replica_seed: int | None) -> LMRun:
             moe.balancer = RandomReplicas(
                 homes.slot_of_expert // homes.slots_per_rank, [replica_seed, layer]
             )
-    return run
+    return run, RandomSamples(job.model.vocab, job.data.sequence)
 
 
 def one_expert(world: World, job: Job, replica_seed: int | None) -> Any:
     """Gradients, and losses of steps."""
-    run, samples = (
-        opened(world, job, replica_seed),
-        RandomSamples(job.model.vocab, job.data.sequence),
-    )
+    run, samples = opened(world, job, replica_seed)
     run.objective.routing_replay = ToOne(job)  # type: ignore[assignment]
     gradients = first_gradients(run, world.rank)
     facts = [run.step(samples) for _ in range(STEPS)]
@@ -178,23 +155,20 @@ def test_all_rows_for_one_expert(
     ranks: RankPool, balance: dict[str, Any], replica_seed: int | None
 ) -> None:
     tables: dict[str, Any] = {"model": {"top_k": 1}, "train": {"micro_batches": 2}}
-    (alone,) = ranks.run(1, one_expert, tiny_job(**tables), None)
+    (one_rank,) = ranks.run(1, one_expert, tiny_job(**tables), None)
     layout = {"ep": 4, "chunks": 3}
     job = tiny_job(**tables, layout=layout, balance={**ASKING, **balance})
     several = ranks.run(4, one_expert, job, replica_seed)
-    assert all(one[0] == pytest.approx(alone[0], rel=1e-9) for one in several)
+    assert all(one[0] == pytest.approx(one_rank[0], rel=1e-9) for one in several)
     for part in (1, 2):
-        expected = put_together([alone[part]])
+        expected = put_together([one_rank[part]])
         assert worst_element(put_together([one[part] for one in several]), expected) < 1e-9
     assert replica_seed or several[0][3] > 0
 
 
 def judged(world: World, job: Job, replica_seed: int | None) -> list[float]:
-    """Losses of steps, and before each of validation, of which no policy hears anything."""
-    run, samples = (
-        opened(world, job, replica_seed),
-        RandomSamples(job.model.vocab, job.data.sequence),
-    )
+    """Return the losses of steps, and of a validation before each, without replicas."""
+    run, samples = opened(world, job, replica_seed)
     found = list[float]()
     for _ in range(STEPS):
         asked = [moe.balancer for _, moe in run.part.model.expert_layers()]
@@ -218,17 +192,14 @@ def test_validation_between_steps(
     ranks: RankPool, layout: dict[str, Any], replica_seed: int | None
 ) -> None:
     tables: dict[str, Any] = {"train": {"micro_batches": 4, "recompute": True}}
-    (alone,) = ranks.run(1, judged, tiny_job(**tables), None)
+    (one_rank,) = ranks.run(1, judged, tiny_job(**tables), None)
     for losses in ranks.run(4, judged, tiny_job(**tables, layout=layout, **EARLY), replica_seed):
-        assert losses == pytest.approx(alone, rel=1e-9)
+        assert losses == pytest.approx(one_rank, rel=1e-9)
 
 
 def overflowing(world: World, job: Job, replica_seed: int) -> Any:
-    """Of three steps, in the second of which a gradient of the last rank is infinite."""
-    run, samples = (
-        opened(world, job, replica_seed),
-        RandomSamples(job.model.vocab, job.data.sequence),
-    )
+    """Take three steps; in the second, a gradient of the last rank is infinite."""
+    run, samples = opened(world, job, replica_seed)
     told, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
@@ -260,16 +231,16 @@ def test_an_overflow_among_copies_is_skipped_by_all(ranks: RankPool) -> None:
 def test_routing_replayed_among_copies(
     ranks: RankPool, tmp_path: Path, precision: str, early: bool
 ) -> None:
-    """What ranks with copies record is what one process has, and leads one process, and others."""
+    """A record made with replicas leads one process and several."""
     tables: dict[str, Any] = {"train": {"micro_batches": 2, "precision": precision}}
     job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "prefetch": early})
     path = str(tmp_path / "routes")
     first = outcome(ranks, 4, job, STEPS, record=path)
-    alone = outcome(ranks, 1, tiny_job(**tables), STEPS, replay=path)
+    one_rank = outcome(ranks, 1, tiny_job(**tables), STEPS, replay=path)
     again = outcome(ranks, 4, job, STEPS, replay=path)
     assert sum(step["replicas"] for step in first.steps) > 0
     bound = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01}[precision]
-    for other in (alone, again):
+    for other in (one_rank, again):
         assert [a["counts"] for a in first.steps] == [b["counts"] for b in other.steps]
         assert worst_tensor(first.gradients, other.gradients) < bound
     assert all(np.array_equal(again.state[key], first.state[key]) for key in first.state)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import ASKING, SIGMOID, Outcome, assert_same, outcome, worst_tensor
+from layouts import ASKING, SIGMOID, alone, assert_same, outcome, worst_tensor
 
 from moesaic.dist.shm_all_to_all import SharedMemoryAllToAll
 from moesaic.dist.world import World
@@ -25,9 +25,7 @@ DROPS = {
 }
 SWITCH = {"model": {"top_k": 1}, "routing": {"router": "switch", "noise": 0.1}}
 WAYS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (2, {"ep": 2}, {}),
     (4, {"ep": 2}, {"model": {"top_k": 8}}),
-    (4, {"ep": 4, "dispatch": "dedup"}, {}),
     (4, {"ep": 4, "dispatch": "dedup", "chunks": 3}, DROPS),
     (4, {"ep": 2, "dispatch": "dedup", "overlap_local": True}, DROPS),
     (4, {"ep": 4, "dispatch": "all_to_all", "dispatch_hosts": 2}, SWITCH),
@@ -44,43 +42,41 @@ WAYS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     ),
 ]  # fmt: skip
 HOMES = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}
-_references: dict[str, Outcome] = {}
 
 
-def balanced(tables: dict[str, Any], policy: str = "quota") -> dict[str, Any]:
-    return {**tables, "balance": {**ASKING, "policy": policy}}
-
-
-def alone(ranks: RankPool, tables: dict[str, Any]) -> Outcome:
-    key = str(tables)
-    if key not in _references:
-        _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
-    return _references[key]
+def balanced_job(tables: dict[str, Any], **balance: Any) -> Job:
+    return tiny_job(**tables, balance={**ASKING, **balance})
 
 
 @pytest.mark.parametrize(("size", "layout", "tables"), WAYS)
-def test_copies_at_random(
+def test_random_replicas(
     ranks: RankPool, size: int, layout: dict[str, Any], tables: dict[str, Any]
 ) -> None:
-    job = tiny_job(**balanced({**tables, "layout": layout}))
+    job = balanced_job({**tables, "layout": layout})
     several = outcome(ranks, size, job, STEPS, replica_seed=3, placement=HOMES.get(layout["ep"]))
-    assert_same(several, alone(ranks, tables))
-    if "pp" not in layout:  # Rank 0, which is asked, has few of a pipeline's layers.
+    assert_same(several, alone(ranks, tables, STEPS))
+    if "pp" not in layout:  # Rank 0, which reports, has few of a pipeline's layers.
         assert several.steps[-1]["replicas"] > 0
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_copies_that_leave_early(ranks: RankPool, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "balance"),
+    [
+        (False, {"prefetch": True}),
+        (True, {"prefetch": True}),
+        (False, {"policy": "eplb", "replan_every": 3, "replan_drift": 0.9}),
+    ],
+)
+def test_replicas_of_a_policy(ranks: RankPool, recompute: bool, balance: dict[str, Any]) -> None:
     tables = {**SWITCH, "train": {"micro_batches": 2, "recompute": recompute}}
-    raw = balanced({**tables, "layout": {"ep": 4}}, "quota")
-    raw["balance"]["prefetch"] = True
-    several = outcome(ranks, 4, tiny_job(**raw), STEPS)
-    assert_same(several, alone(ranks, tables))
+    job = balanced_job({**tables, "layout": {"ep": 4}}, **balance)
+    several = outcome(ranks, 4, job, STEPS)
+    assert_same(several, alone(ranks, tables, STEPS))
     assert sum(step["replicas"] for step in several.steps) > 0
 
 
-def wired(world: World, job: Job) -> list[list[int]]:
-    """The layers whose experts may leave while those of each one compute."""
+def next_layers(world: World, job: Job) -> list[list[int]]:
+    """Return the layers whose replicas may be sent during the experts of each layer."""
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     found = [
@@ -95,26 +91,15 @@ def wired(world: World, job: Job) -> list[list[int]]:
     [({"ep": 2}, False, [[1], [2], [3], []]), ({"ep": 2}, True, [[]] * 4),
      ({"ep": 1, "pp": 2}, False, [[], []])],
 )  # fmt: skip
-def test_experts_leave_under_the_layer_before(
+def test_replicas_are_prefetched_by_the_layer_before(
     ranks: RankPool, layout: dict[str, Any], recompute: bool, expected: list[list[int]]
 ) -> None:
-    raw = balanced({"model": {"layers": 4}, "layout": layout}, "eplb")
-    raw["train"] = {"recompute": recompute, "micro_batches": 2}
-    assert ranks.run(2, wired, tiny_job(**raw)) == [expected] * 2
+    train = {"recompute": recompute, "micro_batches": 2}
+    tables = {"model": {"layers": 4}, "layout": layout, "train": train}
+    assert ranks.run(2, next_layers, balanced_job(tables, policy="eplb")) == [expected] * 2
 
 
-def test_copies_that_are_kept(ranks: RankPool) -> None:
-    """For three of the four micro-batches that there are of two steps."""
-    tables = {**SWITCH, "train": {"micro_batches": 2}}
-    raw = balanced({**tables, "layout": {"ep": 4}}, "eplb")
-    raw["balance"] |= {"replan_every": 3, "replan_drift": 0.9}
-    several = outcome(ranks, 4, tiny_job(**raw), STEPS)
-    assert_same(several, alone(ranks, tables))
-    assert sum(step["replicas"] for step in several.steps) > 0
-
-
-def test_where_nobody_says_anything_two_runs_decide_alike(ranks: RankPool) -> None:
-    """By prices that are usual, and not measured."""
+def test_two_runs_with_default_prices_decide_alike(ranks: RankPool) -> None:
     tables = {
         "model": {"hidden": 256, "ffn": 512, "top_k": 1}, "layout": {"ep": 2},
         "data": {"sequence": 64}, "train": {"precision": "fp32", "batch": 16, "micro_batches": 2},
@@ -126,18 +111,16 @@ def test_where_nobody_says_anything_two_runs_decide_alike(ranks: RankPool) -> No
     assert sum(step["replicas"] for step in one.steps) > 0
 
 
-def test_narrow_products_send_narrow_experts(ranks: RankPool) -> None:
-    """Gradients of bf16 are those of another layout to what its rounding leaves, routing replayed
-    by what it is: a router that the rounding does not move."""
+def test_bf16_replicas_stay_close(ranks: RankPool) -> None:
     tables = {"train": {"precision": "bf16"}, "routing": {"router": "balanced"}}
-    job = tiny_job(**balanced({**tables, "layout": {"ep": 4}}))
-    several, one = outcome(ranks, 4, job, 1, replica_seed=5), alone(ranks, tables)
+    job = balanced_job({**tables, "layout": {"ep": 4}})
+    several, one = outcome(ranks, 4, job, 1, replica_seed=5), alone(ranks, tables, STEPS)
     assert several.steps[-1]["replicas"] > 0
     assert worst_tensor(several.gradients, one.gradients) < 0.05
 
 
-class Unneeded:
-    """Copies of everything everywhere, with nothing to do."""
+class UnusedReplicas:
+    """Replicas of all experts on all ranks, without tokens."""
 
     prefetches = True
 
@@ -161,13 +144,13 @@ class Unneeded:
         return self.prefetched_replicas()
 
 
-def leave_unneeded(world: World, job: Job) -> list[Any]:
-    """What is left in the memory that ranks share, after two steps of such copies."""
+def train_with_unused_replicas(world: World, job: Job) -> list[Any]:
+    """Return losses, unread buffers and unread messages of two steps."""
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     for _, moe in run.part.model.expert_layers():
         homes = moe.dispatcher.placement
-        moe.balancer = Unneeded(homes.slot_of_expert // homes.slots_per_rank, homes.num_ranks)
+        moe.balancer = UnusedReplicas(homes.slot_of_expert // homes.slots_per_rank, homes.num_ranks)
         carrier = moe.dispatcher.groups.replica_transport
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     losses = [run.step(samples).loss for _ in range(2)]
@@ -182,10 +165,10 @@ def leave_unneeded(world: World, job: Job) -> list[Any]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_replicas_without_rows_are_received(ranks: RankPool, recompute: bool) -> None:
-    """Where a layer is computed again, nothing behind its last product is: what nobody receives
-    would stay in memory, or stand in the way of what comes after it."""
+    """A recomputed layer stops after its last matmul; an unreceived message would block others."""
     tables = {"train": {"recompute": recompute}}
-    job = tiny_job(**balanced({**tables, "layout": {"ep": 2}}))
-    for losses, unread, waiting in ranks.run(2, leave_unneeded, job):
+    expected = [step["loss"] for step in alone(ranks, tables, STEPS).steps]
+    job = balanced_job({**tables, "layout": {"ep": 2}})
+    for losses, unread, waiting in ranks.run(2, train_with_unused_replicas, job):
         assert (unread, waiting) == (0, 0)
-        assert losses == pytest.approx([one["loss"] for one in alone(ranks, tables).steps])
+        assert losses == pytest.approx(expected)
