@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from moesaic.kernels import cpu_gemm, threads
 from moesaic.kernels import device as devices
-from moesaic.kernels.cpu_gemm import prefers_transposed
 from moesaic.kernels.grouped_mm import (
     describe_backend,
     grouped_mlp,
@@ -146,21 +145,6 @@ def test_grouped_mlp_equals_a_loop(counts: list[int]) -> None:
     assert bool((buffer == 7.0).all())
 
 
-def test_transposed_mlp_is_for_large_bf16_matrices_on_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    large, small = torch.empty(3, 1024, 512).bfloat16(), torch.empty(3, 32, 32).bfloat16()
-    rows, counts = torch.empty(8, 512).bfloat16(), torch.tensor([7, 0, 1])
-    monkeypatch.setattr(devices, "has_amx", lambda: True)
-    assert prefers_transposed(rows, large, counts)
-    assert not prefers_transposed(rows[:7], large, torch.tensor([6, 0, 1])), (
-        "three rows per slot are memory-bound"
-    )
-    assert not prefers_transposed(rows[:0], large, torch.zeros(3, dtype=torch.int64))
-    assert not prefers_transposed(rows, small, counts)
-    assert not prefers_transposed(rows.float(), large.float(), counts)
-    monkeypatch.setattr(devices, "has_amx", lambda: False)
-    assert not prefers_transposed(rows, large, counts)
-
-
 def test_onednn_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for small matmuls, nor for a single row times an untransposed matrix."""
     monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
@@ -189,20 +173,6 @@ def test_onednn_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> N
     assert uses_onednn(64, 1024, torch.bfloat16)
     monkeypatch.setattr(devices, "prefers_onednn", lambda: False)
     assert not uses_onednn(64, 1024, torch.float32)
-
-
-def test_weight_is_the_left_factor_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 only with AMX."""
-    matrix = torch.empty(512, 128)
-
-    def left(size: int, dtype: torch.dtype, weight: torch.Tensor = matrix) -> bool:
-        return cpu_gemm._weight_on_left(dtype, size, weight)
-
-    for amx in (True, False):
-        monkeypatch.setattr(devices, "has_amx", lambda amx=amx: amx)
-        assert [left(size, torch.float32) for size in (8, 16, 64, 80)] == [False, True, True, False]
-        assert [left(size, torch.bfloat16) for size in (8, 64, 80)] == [amx, amx, False]
-    assert not left(16, torch.float32, matrix.T)
 
 
 def test_autograd_is_rejected() -> None:
