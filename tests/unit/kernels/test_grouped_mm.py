@@ -220,11 +220,8 @@ def test_torch_grouped_mm_is_equal() -> None:
     )
 
 
-@pytest.mark.parametrize("only_large", [False, True])
-def test_cpu_backend_is_described(monkeypatch: pytest.MonkeyPatch, only_large: bool) -> None:
+def test_cpu_backend_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: not only_large)
     monkeypatch.setattr(threads, "thread_pool", lambda: None)
     text = describe_backend(torch.device("cpu"), torch.float32)
-    where = "small matrices and short or uneven batches" if only_large else "small matmuls"
-    assert text == f"oneDNN (torch.mm for {where}) per expert"
+    assert text == "oneDNN (torch.mm for small matmuls) per expert"

@@ -36,9 +36,6 @@ class Lease:
     returns it.
     """
 
-    covers_all_slots = True
-    """True if the ranges have every slot, false if they leave out those without rows."""
-
     def __init__(
         self,
         arena: Tensor,
@@ -174,8 +171,6 @@ class PlacesLease(Lease):
     Each range is one slot, in the place that its expert has at the time. The arena has no rows and
     stands for the experts in the graph; `Places` has their gradients.
     """
-
-    covers_all_slots = False
 
     def __init__(
         self,

@@ -157,8 +157,7 @@ class AdaptedExperts(torch.autograd.Function):
         shape, lease, perm = ctx.shape, ctx.lease, Permutation.from_tensors(permutation)
         needs_tokens, needs_adapters = needs_grad(ctx, 0), needs_grad(ctx, 1)
         needs_tokens |= weights_NK is not None and needs_grad(ctx, 2)
-        make = torch.empty_like if lease.covers_all_slots else torch.zeros_like
-        grad_adapters = make(adapters) if needs_adapters else None
+        grad_adapters = torch.zeros_like(adapters) if needs_adapters else None
         gate_pair, up_pair, down_pair = shape.pairs(adapters)
         grad_gate_pair, grad_up_pair, grad_down_pair = (
             (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
