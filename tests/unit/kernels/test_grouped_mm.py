@@ -145,36 +145,6 @@ def test_grouped_mlp_equals_a_loop(counts: list[int]) -> None:
     assert bool((buffer == 7.0).all())
 
 
-def test_onednn_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for small matmuls, nor for a single row times an untransposed matrix."""
-    monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: True)
-    monkeypatch.setattr(devices, "supports_bf16_matmul", lambda: False)
-
-    def uses_onednn(count: int, columns: int, dtype: torch.dtype, transposed: bool = True) -> bool:
-        rows, matrix = torch.empty(count, 512, dtype=dtype), torch.empty(columns, 512)
-        return cpu_gemm._uses_padded_onednn(rows, count, matrix, transposed=transposed)
-
-    assert uses_onednn(2, 1024, torch.float32)
-    assert not uses_onednn(2, 1023, torch.float32)
-    assert uses_onednn(1, 4096, torch.float32)
-    assert not uses_onednn(1, 4096, torch.float32, transposed=False)
-    assert not uses_onednn(64, 1024, torch.bfloat16)
-    assert not uses_onednn(64, 1024, torch.float64)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: False)
-    assert uses_onednn(64, 1024, torch.float32)
-    assert uses_onednn(2, 1024, torch.float32)
-    assert uses_onednn(512, 1024, torch.float32)
-    assert not uses_onednn(64, 1023, torch.float32)
-    assert uses_onednn(256 + 63, 1024, torch.float32)
-    assert uses_onednn(56, 1024, torch.float32)
-    assert not uses_onednn(57, 1024, torch.float32), "57 rows need 7 rows of padding"
-    monkeypatch.setattr(devices, "supports_bf16_matmul", lambda: True)
-    assert uses_onednn(64, 1024, torch.bfloat16)
-    monkeypatch.setattr(devices, "prefers_onednn", lambda: False)
-    assert not uses_onednn(64, 1024, torch.float32)
-
-
 def test_autograd_is_rejected() -> None:
     rows, weight = torch.randn(5, 4, requires_grad=True), torch.randn(1, 6, 4)
     with pytest.raises(NotImplementedError, match="record no gradients"):
@@ -206,17 +176,6 @@ def test_custom_ops_pass_opcheck() -> None:
     )
     torch.library.opcheck(
         torch.ops.moesaic.grouped_mm_into.default, (rows, weight, counts, True, torch.empty(5, 10))
-    )
-
-
-def test_torch_grouped_mm_is_equal() -> None:
-    """The torch backend calls it for bf16 on GPUs; the CPU has it too."""
-    rows, counts = torch.randn(24, 16, dtype=torch.bfloat16), torch.tensor([8, 0, 16])
-    weight = torch.randn(3, 32, 16, dtype=torch.bfloat16)
-    ends = counts.cumsum(0).to(torch.int32)
-    expected = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    torch.testing.assert_close(
-        expected, grouped_mm(rows, weight, counts, True), rtol=1e-2, atol=1e-1
     )
 
 

@@ -102,15 +102,9 @@ def test_training_needs_no_host_sync(tokens: int, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("meta_tensors")
-def test_migrated_experts_need_no_host_sync() -> None:
+def test_migrated_experts_and_adapters_need_no_host_sync() -> None:
     one = make_layer("meta")
     one.set_slot_experts([4, 2, 0, 5, 1, 3])
-    train_step(one, torch.empty(2, 9, HIDDEN, device="meta"))
-
-
-@pytest.mark.usefixtures("meta_tensors")
-def test_adapters_need_no_host_sync() -> None:
-    one = make_layer("meta")
     one.bank.add_adapters(4, 0.5)
     one.bank.arena.requires_grad_(False)
     one.to("meta")

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moesaic.facts.job.model import RopeScaling
 from moesaic.nn.inputs import Rotary
-from moesaic.nn.rope import attention_factor, frequencies, mscale
+from moesaic.nn.rope import attention_factor, frequencies
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_max_positions": 64}
 CASES: dict[str, dict[str, Any]] = {
@@ -109,11 +109,3 @@ def test_cosines_and_sines_equal_transformers(name: str) -> None:
         [[math.cos(p * f) for f in reference(scaling)] for p in positions[0].tolist()]
     )
     torch.testing.assert_close(exact.cosine[0, 0], cosine.double() * factor, rtol=0, atol=1e-6)
-
-
-def test_only_yarn_has_an_attention_factor() -> None:
-    assert attention_factor(None) == attention_factor(RopeScaling(kind="linear", factor=4.0)) == 1.0
-    assert attention_factor(RopeScaling(kind="llama3", factor=4.0)) == 1.0
-    assert mscale(1.0) == mscale(1.0, 7.0) == 1.0
-    assert mscale(math.e) == pytest.approx(1.1)
-    assert mscale(math.e, 3.0) == pytest.approx(1.3)
