@@ -80,15 +80,13 @@ class GatedExperts(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, grad_results: Tensor) -> tuple[Tensor | None, ...]:
         tokens, weights_NK, inners, *permutation = ctx.saved_tensors
-        lease: Lease = ctx.lease
-        perm = Permutation.from_tensors(permutation)
-        needs_tokens, needs_arena = needs_grad(ctx, 0), needs_grad(ctx, 1)
-        needs_tokens |= weights_NK is not None and needs_grad(ctx, 2)
+        lease, perm = ctx.lease, Permutation.from_tensors(permutation)
+        needs_weights = weights_NK is not None and needs_grad(ctx, 2)
+        needs_tokens, needs_arena = needs_weights or needs_grad(ctx, 0), needs_grad(ctx, 1)
         state, ctx.state = ctx.state, None
         if state is None or not state.belongs_to(grad_results):
-            ranges, version = lease.split(tokens, perm), grad_results._version
-            state = SplitBackwardState(
-                grad_results, version, ranges, [None] * len(ranges), RowWeights(weights_NK, perm)
+            state = SplitBackwardState.start(
+                grad_results, lease.split(tokens, perm), RowWeights(weights_NK, perm)
             )
         ranges, grad_inners, row_weights = state.ranges, state.grad_inners, state.row_weights
         if needs_arena:
@@ -103,10 +101,14 @@ class GatedExperts(torch.autograd.Function):
             slot_range, grad_inner = ranges[index], grad_inners[index]
             inner, grad = inners[slot_range.rows], grad_rows[slot_range]
             if grad_inner is None:
-                grad_inner, activated = inner_backward(slot_range, grad, inner, down, row_weights)
+                grad_inner, activated, is_weighted = inner_backward(
+                    slot_range, grad, inner, down, row_weights
+                )
             else:
-                activated = row_weights.scale(slot_range, swiglu(inner, lease.backend))
+                activated, is_weighted = swiglu(inner, lease.backend), False
             if needs_arena:
+                if not is_weighted:
+                    row_weights.scale(slot_range, activated)
                 lease.add_down(slot_range, grad, activated)
                 del grad, activated
                 lease.add_gate_up(slot_range, grad_inner, token_rows[slot_range])
@@ -114,14 +116,14 @@ class GatedExperts(torch.autograd.Function):
                 grad_tokens.matmul(slot_range, grad_inner, gate_up, transposed=False)
             grad_inners[index] = grad_inner if keep_state else None
 
-        send_gradients = lease.send_replica_gradients if needs_arena else None
-        lease.for_each(ranges, compute, send_gradients, replicas_first=True)
-        if keep_state:
-            ctx.state = state
+        between = lease.send_replica_gradients if needs_arena else None
+        lease.for_each(ranges, compute, between, replicas_first=True)
         grad_inputs = None if grad_tokens is None else grad_tokens.unpermute()
         grad_arena = lease.finish_backward() if needs_arena else None
         grad_weights = row_weights.gradient if needs_tokens else None
-        if not keep_state:
+        if keep_state:
+            ctx.state = state
+        else:
             lease.end_call()
         return grad_inputs, grad_arena, grad_weights, *[None] * (1 + len(permutation))
 
@@ -178,6 +180,13 @@ class SplitBackwardState(NamedTuple):
     """Gradients between the matmuls, by range."""
     row_weights: RowWeights
 
+    @classmethod
+    def start(
+        cls, grad: Tensor, ranges: list[SlotRange], row_weights: RowWeights
+    ) -> SplitBackwardState:
+        """Return the state of a backward that has computed no range yet."""
+        return cls(grad, grad._version, ranges, [None] * len(ranges), row_weights)
+
     def belongs_to(self, grad: Tensor) -> bool:
         """Return whether the first pass began with the same values of `grad`."""
         return self.grad.is_set_to(grad) and self.version == grad._version
@@ -213,18 +222,17 @@ def swiglu_backward(inner: Tensor, silu: Tensor, grad: Tensor) -> Tensor:
 
 def inner_backward(
     slot_range: SlotRange, grad: Tensor, inner: Tensor, down: Matrices, row_weights: RowWeights
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate and up, and silu(gate) * up times the row weights.
+) -> tuple[Tensor, Tensor, bool]:
+    """Return the gradient of gate and up, silu(gate) * up, and whether row weights are in it.
 
     `grad` is the gradient of the range's results.
     """
     grad_activated = slot_range.matmul(grad, down, transposed=False)
     if fused.is_supported(inner, slot_range.backend):
-        return row_weights.fused_backward(slot_range, inner, grad_activated)
+        return *row_weights.fused_backward(slot_range, inner, grad_activated), True
     silu, activated = swiglu_parts(inner)
     row_weights.backward(slot_range, grad_activated, activated)
-    grad_inner = swiglu_backward(inner, silu, grad_activated)
-    return grad_inner, row_weights.scale(slot_range, activated)
+    return swiglu_backward(inner, silu, grad_activated), activated, False
 
 
 class RowWeights:
@@ -262,8 +270,12 @@ class RowWeights:
             self.gradient.view(-1)[self._order_R[slot_range.rows]] = grad_weights
             self.scale(slot_range, grad)
 
-    def scale(self, slot_range: SlotRange, rows: Tensor) -> Tensor:
-        """Multiply the range's rows by their weights, in place, and return them."""
+    def scale(self, slot_range: SlotRange, rows: Tensor) -> None:
+        """Multiply the range's rows by their weights, in place."""
         if self._weights_R is not None:
             rows.mul_(self._weights_R[slot_range.rows, None])
-        return rows
+
+    def scaled(self, slot_range: SlotRange, rows: Tensor) -> Tensor:
+        """Return the range's rows times their weights, or the rows themselves without weights."""
+        weights_R = self._weights_R
+        return rows if weights_R is None else rows * weights_R[slot_range.rows, None]

@@ -173,7 +173,7 @@ class AdaptedExperts(torch.autograd.Function):
             slot_range = ranges[index]
             inner, grad = inners[slot_range.rows], grad_rows[slot_range]
             silu, activated = swiglu_parts(inner)
-            weighted = row_weights.scale(slot_range, activated.clone())
+            weighted = row_weights.scaled(slot_range, activated)
             grad_activated = slot_range.matmul(grad, down, transposed=False)
             grad_activated += down_pair.backward(slot_range, weighted, grad, grad_down_pair)
             del weighted, grad
