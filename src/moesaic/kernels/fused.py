@@ -92,35 +92,46 @@ def is_supported(values: Tensor, backend: MatmulBackend) -> bool:
     return backend != "torch" and values.dtype in KERNEL_DTYPES
 
 
-swiglu: Callable[[Tensor], Tensor] = torch.ops.moesaic.swiglu.default
-"""Function of `inner` = [gate | up], [rows, 2 * ffn], that returns silu(gate) * up, [rows, ffn]."""
+def swiglu(inner: Tensor) -> Tensor:
+    """Return silu(gate) * up, [rows, ffn], for `inner` = [gate | up], [rows, 2 * ffn]."""
+    activated: Tensor = torch.ops.moesaic.swiglu.default(inner)
+    return activated
 
-swiglu_backward: Callable[
-    [Tensor, Tensor, Tensor | None, Tensor, Tensor | None], tuple[Tensor, Tensor]
-] = torch.ops.moesaic.swiglu_backward.default
-"""Function that returns the gradient of `inner`, and the activations times their rows' weights.
 
-Args:
-    inner: gate and up side by side, [rows, 2 * ffn].
-    grad: gradient of the unweighted output, [rows, ffn].
-    weights: weights of the token assignments, or None.
-    order: index of each row in `weights`.
-    grad_weights: receives the gradients of the weights at `order`.
-"""
+def swiglu_backward(
+    inner: Tensor, grad: Tensor, weights: Tensor | None, order: Tensor, grad_weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `inner`, and the activations times the weights of their rows.
 
-permute: Callable[[Tensor, Tensor, int], Tensor] = torch.ops.moesaic.permute.default
-"""Function of tokens, order and top_k that returns tokens[order // top_k]: one row per token
-assignment in `order`."""
+    Args:
+        inner: gate and up side by side, [rows, 2 * ffn].
+        grad: gradient of the unweighted output, [rows, ffn].
+        weights: weights of the token assignments, or None.
+        order: index of each row in `weights`.
+        grad_weights: receives the gradients of the weights at `order`."""
+    grads: tuple[Tensor, Tensor] = torch.ops.moesaic.swiglu_backward.default(
+        inner, grad, weights, order, grad_weights
+    )
+    return grads
 
-unpermute: Callable[[Tensor, Tensor, Tensor | None], Tensor] = torch.ops.moesaic.unpermute.default
-"""Function of rows, row indices and weights that returns the sum over k of weights[n, k] *
-rows[row_indices[n, k]], or of the rows if the weights are None."""
 
-sort_by_slot: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]] = (
-    torch.ops.moesaic.sort_by_slot.default
-)
-"""Function of slots and their number that returns the counts per slot, the assignment of each row,
-and the row of each assignment.
+def permute(tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Return tokens[order // top_k]: one row per token assignment in `order`."""
+    rows: Tensor = torch.ops.moesaic.permute.default(tokens, order, top_k)
+    return rows
 
-Rows are sorted by slot, stably. Assignments with slot `num_slots` are not counted; their row is 0.
-"""
+
+def unpermute(rows: Tensor, row_indices: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum over k of weights[n, k] * rows[row_indices[n, k]], or of the rows if `weights`
+    is None."""
+    total: Tensor = torch.ops.moesaic.unpermute.default(rows, row_indices, weights)
+    return total
+
+
+def sort_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the counts per slot, the assignment of each row, and the row of each assignment.
+
+    Rows are sorted by slot, stably. Assignments with slot `num_slots` are not counted; their row is
+    0."""
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.moesaic.sort_by_slot.default(slots, num_slots)
+    return result
