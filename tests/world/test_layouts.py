@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import SIGMOID, Outcome, assert_same, outcome, weights, worst_tensor
+from layouts import SIGMOID, Outcome, assert_same, outcome, reference, weights, worst_tensor
 
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
@@ -19,14 +19,7 @@ LAYOUTS = [
     (4, 1, 4),
 ]
 STEPS = 6
-_references: dict[str, Outcome] = {}
 _recorded: dict[int, tuple[Outcome, Path]] = {}
-
-
-def reference(ranks: RankPool, key: str, **tables: Any) -> Outcome:
-    if key not in _references:
-        _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
-    return _references[key]
 
 
 # With micro-batches of 2 samples, half of four ranks have no token.
@@ -34,7 +27,7 @@ def reference(ranks: RankPool, key: str, **tables: Any) -> Outcome:
 @pytest.mark.parametrize(("size", "ep", "dp_shard"), LAYOUTS)
 def test_fp64(ranks: RankPool, size: int, ep: int, dp_shard: int, micro_batches: int) -> None:
     train = {"micro_batches": micro_batches}
-    one = reference(ranks, f"plain {micro_batches}", train=train)
+    one = reference(ranks, STEPS, train=train)
     job = tiny_job(train=train, layout={"ep": ep, "dp_shard": dp_shard})
     assert_same(outcome(ranks, size, job, STEPS), one)
 
@@ -56,7 +49,7 @@ def test_fp64_for_any_expert_placement(
         "routing": {"router": "gshard", "capacity_factor": 1.0, "balance_loss": 1.0},
         "train": {"micro_batches": 2},
     }
-    one = reference(ranks, "gshard in two", **tables)
+    one = reference(ranks, STEPS, **tables)
     job = tiny_job(**tables, layout={"ep": len(placement), "dp_shard": dp_shard})
     assert_same(outcome(ranks, size, job, STEPS, placement=placement), one)
     assert sum(step["dropped"] for step in one.steps) > 0
@@ -105,7 +98,7 @@ def test_fp64_with_every_router(
     ranks: RankPool, name: str, size: int, ep: int, dp_shard: int
 ) -> None:
     tables = ROUTERS[name]
-    one = reference(ranks, name, **tables)
+    one = reference(ranks, STEPS, **tables)
     ep = ep if tables.get("model", {}).get("experts", 8) else 1
     job = tiny_job(**{**tables, "layout": {"ep": ep, "dp_shard": dp_shard}})
     several = outcome(ranks, size, job, STEPS)

@@ -30,6 +30,7 @@ WIDE = {"ffn": 32}
 """Rows of whole cache lines: otherwise the last digit depends on alignment."""
 FP32: dict[str, Any] = {"precision": "fp32", "clip": 0.1}
 LORA = {"method": "lora", "targets": ["attention", "experts"], "router": "train"}
+ZERO_BUBBLE, DEEP = {"pp": 2, "schedule": "zero-bubble"}, {"layers": 4}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "recompute, accumulation": (1, {"train": {"recompute": True, "micro_batches": 4}}),
@@ -38,25 +39,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "8-bit moments": (1, {"optimizer": {"moments": "8bit"}}),
     "lora": (1, {"finetune": LORA, "train": {"micro_batches": 2}}),
     "ep2, chunks": (2, {"layout": {"ep": 2, "chunks": 2, "overlap_local": True}}),
-    "two owners": (2, {"layout": {"ep": 1}, "train": {"micro_batches": 2}}),
     "etp": (2, {"layout": {"tp": 2, "etp": 2}, "model": {"vocab": 64}}),
     "sharded": (2, {"layout": {"ep": 2, "dp_shard": 2}}),
-    "1f1b": (2, {"layout": {"pp": 2, "schedule": "1f1b"}, "train": {"micro_batches": 4}}),
     "1f1b, recompute": (
         2,
-        {
-            "layout": {"pp": 2, "schedule": "1f1b"},
-            "train": {"micro_batches": 4, "recompute": True},
-        },
+        {"layout": {"pp": 2}, "train": {"micro_batches": 4, "recompute": True}},
     ),
-    "zero-bubble": (
-        2,
-        {
-            "layout": {"pp": 2, "schedule": "zero-bubble"},
-            "train": {"micro_batches": 4},
-            "model": {"layers": 4},
-        },
-    ),
+    "zero-bubble": (2, {"layout": ZERO_BUBBLE, "train": {"micro_batches": 4}, "model": DEEP}),
     "migration": (
         2,
         {"layout": {"ep": 2}, "balance": {**ASKING, "policy": "none", "migrate_every": 1}},

@@ -22,8 +22,6 @@ from moesaic.kernels import device as devices
 
 _MIN_CAPABILITY = {"triton": (8, 0), "fp8": (8, 9)}
 """Minimum compute capability of the Triton kernels, by backend."""
-_TUNED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes in which `auto` selects the Triton kernels, on GPUs of `TUNED_CAPABILITY`."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` would do, but its first call imports torch's compiler, which takes a
 # second, and each call costs five times as much.
@@ -201,7 +199,8 @@ def choose_backend(
     if backend != "auto":
         return backend
     is_tuned = (
-        devices.compute_capability(device) in devices.TUNED_CAPABILITY and dtype in _TUNED_DTYPES
+        devices.compute_capability(device) in devices.TUNED_CAPABILITY
+        and dtype in devices.KERNEL_DTYPES
     )
     return "triton" if is_tuned and reason_not_to_run("triton", device) is None else "torch"
 
@@ -298,10 +297,8 @@ def describe_backend(
 ) -> str:
     """Return the backend of the expert matmuls on `device` for log lines, for tokens of `dtype`."""
     if device.type != "cpu":
-        kind, capability = (
-            choose_backend(backend, device, dtype),
-            devices.compute_capability(device),
-        )
+        kind = choose_backend(backend, device, dtype)
+        capability = devices.compute_capability(device)
         has = f" (capability {_dotted(capability)})" if any(capability) else ""
         if kind != "torch" and dtype in devices.KERNEL_DTYPES:
             kernels = "Triton grouped matmul" + " in fp8" * (kind == "fp8")
@@ -310,9 +307,7 @@ def describe_backend(
         return f"{kernels} on {device}{has}"
     library = "torch.mm"
     if cpu_gemm.onednn_supports(dtype):
-        only_large = dtype == torch.float32 and not devices.prefers_onednn_with_copy()
-        others = "small matrices and short or uneven batches" if only_large else "small matmuls"
-        library = f"oneDNN (torch.mm for {others})"
+        library = "oneDNN (torch.mm for small matmuls)"
     pool = threads.thread_pool()
     split = "" if pool is None else f", small experts in parallel on {pool.size} threads"
     return f"{library} per expert{split}"

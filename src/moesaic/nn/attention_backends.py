@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ VARLEN_CAPABILITY, MAX_VARLEN_WIDTH = (8, 0), 256
 class Segment(NamedTuple):
     """Consecutive queries, and the keys that they attend to, in each of several rows.
 
-    With causal attention, the last query attends to the last key, the one before to all but the
-    last key, and so on.
+    Attention is causal: the last query attends to the last key, the one before to all but the last
+    key, and so on.
     """
 
     rows: range
@@ -51,15 +51,11 @@ class AttentionMetadata:
     """
 
     segments: tuple[Segment, ...]
-    is_causal: bool = True
     window: int | None = None
     """Number of keys that a query attends to at most, the last ones; None: no limit."""
     offsets: Tensor | None = field(default=None, compare=False)
     """Start of each document among the tokens of the batch, and the number of tokens, int32
     [documents + 1]; None unless segments are documents that cover all tokens."""
-
-    def __post_init__(self) -> None:
-        assert self.is_causal or self.window is None, "a window needs causal attention"
 
     @classmethod
     def causal(
@@ -68,12 +64,6 @@ class AttentionMetadata:
         """Return the metadata of `queries` new tokens per row; `keys` counts cached ones too."""
         keys = queries if keys is None else keys
         return cls((Segment(range(rows), range(queries), range(keys)),), window=window)
-
-    @classmethod
-    def full(cls, rows: int, length: int) -> AttentionMetadata:
-        """Return the metadata of an encoder: a query attends to all keys of its row."""
-        whole = Segment(range(rows), range(length), range(length))
-        return cls((whole,), is_causal=False)
 
     @classmethod
     def packed(
@@ -131,17 +121,13 @@ def _runs(values: Sequence[Any]) -> Iterator[range]:
         yield range(indices[0], indices[-1] + 1)
 
 
-class AttentionBackend(Protocol):
-    """Function that computes attention."""
+AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float], Tensor]
+"""Function of q, k, v, metadata and scale that returns softmax(q k^T * scale) v, [rows, heads,
+queries, channels].
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, scale: float
-    ) -> Tensor:
-        """Return softmax(q k^T * scale) v, [rows, heads, queries, channels].
-
-        `k` and `v` are [rows, KV heads, keys, channels], as wide as `q`. Consecutive query heads
-        share a KV head.
-        """
+`k` and `v` are [rows, KV heads, keys, channels], as wide as `q`. Consecutive query heads share a KV
+head.
+"""
 
 
 def attend(
@@ -267,9 +253,7 @@ def _blocks(metadata: AttentionMetadata) -> Iterator[_Block]:
         if not (rows and queries):
             continue
         window = min(metadata.window or len(keys), len(keys))
-        if not metadata.is_causal:
-            yield _Block(rows, queries, keys)
-        elif len(queries) == 1:
+        if len(queries) == 1:
             yield _Block(rows, queries, keys[-window:])
         elif len(queries) == len(keys) == window:
             yield _Block(rows, queries, keys, is_causal=True)
@@ -287,25 +271,8 @@ def _banded_blocks(rows: range, queries: range, keys: range, window: int) -> Ite
         yield _Block(rows, range(start, stop), seen, band=band)
 
 
-class _BlockKernel(Protocol):
-    """Attention over dense blocks, forward and backward."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the result, and the logarithm of the softmax's denominator."""
-
-    @staticmethod
-    def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, denominators: Tensor,
-        block: _Block, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return the gradients of q, k and v."""
-
-
 class CpuFlashKernel:
-    """Flash kernel of torch on CPUs, in any float dtype."""
+    """Attention over a dense block by torch's flash kernel on CPUs, in any float dtype."""
 
     @staticmethod
     def forward(
@@ -332,7 +299,8 @@ class CpuFlashKernel:
 
 
 class RecomputingKernel:
-    """The kernel that torch chooses on any device; backward runs its forward again."""
+    """Attention over a dense block by the kernel that torch chooses on any device; backward runs
+    its forward again."""
 
     @staticmethod
     def forward(
@@ -358,7 +326,7 @@ class RecomputingKernel:
         return grad_q, grad_k, grad_v
 
 
-def _block_kernel(x: Tensor) -> type[_BlockKernel]:
+def _block_kernel(x: Tensor) -> type[CpuFlashKernel | RecomputingKernel]:
     return CpuFlashKernel if devices.kind(x.device) == "cpu" else RecomputingKernel
 
 

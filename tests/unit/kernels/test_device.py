@@ -1,13 +1,9 @@
-"""Devices: memory reuse and CPU features."""
+"""Devices: memory reuse."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-
-import pytest
-
-from moesaic.kernels import device
 
 ALLOCATE = """
 import resource
@@ -38,12 +34,3 @@ def test_freed_memory_is_reused() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < (64 << 20) // 16
-
-
-@pytest.mark.parametrize(("flags", "amx"), [("avx512_bf16 amx_bf16 amx_int8", True), ("", False)])
-def test_amx_is_detected_by_cpu_flags(
-    flags: str, amx: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "_cpuinfo", lambda: f"model name\t: one\nflags\t\t: fpu {flags}\n")
-    monkeypatch.setattr(device, "supports_bf16_matmul", lambda: True)
-    assert device.has_amx.__wrapped__() == amx

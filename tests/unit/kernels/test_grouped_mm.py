@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from moesaic.kernels import cpu_gemm, threads
 from moesaic.kernels import device as devices
-from moesaic.kernels.cpu_gemm import prefers_transposed
 from moesaic.kernels.grouped_mm import (
     describe_backend,
     grouped_mlp,
@@ -41,7 +40,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("transposed", [True, False])
 def test_strided_weights_equal_a_loop(counts: list[int], transposed: bool, library: str) -> None:
     arena = torch.randn(3, 3 * 4 * 5)
-    gate_up, down = arena_views(arena, 5, 4)
+    gate_up, down = arena_views(arena, 5)
     weight = gate_up if transposed else down
     assert not weight.is_contiguous()
     rows = torch.randn(sum(counts), 4)
@@ -130,7 +129,7 @@ def test_slots_with_more_rows_than_one_matmul(library: str) -> None:
 @pytest.mark.parametrize("counts", [*COUNTS, [300, 0, 17]])
 def test_grouped_mlp_equals_a_loop(counts: list[int]) -> None:
     """In fp64; only the output is written."""
-    gate_up, down = arena_views(torch.randn(3, 3 * 4 * 5, dtype=torch.float64), 5, 4)
+    gate_up, down = arena_views(torch.randn(3, 3 * 4 * 5, dtype=torch.float64), 5)
     rows, buffer = (
         torch.randn(sum(counts), 4, dtype=torch.float64),
         torch.full((sum(counts), 6), 7.0),
@@ -144,65 +143,6 @@ def test_grouped_mlp_equals_a_loop(counts: list[int]) -> None:
     torch.testing.assert_close(into, torch.cat(parts))
     into.fill_(7.0)
     assert bool((buffer == 7.0).all())
-
-
-def test_transposed_mlp_is_for_large_bf16_matrices_on_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    large, small = torch.empty(3, 1024, 512).bfloat16(), torch.empty(3, 32, 32).bfloat16()
-    rows, counts = torch.empty(8, 512).bfloat16(), torch.tensor([7, 0, 1])
-    monkeypatch.setattr(devices, "has_amx", lambda: True)
-    assert prefers_transposed(rows, large, counts)
-    assert not prefers_transposed(rows[:7], large, torch.tensor([6, 0, 1])), (
-        "three rows per slot are memory-bound"
-    )
-    assert not prefers_transposed(rows[:0], large, torch.zeros(3, dtype=torch.int64))
-    assert not prefers_transposed(rows, small, counts)
-    assert not prefers_transposed(rows.float(), large.float(), counts)
-    monkeypatch.setattr(devices, "has_amx", lambda: False)
-    assert not prefers_transposed(rows, large, counts)
-
-
-def test_onednn_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for small matmuls, nor for a single row times an untransposed matrix."""
-    monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: True)
-    monkeypatch.setattr(devices, "supports_bf16_matmul", lambda: False)
-
-    def uses_onednn(count: int, columns: int, dtype: torch.dtype, transposed: bool = True) -> bool:
-        rows, matrix = torch.empty(count, 512, dtype=dtype), torch.empty(columns, 512)
-        return cpu_gemm._uses_padded_onednn(rows, count, matrix, transposed=transposed)
-
-    assert uses_onednn(2, 1024, torch.float32)
-    assert not uses_onednn(2, 1023, torch.float32)
-    assert uses_onednn(1, 4096, torch.float32)
-    assert not uses_onednn(1, 4096, torch.float32, transposed=False)
-    assert not uses_onednn(64, 1024, torch.bfloat16)
-    assert not uses_onednn(64, 1024, torch.float64)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: False)
-    assert uses_onednn(64, 1024, torch.float32)
-    assert uses_onednn(2, 1024, torch.float32)
-    assert uses_onednn(512, 1024, torch.float32)
-    assert not uses_onednn(64, 1023, torch.float32)
-    assert uses_onednn(256 + 63, 1024, torch.float32)
-    assert uses_onednn(56, 1024, torch.float32)
-    assert not uses_onednn(57, 1024, torch.float32), "57 rows need 7 rows of padding"
-    monkeypatch.setattr(devices, "supports_bf16_matmul", lambda: True)
-    assert uses_onednn(64, 1024, torch.bfloat16)
-    monkeypatch.setattr(devices, "prefers_onednn", lambda: False)
-    assert not uses_onednn(64, 1024, torch.float32)
-
-
-def test_weight_is_the_left_factor_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 only with AMX."""
-    matrix = torch.empty(512, 128)
-
-    def left(size: int, dtype: torch.dtype, weight: torch.Tensor = matrix) -> bool:
-        return cpu_gemm._weight_on_left(dtype, size, weight)
-
-    for amx in (True, False):
-        monkeypatch.setattr(devices, "has_amx", lambda amx=amx: amx)
-        assert [left(size, torch.float32) for size in (8, 16, 64, 80)] == [False, True, True, False]
-        assert [left(size, torch.bfloat16) for size in (8, 64, 80)] == [amx, amx, False]
-    assert not left(16, torch.float32, matrix.T)
 
 
 def test_autograd_is_rejected() -> None:
@@ -225,7 +165,7 @@ def test_padded_row_counts_are_few() -> None:
 
 def test_custom_ops_pass_opcheck() -> None:
     rows, counts = torch.randn(5, 4), torch.tensor([3, 0, 2])
-    weight = arena_views(torch.randn(3, 60), 5, 4)[0]
+    weight = arena_views(torch.randn(3, 60), 5)[0]
     torch.library.opcheck(torch.ops.moesaic.grouped_mm.default, (rows, weight, counts, True))
     torch.library.opcheck(
         torch.ops.moesaic.grouped_wgrad.default, (rows, rows, counts, torch.empty(3, 4, 4), True)
@@ -239,22 +179,8 @@ def test_custom_ops_pass_opcheck() -> None:
     )
 
 
-def test_torch_grouped_mm_is_equal() -> None:
-    """The torch backend calls it for bf16 on GPUs; the CPU has it too."""
-    rows, counts = torch.randn(24, 16, dtype=torch.bfloat16), torch.tensor([8, 0, 16])
-    weight = torch.randn(3, 32, 16, dtype=torch.bfloat16)
-    ends = counts.cumsum(0).to(torch.int32)
-    expected = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    torch.testing.assert_close(
-        expected, grouped_mm(rows, weight, counts, True), rtol=1e-2, atol=1e-1
-    )
-
-
-@pytest.mark.parametrize("only_large", [False, True])
-def test_cpu_backend_is_described(monkeypatch: pytest.MonkeyPatch, only_large: bool) -> None:
+def test_cpu_backend_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: not only_large)
     monkeypatch.setattr(threads, "thread_pool", lambda: None)
     text = describe_backend(torch.device("cpu"), torch.float32)
-    where = "small matrices and short or uneven batches" if only_large else "small matmuls"
-    assert text == f"oneDNN (torch.mm for {where}) per expert"
+    assert text == "oneDNN (torch.mm for small matmuls) per expert"

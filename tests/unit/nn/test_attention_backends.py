@@ -109,14 +109,6 @@ def test_packed_documents_equal_a_dense_mask(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_full_attention_equals_a_dense_mask() -> None:
-    inputs = tensors(2, 4, 2, 5, 8, torch.float64)
-    mask = torch.ones(2, 5, 5, dtype=torch.bool)
-    actual = with_gradients(lambda q, k, v: attend(q, k, v, AttentionMetadata.full(2, 5)), *inputs)
-    assert_close(actual, with_gradients(lambda q, k, v: reference(q, k, v, mask, 8**-0.5), *inputs))
-
-
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("padding", [[0, 0, 0], [2, 0, 4], [4, 4, 1]], ids=str)
 @pytest.mark.parametrize("first", [0, 3, 5, 8])

@@ -1,18 +1,12 @@
-"""Latent attention against a loop over heads, queries, and keys, and against transformers."""
+"""Latent attention against a loop over heads, queries, and keys."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    DeepseekV3Attention,
-    DeepseekV3RotaryEmbedding,
-)
 
 from moesaic.facts.job.model import LatentConfig, RopeScaling
 from moesaic.nn.attention_backends import AttentionMetadata
@@ -122,62 +116,6 @@ def test_no_tokens_give_zero_gradients() -> None:
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
-
-
-PEER_NAMES = {
-    "q": "q_proj", "q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj",
-    "kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj",
-    "o": "o_proj",
-}  # fmt: skip
-
-
-def make_peer(latent: LatentConfig, scaling: RopeScaling | None) -> tuple[Any, Any]:
-    """Return the layer of transformers and its rotary embedding."""
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
-    if scaling is not None:
-        parameters |= {
-            "rope_type": "yarn", "factor": scaling.factor, "mscale": scaling.mscale,
-            "mscale_all_dim": scaling.mscale_all_dim,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }  # fmt: skip
-    config = DeepseekV3Config(
-        hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=HEADS,
-        kv_lora_rank=latent.kv_lora_rank, q_lora_rank=latent.q_lora_rank,
-        v_head_dim=latent.v_head_dim, qk_rope_head_dim=latent.qk_rope_head_dim,
-        qk_nope_head_dim=HEAD_DIM - latent.qk_rope_head_dim,
-        rope_parameters=parameters, max_position_embeddings=640, rms_norm_eps=0.1,
-        attn_implementation="eager",
-    )  # fmt: skip
-    return DeepseekV3Attention(config, 0), DeepseekV3RotaryEmbedding(config)
-
-
-@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
-@pytest.mark.parametrize("latent", LATENTS, ids=str)
-def test_equals_transformers(latent: LatentConfig, scaling: RopeScaling | None) -> None:
-    ours, (peer, rotary) = make(latent, scaling), make_peer(latent, scaling)
-    peer_state = {
-        f"{PEER_NAMES[name.removesuffix('.weight')]}.weight": p
-        for name, p in ours.named_parameters()
-    }
-    peer.load_state_dict(peer_state)
-    x = torch.randn(2, 9, HIDDEN, requires_grad=True)
-    positions = torch.arange(9).expand(2, -1)
-    inputs = Inputs(
-        Rotary.at_positions(positions, latent.qk_rope_head_dim, 100.0, torch.float32, scaling)
-    )
-    causal_mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
-    cotangent = torch.randn(2, 9, HIDDEN)
-    output, _ = ours(x, inputs)
-    peer_output = peer(x, rotary(x, positions), causal_mask)[0]
-    expected = torch.autograd.grad(peer_output, [x, *peer.parameters()], cotangent)
-    actual = torch.autograd.grad(output, [x, *ours.parameters()], cotangent)
-    by_name = dict(zip(["x", *(n for n, _ in peer.named_parameters())], expected, strict=True))
-    pairs = [
-        (output, peer_output),
-        *((g, by_name[n]) for n, g in zip(["x", *peer_state], actual, strict=True)),
-    ]
-    for a, b in pairs:
-        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 class ConcatCache:

@@ -1,10 +1,10 @@
-"""Inputs are frozen, and each block returns what it was asked to keep."""
+"""Each block returns the by-products that inputs name."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,13 +37,6 @@ def make_inputs(model: LanguageModel) -> Inputs:
 def run(model: LanguageModel, *, keep: frozenset[ByProduct]) -> tuple[Tensor, Reports]:
     result: tuple[Tensor, Reports] = model(TOKENS, replace(make_inputs(model), keep=keep))
     return result
-
-
-def test_inputs_are_frozen() -> None:
-    inputs = make_inputs(make_model())
-    with pytest.raises(FrozenInstanceError):
-        inputs.training = False  # type: ignore[misc]
-    assert not replace(inputs, training=False).training
 
 
 @pytest.mark.parametrize("recompute", [False, True])

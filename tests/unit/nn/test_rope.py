@@ -11,9 +11,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moesaic.facts.job.model import RopeScaling
-from moesaic.models.hf.config import from_huggingface
 from moesaic.nn.inputs import Rotary
-from moesaic.nn.rope import attention_factor, frequencies, mscale
+from moesaic.nn.rope import attention_factor, frequencies
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_max_positions": 64}
 CASES: dict[str, dict[str, Any]] = {
@@ -110,34 +109,3 @@ def test_cosines_and_sines_equal_transformers(name: str) -> None:
         [[math.cos(p * f) for f in reference(scaling)] for p in positions[0].tolist()]
     )
     torch.testing.assert_close(exact.cosine[0, 0], cosine.double() * factor, rtol=0, atol=1e-6)
-
-
-def test_only_yarn_has_an_attention_factor() -> None:
-    assert attention_factor(None) == attention_factor(RopeScaling(kind="linear", factor=4.0)) == 1.0
-    assert attention_factor(RopeScaling(kind="llama3", factor=4.0)) == 1.0
-    assert mscale(1.0) == mscale(1.0, 7.0) == 1.0
-    assert mscale(math.e) == pytest.approx(1.1)
-    assert mscale(math.e, 3.0) == pytest.approx(1.3)
-
-
-def test_llama_3_1_scaling() -> None:
-    """Llama 3.1: pairs with over four turns in 8192 positions keep their angles; below one, 1/8."""
-    table = {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192, "rope_type": "llama3",
-    }  # fmt: skip
-    raw = {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "rope_theta": 500000.0, "rope_scaling": table,
-    }  # fmt: skip
-    model, _ = from_huggingface(raw, "config.json")
-    like = torch.empty(0, dtype=torch.float64)
-    plain, actual = (
-        frequencies(128, model.rope_theta, scaling, like) for scaling in (None, model.rope_scaling)
-    )
-    turns = 8192 * plain / (2 * math.pi)
-    assert torch.equal(actual[turns > 4], plain[turns > 4])
-    assert torch.equal(actual[turns < 1], plain[turns < 1] / 8)
-    assert bool((turns > 4).any())
-    assert bool((turns < 1).any())

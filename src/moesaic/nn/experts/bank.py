@@ -107,8 +107,8 @@ class ExpertBank(nn.Module):
             clock: records the time of the experts, forward and backward.
         """
         if self.places is None:
-            return Lease(self.arena, num_calls, clock=clock)
-        lease = PlacesLease(self.arena, self.places, num_calls, clock)
+            return Lease(self.arena, self.ffn, num_calls, clock=clock)
+        lease = PlacesLease(self.arena, self.ffn, self.places, num_calls, clock)
         lease.name(slots)
         return lease
 
@@ -125,40 +125,35 @@ class ExpertBank(nn.Module):
         """
         if replicas is None:
             lease = self.acquire(num_calls=num_calls, clock=clock)
-            yield partial(self._compute, self.arena, None, lease)
         else:
-            lease = Lease(replicas.arena, num_calls, replicas.all_to_alls, clock)
-            yield partial(self._compute, replicas.arena, replicas.parameters, lease)
+            assert self.adapters is None, "LoRA and expert replicas do not combine"
+            lease = Lease(
+                replicas.arena,
+                self.ffn,
+                num_calls,
+                replicas.parameters,
+                replicas.all_to_alls,
+                clock,
+            )
+        yield partial(self._compute, lease)
         if not torch.is_grad_enabled():
             lease.release()
 
     def _compute(
-        self,
-        arena: Tensor,
-        replicas: Tensor | None,
-        lease: Lease,
-        tokens: Tensor,
-        permutation: Permutation,
-        weights_NK: Tensor | None,
+        self, lease: Lease, tokens: Tensor, permutation: Permutation, weights_NK: Tensor | None
     ) -> Tensor:
         results: Tensor
         lease.backend = self.matmul_backend(tokens.dtype)
-        if self.adapters is None:
-            if replicas is not None:  # `counts` is padded to the most replicas of any rank.
-                num_slots = len(arena) + len(replicas)
-                permutation = permutation._replace(counts=permutation.counts[:num_slots])
-            apply = GatedExperts.apply if torch.is_grad_enabled() else gated_experts
-            with timed(lease.clock, FORWARD):
-                results = apply(tokens, arena, replicas, weights_NK, self.ffn, lease, *permutation)
-        else:
-            assert replicas is None, "LoRA and expert replicas do not combine"
-            adapter_arena, shape = (
-                self.adapters.arena,
-                self.adapters.shape._replace(backend=lease.backend),
-            )
+        if self.adapters is not None:
             results = AdaptedExperts.apply(
-                tokens, adapter_arena, weights_NK, shape, lease, *permutation
+                tokens, self.adapters.arena, weights_NK, self.adapters.shape, lease, *permutation
             )
+            return results
+        with timed(lease.clock, FORWARD):
+            if torch.is_grad_enabled():
+                results = GatedExperts.apply(tokens, lease.arena, weights_NK, lease, *permutation)
+            else:
+                results, _ = gated_experts(tokens, weights_NK, lease, permutation)
         return results
 
     def matrices(self, rows: Sequence[Tensor] | Tensor) -> Iterator[tuple[int, str, Tensor]]:
@@ -170,7 +165,7 @@ class ExpertBank(nn.Module):
 
     def _views(self, row: Tensor) -> dict[str, Tensor]:
         """Return the matrices of one expert's parameters."""
-        gate_up, down = (views[0] for views in arena_views(row[None], self.ffn, self.hidden))
+        gate_up, down = (views[0] for views in arena_views(row[None], self.ffn))
         return {"gate": gate_up[: self.ffn], "up": gate_up[self.ffn :], "down": down}
 
     @contextmanager

@@ -7,8 +7,7 @@ after the other. The gradients of the pass go to the lease, which adds them wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,9 +23,9 @@ from moesaic.nn.experts.tiles import (
     SlotRange,
     for_each_arena,
     for_each_range,
+    memory_bound_range,
     single_slot_ranges,
     split_slots,
-    split_slots_forward,
 )
 
 
@@ -34,29 +33,34 @@ class Lease:
     """Use of a bank with every expert in memory, over one or several calls in a forward pass.
 
     The first backward writes the gradient of every slot, later ones add to it, and the last one
-    returns it. `all_to_alls` are the transfers of replicas, in the order of their slots. The
-    replicas' gradients return through them and are added in `SendReplicas.backward`.
+    returns it.
     """
-
-    covers_all_slots = True
-    """True if the ranges have every slot, false if they leave out those without rows."""
 
     def __init__(
         self,
         arena: Tensor,
+        ffn: int,
         num_calls: int = 1,
+        replicas: Tensor | None = None,
         all_to_alls: Sequence[AsyncAllToAll] = (),
         clock: Clock | None = None,
     ) -> None:
-        self.clock = clock
+        """Use the experts of `arena`, which have `ffn` channels.
+
+        Args:
+            arena: parameters of the own experts.
+            ffn: FFN channels of an expert.
+            num_calls: calls in the pass.
+            replicas: parameters of replicas of other ranks' experts.
+            all_to_alls: transfers of replicas, in the order of their slots. The replicas' gradients
+                return through them and are added in `SendReplicas.backward`.
+            clock: records the time of the experts.
+        """
+        self.arena, self.ffn, self.clock = arena, ffn, clock
         self.backend: MatmulBackend = "torch"
-        self._arena, self._version = arena, arena._version
-        self._num_calls, self._num_forward, self._num_backward, self._all_to_alls = (
-            num_calls,
-            0,
-            0,
-            all_to_alls,
-        )
+        self._version, self._num_owned = arena._version, len(arena)
+        self._replicas, self._all_to_alls = replicas, all_to_alls
+        self._num_calls, self._num_forward, self._num_backward = num_calls, 0, 0
         self._are_replicas_received = False
 
     def release(self) -> None:
@@ -65,23 +69,33 @@ class Lease:
     def end_call(self) -> None:
         """End the backward of one call; the last one releases the lease."""
 
-    def matrices(self, replicas: Tensor | None, ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
+    def matrices(self) -> tuple[Matrices, Matrices]:
         """Return the gate-up and down matrices of own experts, then of replicas. Ranges find theirs
         in them."""
-        if self._arena._version != self._version:
+        if self.arena._version != self._version:
             raise RuntimeError("experts changed between forward and backward: update them after it")
-        return matrix_views(_arenas(self._arena, replicas), ffn, hidden)
+        return self._views(self._arenas())
 
-    def split_forward(
-        self, tokens: Tensor, permutation: Permutation, ffn: int, down: Matrices
+    def _arenas(self) -> list[Tensor]:
+        return [self.arena] if self._replicas is None else [self.arena, self._replicas]
+
+    def _views(self, arenas: Sequence[Tensor]) -> tuple[Matrices, Matrices]:
+        gate_up, down = zip(*(arena_views(arena, self.ffn) for arena in arenas), strict=True)
+        return gate_up, down
+
+    def split(
+        self, tokens: Tensor, permutation: Permutation, *, is_forward: bool = False
     ) -> list[SlotRange]:
-        """Return the ranges of slots of a forward pass."""
-        num_owned = len(self._arena)
-        return split_slots_forward(tokens, permutation, ffn, down, num_owned, self.backend)
-
-    def split(self, tokens: Tensor, permutation: Permutation, ffn: int) -> list[SlotRange]:
-        """Return the ranges of slots that suit forward and backward."""
-        return split_slots(tokens, permutation, ffn, len(self._arena), self.backend)
+        """Return the ranges of slots that suit forward and backward, or forward alone."""
+        if self._replicas is not None:  # `counts` is padded to the most replicas of any rank.
+            num_slots = self._num_owned + len(self._replicas)
+            permutation = permutation._replace(counts=permutation.counts[:num_slots])
+        if is_forward and self.backend == "torch":
+            _, down = self.matrices()
+            one_range = memory_bound_range(tokens, permutation.counts, down, self._num_owned)
+            if one_range is not None:
+                return [one_range]
+        return split_slots(tokens, permutation, self.ffn, self._num_owned, self.backend)
 
     def for_each(
         self,
@@ -107,25 +121,28 @@ class Lease:
             for transfer in self._all_to_alls:
                 transfer.wait()
 
-    def start_backward(self, replicas: Tensor | None, ffn: int, hidden: int) -> Lease:
-        """Return this object, ready for the gradients of one more call."""
+    def start_backward(self) -> None:
+        """Prepare for the gradients of one more call."""
         if not self._num_backward:
-            dtype = self._arena.dtype  # Replicas may have a narrower dtype.
-            arenas = _arenas(self._arena, replicas)
-            self._grads = [torch.empty_like(arena, dtype=dtype) for arena in arenas]
-            self._grad_gate_up, self._grad_down = matrix_views(self._grads, ffn, hidden)
+            dtype = self.arena.dtype  # Replicas may have a narrower dtype.
+            self._grads = [torch.empty_like(arena, dtype=dtype) for arena in self._arenas()]
+            self._grad_gate_up, self._grad_down = self._views(self._grads)
         self._num_backward += 1
-        return self
 
     def add_down(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
         """Add the gradient of the range's down matrices."""
-        out = self._grad_down[slot_range.arena][slot_range.slots]
-        slot_range.wgrad(grad, rows, out, accumulate=self._num_backward > 1)
+        _, down = self._gradient_views(slot_range)
+        slot_range.wgrad(grad, rows, down, accumulate=self._num_backward > 1)
 
     def add_gate_up(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
         """Add the gradient of the range's gate and up matrices."""
-        out = self._grad_gate_up[slot_range.arena][slot_range.slots]
-        slot_range.wgrad(grad, rows, out, accumulate=self._num_backward > 1)
+        gate_up, _ = self._gradient_views(slot_range)
+        slot_range.wgrad(grad, rows, gate_up, accumulate=self._num_backward > 1)
+
+    def _gradient_views(self, slot_range: SlotRange) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the range's gate-up and down matrices."""
+        arena, slots = slot_range.arena, slot_range.slots
+        return self._grad_gate_up[arena][slots], self._grad_down[arena][slots]
 
     def send_replica_gradients(self) -> None:
         """Start to send the replicas' gradients after the last call, in reverse: the owner awaits
@@ -138,11 +155,13 @@ class Lease:
             last -= transfer.num_received
 
     def finish_backward(self) -> Tensor | None:
-        """Return the arena's gradient after the last call, and let go of it; None before."""
+        """Return the arena's gradient after the last call, and let go of it and of replicas; None
+        before."""
         if self._num_backward < self._num_calls:
             return None
         grad_arena, self._num_backward = self._grads[0], 0
         del self._grads, self._grad_gate_up, self._grad_down
+        self._replicas = None
         return grad_arena
 
 
@@ -153,13 +172,16 @@ class PlacesLease(Lease):
     stands for the experts in the graph; `Places` has their gradients.
     """
 
-    covers_all_slots = False
-
     def __init__(
-        self, arena: Tensor, places: Places, num_calls: int = 1, clock: Clock | None = None
+        self,
+        arena: Tensor,
+        ffn: int,
+        places: Places,
+        num_calls: int = 1,
+        clock: Clock | None = None,
     ) -> None:
-        super().__init__(arena, num_calls, clock=clock)
-        self._places = places
+        super().__init__(arena, ffn, num_calls, clock=clock)
+        self._places, self._num_owned = places, places.num_slots
         self._slots: set[int] = set()
         self._num_ended = 0
         self._grad_rows: dict[int, Tensor] = {}
@@ -187,34 +209,16 @@ class PlacesLease(Lease):
         """Release a lease whose graph ends without backward, as in recomputation."""
         self.release()
 
-    @contextmanager
-    def hold(self, slots: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Hold named experts in memory while a pass computes, and yield the place of each."""
-        with self._places.hold(slots) as place_of_slot:
-            yield place_of_slot
-
-    def matrices(self, replicas: Tensor | None, ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
+    def matrices(self) -> tuple[Matrices, Matrices]:
         """Return the gate-up and down matrices of all places."""
-        assert replicas is None, "the bank refuses replicas"
-        return matrix_views([self._places.memory], ffn, hidden)
+        return self._views([self._places.memory])
 
-    def split_forward(
-        self, tokens: Tensor, permutation: Permutation, ffn: int, down: Matrices
+    def split(
+        self, tokens: Tensor, permutation: Permutation, *, is_forward: bool = False
     ) -> list[SlotRange]:
-        """Return the touched slots as ranges of a forward pass, and name their experts."""
-        permutation = permutation._replace(counts=permutation.counts.cpu())
-        return self._name_ranges(
-            split_slots_forward(
-                tokens, permutation, ffn, down, self._places.num_slots, self.backend
-            )
-        )
-
-    def split(self, tokens: Tensor, permutation: Permutation, ffn: int) -> list[SlotRange]:
         """Return the touched slots as ranges, and name their experts."""
         permutation = permutation._replace(counts=permutation.counts.cpu())
-        return self._name_ranges(split_slots(tokens, permutation, ffn, backend=self.backend))
-
-    def _name_ranges(self, ranges: Sequence[SlotRange]) -> list[SlotRange]:
+        ranges = super().split(tokens, permutation, is_forward=is_forward)
         result = single_slot_ranges(ranges)
         self.name(slot for one in result for slot in one.slot_indices)
         return result
@@ -233,39 +237,26 @@ class PlacesLease(Lease):
         for first in range(0, len(ranges), size):
             wave = list(range(first, min(first + size, len(ranges))))
             slots = [slot for index in wave for slot in ranges[index].slot_indices]
-            with self.hold(slots) as place_of_slot:
+            with self._places.hold(slots) as place_of_slot:
                 for index in wave:
                     found = [place_of_slot[slot] for slot in ranges[index].slot_indices]
                     places = slice(found[0], found[0] + 1) if found else slice(0, 0)
                     ranges[index] = replace(ranges[index], places=places)
                 for_each_range(ranges, compute, wave)
 
-    def start_backward(self, replicas: Tensor | None, ffn: int, hidden: int) -> Lease:
-        """Return this object, ready for the gradients of one more call."""
-        del replicas
-        self._ffn, self._hidden = ffn, hidden
+    def start_backward(self) -> None:
+        """Prepare for the gradients of one more call."""
         self._num_backward += 1
-        return self
-
-    def add_down(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the expert's down matrix."""
-        _, down = self._gradient_views(slot_range)
-        slot_range.wgrad(grad, rows, down, accumulate=self._num_backward > 1)
-
-    def add_gate_up(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the expert's gate and up matrices."""
-        gate_up, _ = self._gradient_views(slot_range)
-        slot_range.wgrad(grad, rows, gate_up, accumulate=self._num_backward > 1)
 
     def _gradient_views(self, slot_range: SlotRange) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate-up and down of the range, which has one slot or none."""
         memory, slots = self._places.memory, slot_range.slot_indices
         if not slots:
-            return arena_views(memory[:0], self._ffn, self._hidden)
+            return arena_views(memory[:0], self.ffn)
         if slots[0] not in self._grad_rows:
             make = torch.empty_like if self._num_backward == 1 else torch.zeros_like
             self._grad_rows[slots[0]] = make(memory[:1])
-        return arena_views(self._grad_rows[slots[0]], self._ffn, self._hidden)
+        return arena_views(self._grad_rows[slots[0]], self.ffn)
 
     def finish_backward(self) -> Tensor | None:
         """Add the gradients where they live after the last call, and return the empty arena's."""
@@ -274,22 +265,12 @@ class PlacesLease(Lease):
         for slot, row in self._grad_rows.items():
             self._places.add_gradient(slot, row[0])
         self._grad_rows, self._num_backward = {}, 0
-        return torch.empty_like(self._arena)
+        return torch.empty_like(self.arena)
 
 
-def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:
+def arena_views(arena: Tensor, ffn: int) -> tuple[Tensor, Tensor]:
     """Return views of an arena: gate and up [slots, 2 * ffn, hidden], and down [slots, hidden,
     ffn]."""
-    slots, split = arena.shape[0], 2 * ffn * hidden
-    gate_up = arena[:, :split].view(slots, 2 * ffn, hidden)
-    return gate_up, arena[:, split:].view(slots, hidden, ffn)
-
-
-def matrix_views(arenas: Sequence[Tensor], ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
-    """Return the gate-up and down matrices of each arena."""
-    gate_up, down = zip(*(arena_views(arena, ffn, hidden) for arena in arenas), strict=True)
-    return gate_up, down
-
-
-def _arenas(arena: Tensor, replicas: Tensor | None) -> list[Tensor]:
-    return [arena] if replicas is None else [arena, replicas]
+    slots, hidden = arena.shape[0], arena.shape[1] // (3 * ffn)
+    gate_up, down = arena.split((2 * ffn * hidden, ffn * hidden), dim=1)
+    return gate_up.view(slots, 2 * ffn, hidden), down.view(slots, hidden, ffn)

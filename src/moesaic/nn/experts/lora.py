@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moesaic.facts.job.train import MatmulBackend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import (
     RowWeights,
@@ -85,14 +84,12 @@ class LoraPair(NamedTuple):
 
 
 class AdapterShape(NamedTuple):
-    """Sizes, scale, and matmul backend of an adapter arena."""
+    """Sizes and scale of an adapter arena."""
 
     hidden: int
     ffn: int
     rank: int
     scale: float
-    backend: MatmulBackend = "torch"
-    """Grouped matmul on a GPU."""
 
     def pairs(self, arena: Tensor) -> tuple[LoraPair, LoraPair, LoraPair]:
         """Return the gate, up, and down pairs as views of an arena."""
@@ -122,17 +119,13 @@ class AdaptedExperts(torch.autograd.Function):
         *permutation: Tensor | None,
     ) -> Tensor:
         """Compute in the dtype of `tokens`; `permutation` is an unpacked `Permutation`."""
-        perm, (gate_pair, up_pair, down_pair) = (
-            Permutation.from_tensors(permutation),
-            shape.pairs(adapters),
-        )
-        gate_up, down = lease.matrices(None, shape.ffn, shape.hidden)
-        ranges = lease.split(tokens, perm, shape.ffn)
-        inners, results = (
-            RangeResults(ranges, tokens, 2 * shape.ffn),
-            TokenResults(ranges, tokens, perm),
-        )
-        token_rows = PermutedRows(tokens, perm, shape.backend)
+        perm = Permutation.from_tensors(permutation)
+        gate_pair, up_pair, down_pair = shape.pairs(adapters)
+        gate_up, down = lease.matrices()
+        ranges = lease.split(tokens, perm)
+        inners = RangeResults(ranges, tokens, 2 * shape.ffn)
+        results = TokenResults(ranges, tokens, perm)
+        token_rows = PermutedRows(tokens, perm, lease.backend)
 
         def compute(index: int) -> None:
             slot_range, rows = ranges[index], token_rows[ranges[index]]
@@ -141,7 +134,7 @@ class AdaptedExperts(torch.autograd.Function):
             gate_pair.add(slot_range, rows, gate)
             up_pair.add(slot_range, rows, up)
             del rows
-            activated = swiglu(inner, shape.backend)
+            activated = swiglu(inner, lease.backend)
             result = slot_range.matmul(
                 activated, down, transposed=True, out=results.output_view(slot_range)
             )
@@ -161,35 +154,32 @@ class AdaptedExperts(torch.autograd.Function):
         """
         forbid_double_backward()
         tokens, adapters, weights_NK, inners, *permutation = ctx.saved_tensors
-        shape, perm = ctx.shape, Permutation.from_tensors(permutation)
-        lease: Lease = ctx.lease
+        shape, lease, perm = ctx.shape, ctx.lease, Permutation.from_tensors(permutation)
         needs_tokens, needs_adapters = needs_grad(ctx, 0), needs_grad(ctx, 1)
         needs_tokens |= weights_NK is not None and needs_grad(ctx, 2)
-        make = torch.empty_like if lease.covers_all_slots else torch.zeros_like
-        grad_adapters = make(adapters) if needs_adapters else None
+        grad_adapters = torch.zeros_like(adapters) if needs_adapters else None
         gate_pair, up_pair, down_pair = shape.pairs(adapters)
         grad_gate_pair, grad_up_pair, grad_down_pair = (
             (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
         )
-        gate_up, down = lease.matrices(None, shape.ffn, shape.hidden)
-        ranges = lease.split(tokens, perm, shape.ffn)
-        token_rows, grad_rows = (
-            PermutedRows(tokens, perm, shape.backend),
-            PermutedRows(grads[0], perm, shape.backend),
-        )
+        gate_up, down = lease.matrices()
+        ranges = lease.split(tokens, perm)
+        token_rows = PermutedRows(tokens, perm, lease.backend)
+        grad_rows = PermutedRows(grads[0], perm, lease.backend)
         row_weights = RowWeights(weights_NK, perm)
         grad_tokens = TokenResults(ranges, tokens, perm) if needs_tokens else None
 
         def compute(index: int) -> None:
             slot_range = ranges[index]
             inner, grad = inners[slot_range.rows], grad_rows[slot_range]
-            activation = swiglu_parts(inner)
-            weighted = row_weights.scaled(slot_range, activation.activated)
+            silu, activated = swiglu_parts(inner)
+            weighted = row_weights.scaled(slot_range, activated)
             grad_activated = slot_range.matmul(grad, down, transposed=False)
             grad_activated += down_pair.backward(slot_range, weighted, grad, grad_down_pair)
             del weighted, grad
-            grad_inner = swiglu_backward(slot_range, inner, activation, grad_activated, row_weights)
-            del activation, grad_activated
+            row_weights.backward(slot_range, grad_activated, activated)
+            grad_inner = swiglu_backward(inner, silu, grad_activated)
+            del silu, activated, grad_activated
             rows, (grad_gate, grad_up) = token_rows[slot_range], grad_inner.chunk(2, dim=1)
             grad_adapted = gate_pair.backward(slot_range, rows, grad_gate, grad_gate_pair)
             grad_adapted += up_pair.backward(slot_range, rows, grad_up, grad_up_pair)
@@ -201,7 +191,7 @@ class AdaptedExperts(torch.autograd.Function):
 
         lease.for_each(ranges, compute)
         grad_inputs = None if grad_tokens is None else grad_tokens.unpermute()
-        grad_weights = row_weights.gradient() if needs_tokens else None
+        grad_weights = row_weights.gradient if needs_tokens else None
         if needs_adapters or not ctx.needs_input_grad[1]:
             lease.end_call()
         return grad_inputs, grad_adapters, grad_weights, *[None] * (2 + len(permutation))

@@ -45,13 +45,6 @@ class SlotRange:
     """Grouped matmul on a GPU."""
     places: slice | None = None
     """Rows of the arena that hold the slots' experts; None: the slots themselves."""
-    split_counts: Tensor | None = None
-    """Counts of the range that this one is a piece of; None: it is whole."""
-
-    @property
-    def kernel_counts(self) -> Tensor:
-        """Counts by which the range's kernels are chosen."""
-        return self.counts if self.split_counts is None else self.split_counts
 
     @property
     def slot_indices(self) -> range:
@@ -102,9 +95,14 @@ class RangeResults:
 
     tensor: Tensor
 
-    def __init__(self, ranges: Sequence[SlotRange], like: Tensor, width: int) -> None:
-        """Prepare results of `width` columns, in the dtype and on the device of `like`."""
-        self._is_split = len(ranges) > 1
+    def __init__(
+        self, ranges: Sequence[SlotRange], like: Tensor, width: int, *, keep: bool = True
+    ) -> None:
+        """Prepare results of `width` columns, in the dtype and on the device of `like`.
+
+        Without `keep`, results are not stored.
+        """
+        self._keep, self._is_split = keep, keep and len(ranges) > 1
         if self._is_split:
             self.tensor = like.new_empty((ranges[-1].rows.stop, width))
 
@@ -115,7 +113,7 @@ class RangeResults:
     def store(self, slot_range: SlotRange, results: Tensor) -> None:
         """Keep `results`, if they are not in the range's `output_view` already."""
         del slot_range
-        if not self._is_split:
+        if self._keep and not self._is_split:
             self.tensor = results
 
     def matmul(
@@ -131,10 +129,11 @@ class RangeResults:
     def swiglu(self, slot_range: SlotRange, rows: Tensor, gate_up: Matrices) -> Tensor:
         """Compute as `SlotRange.swiglu`, and store gate and up."""
         inner = self.output_view(slot_range)
-        if inner is None:
+        if inner is None and self._keep:
             inner = rows.new_empty((rows.shape[0], gate_up[slot_range.arena].shape[1]))
         activated = slot_range.swiglu(rows, gate_up, inner)
-        self.store(slot_range, inner)
+        if inner is not None:
+            self.store(slot_range, inner)
         return activated
 
 
@@ -237,36 +236,23 @@ def split_slots(
     return ranges
 
 
-def split_slots_forward(
-    tokens: Tensor,
-    permutation: Permutation,
-    ffn: int,
-    down: Matrices,
-    num_owned: int,
-    backend: MatmulBackend = "torch",
-) -> list[SlotRange]:
-    """Split all slots into ranges for a forward pass.
+def memory_bound_range(
+    tokens: Tensor, counts: Tensor, down: Matrices, num_owned: int
+) -> SlotRange | None:
+    """Return one range of all slots if reading the matrices limits the matmuls, else None.
 
-    All slots are in one range if the matmuls are memory-bound, i.e. limited by reading the
-    matrices. `down` has the smaller matrices, which decides.
+    `down` has the smaller matrices, which decides. Replicas are computed apart.
     """
-    counts = permutation.counts
-    is_candidate = (
-        backend == "torch"
-        and len(down) == 1
-        and num_owned > 0
-        and is_memory_bound(tokens, down[0], 1)
-    )
-    if is_candidate and is_memory_bound(tokens, down[0], int(counts.max())):
-        return [
-            SlotRange(slice(0, num_owned), slice(0, int(counts.sum())), counts, single_thread=False)
-        ]
-    return split_slots(tokens, permutation, ffn, num_owned, backend)
+    if len(down) > 1 or not num_owned or not is_memory_bound(tokens, down[0], 1):
+        return None
+    if not is_memory_bound(tokens, down[0], int(counts.max())):
+        return None
+    rows = slice(0, int(counts.sum()))
+    return SlotRange(slice(0, num_owned), rows, counts, single_thread=False)
 
 
 def single_slot_ranges(ranges: Sequence[SlotRange]) -> list[SlotRange]:
-    """Return one range for each slot with rows, computed as in its range of `ranges`; if there is
-    none, one without slots."""
+    """Return one range for each slot with rows; if there is none, one without slots."""
     result = []
     for one in ranges:
         row = one.rows.start
@@ -279,7 +265,6 @@ def single_slot_ranges(ranges: Sequence[SlotRange]) -> list[SlotRange]:
                         slots=slice(slot, slot + 1),
                         rows=slice(row, row + count),
                         counts=one.counts[index : index + 1],
-                        split_counts=one.counts,
                     )
                 )
             row += count

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
-from sorted_rows import identity_permutation, run_bank, run_experts
+from sorted_rows import identity_permutation, random_permutation, run_bank, run_experts
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.kernels import cpu_gemm, cpu_gemv, threads
 from moesaic.kernels import device as devices
-from moesaic.nn.dispatch.permute import Permutation, invert_permutation
+from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts import tiles
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.grouped import GatedExperts, gated_experts
@@ -64,16 +64,6 @@ def test_split_backward_equals_full_backward_with_equal_flops(
         flops.append(counter.get_total_flops())
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
     assert flops == [2 * 14 * 3 * 16 * 8] * 2
-
-
-def random_permutation(tokens: int, slots: int, choices: int) -> Permutation:
-    """Return random slots of each token; every fifth (token, choice) has none."""
-    chosen = torch.rand(tokens, slots).topk(choices).indices
-    present = torch.arange(tokens * choices).view(tokens, choices) % 5 != 3
-    flat = torch.where(present, chosen, slots).view(-1)
-    order = flat.argsort(stable=True)[: int(present.sum())]
-    rows = invert_permutation(order, len(flat)).view(tokens, choices)
-    return Permutation(torch.bincount(flat, minlength=slots)[:slots], order, rows, present)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -176,19 +166,20 @@ def test_forward_without_gradients(
     wide = None if weights is None else weights.float()
     wide_arena = arena.float()
     expected = GatedExperts.apply(
-        tokens.float(), wide_arena, None, wide, 24, Lease(wide_arena), *permutation
+        tokens.float(), wide_arena, wide, Lease(wide_arena, 24), *permutation
     )
     for num_owned in (5, 3):
         owned, replicas = (
             (arena, None) if num_owned == 5 else arena.split([num_owned, 5 - num_owned])
         )
-        arguments = (tokens, owned, replicas, weights, 24, Lease(owned))
+        lease = Lease(owned, 24, replicas=replicas)
         with FlopCounterMode(display=False) as counter:
-            actual = gated_experts(*arguments, *permutation)
+            actual, _ = gated_experts(tokens, weights, lease, permutation)
         assert counter.get_total_flops() == 2 * len(permutation.order_R) * 3 * 16 * 24
         assert (actual - expected).norm() < 0.02 * expected.norm()
         if not transposed:
-            assert torch.equal(actual, GatedExperts.apply(*arguments, *permutation))
+            arguments = tokens, owned, weights, lease, *permutation
+            assert torch.equal(actual, GatedExperts.apply(*arguments))
 
 
 def test_bank_skips_autograd_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +198,7 @@ def test_replicas_with_few_rows_equal_one_arena(
     tokens, arena, counts = torch.randn(6, 16), torch.randn(5, 3 * 16 * 8), [1, 0, 2, 1, 2]
     owned, replicas = arena.split([3, 2])
     actual = GatedExperts.apply(
-        tokens, owned, replicas, None, 8, Lease(owned), *identity_permutation(counts)
+        tokens, owned, None, Lease(owned, 8, replicas=replicas), *identity_permutation(counts)
     )
     torch.testing.assert_close(actual, run_experts(tokens, arena, counts, 8))
 
@@ -244,31 +235,6 @@ def test_split_backward_with_another_gradient_recomputes() -> None:
         assert torch.equal(actual, whole[1])
 
 
-def test_flops_are_counted() -> None:
-    counts = [3, 0, 2]
-    rows = torch.randn(5, 4, requires_grad=True)
-    arena = torch.randn(3, 60, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        run_experts(rows, arena, counts, 5).sum().backward()
-    assert counter.get_total_flops() == 3 * (2 * 5 * 4 * 10 + 2 * 5 * 5 * 4)
-
-
-def test_bf16_rows_over_fp32_weights() -> None:
-    torch.manual_seed(1)
-    rows = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
-    arena = (0.2 * torch.randn(2, 3 * 16 * 8)).requires_grad_()
-    counts = [25, 15]
-    out = run_experts(rows, arena, counts, 8)
-    out.float().square().sum().backward()
-    assert (out.dtype, arena.grad.dtype) == (torch.bfloat16, torch.float32)
-    wide = rows.detach().float().requires_grad_()
-    expected = arena.detach().clone().requires_grad_()
-    reference = run_experts(wide, expected, counts, 8)
-    reference.square().sum().backward()
-    for a, b in ((out.float(), reference), (arena.grad, expected.grad), (rows.grad, wide.grad)):
-        assert float(((a.float() - b).norm() / b.norm()).detach()) < 0.02
-
-
 def test_bank_matrices_cover_every_element_once() -> None:
     bank = ExpertBank([4, 7], hidden=3, ffn=5)
     mark = torch.zeros_like(bank.arena)
@@ -303,19 +269,6 @@ def computed_ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch.set_num_threads(before)
 
 
-def test_threads_compute_gradients_of_row_weights(computed_ranges: list[int]) -> None:
-    permutation, bank = random_permutation(200, 8, 2), ExpertBank(range(8), 16, 16)
-    bank.arena.data.normal_()
-    x, weights = torch.randn(200, 16, requires_grad=True), torch.rand(200, 2, requires_grad=True)
-    cotangent, results = torch.randn(200, 16), []
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        out = run_bank(bank, x, permutation, weights)
-        results.append((out, *torch.autograd.grad(out, (x, weights, bank.arena), cotangent)))
-    assert len(set(computed_ranges)) > 2
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -331,11 +284,14 @@ def test_threads_change_nothing(
         parameter.data.normal_()
     learns = [p for name, p in bank.named_parameters() if not adapted or name != "arena"]
     rows = torch.randn(sum(counts), 16, dtype=dtype, requires_grad=True)
+    weights = torch.rand(sum(counts), 1, dtype=dtype, requires_grad=True)
+    order, row_numbers = torch.arange(sum(counts)), torch.arange(sum(counts))[:, None]
+    permutation = Permutation(torch.tensor(counts), order, row_numbers)
     cotangent, results = torch.randn(sum(counts), 16, dtype=dtype), []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        out = run_bank(bank, rows, identity_permutation(counts))
-        results.append((out, *torch.autograd.grad(out, (rows, *learns), cotangent)))
+        out = run_bank(bank, rows, permutation, weights)
+        results.append((out, *torch.autograd.grad(out, (rows, weights, *learns), cotangent)))
     assert set(computed_ranges) == set(range(large, max(computed_ranges) + 1))
     for one, other in zip(*results, strict=True):
         if large:

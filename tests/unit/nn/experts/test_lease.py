@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from sorted_rows import identity_permutation, run_bank
+from sorted_rows import identity_permutation, random_permutation, run_bank
 from torch import Tensor
 
 from moesaic.base.errors import ConfigError
 from moesaic.kernels import cpu_gemv
-from moesaic.nn.dispatch.permute import Permutation, invert_permutation
 from moesaic.nn.experts import tiles
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.lease import Lease, PlacesLease
@@ -48,18 +47,6 @@ def make_banks(
 def places_of(bank: ExpertBank) -> Places:
     assert bank.places is not None
     return bank.places
-
-
-def permutation_of(tokens: int, slots: int, choices: int) -> Permutation:
-    """Return random slots of each token; every fifth (token, choice) has none, nor has slot 1."""
-    scores = torch.rand(tokens, slots)
-    scores[:, 1] = -1.0
-    chosen = scores.topk(choices).indices
-    present = torch.arange(tokens * choices).view(tokens, choices) % 5 != 3
-    flat = torch.where(present, chosen, slots).view(-1)
-    order = flat.argsort(stable=True)[: int(present.sum())]
-    rows = invert_permutation(order, len(flat)).view(tokens, choices)
-    return Permutation(torch.bincount(flat, minlength=slots)[:slots], order, rows, present)
 
 
 def gradients(bank: ExpertBank) -> list[Tensor]:
@@ -153,9 +140,7 @@ def test_experts_of_a_lease_stay_longer() -> None:
     few = make_banks(2)[1]
     places, lease = places_of(few), few.acquire([0])
     assert isinstance(lease, PlacesLease)
-    with lease.hold([0]):
-        pass
-    for slot in (1, 2, 3):
+    for slot in (0, 1, 2, 3):
         with places.hold([slot]):
             pass
     assert places.is_in_memory(0)
@@ -176,7 +161,7 @@ def test_waves_change_no_bit(
 ) -> None:
     """Two passes in flight add to the same gradients."""
     monkeypatch.setattr(tiles, "_RANGE_BYTES", range_rows * 2 * FFN * 4)
-    permutation, results = permutation_of(21, 6, 2), []
+    permutation, results = random_permutation(21, 6, 2), []
     x, weights, cotangent = torch.randn(21, HIDDEN), torch.rand(21, 2), torch.randn(21, HIDDEN)
     banks = make_banks(places, rank=rank)
     for bank in banks:
