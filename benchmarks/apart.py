@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.training import Ours, Theirs
-from moesaic.cli.start import SPIN_COUNT
+from moesaic.api.start import SPIN_COUNT
 from moesaic.facts.job import Job
 
 _PATIENCE_S = 30.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from layouts import (
     worst_element,
 )  # fmt: skip
 
-from moesaic.cli.replay import ReplayConfig, replay_run
+from moesaic.api.replay import ReplayConfig, replay_run
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import DTYPES
 from moesaic.dist.state import EXPERT_TOKENS, TensorShard
@@ -350,8 +349,5 @@ def test_replay_of_a_run_without_prices_uses_typical_ones(
         ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, more)
         results.append(replay_run(out, ReplayConfig(policy="quota")))
     assert results[0]["prices_source"] == "of the run"
-    assert re.fullmatch(
-        r"typical of such devices: cpu, \d+ threads? per rank, one host",
-        results[1]["prices_source"],
-    )
+    assert results[1]["prices_source"] == "typical of such devices"
     assert results[0]["prices"] == results[1]["prices"]

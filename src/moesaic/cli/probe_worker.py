@@ -12,12 +12,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from moesaic import __version__
+from moesaic.api.launch import run_reporting_errors
+from moesaic.api.progress import probe_progress
+from moesaic.api.start import exit_on_interrupt
 from moesaic.base.config import parse
 from moesaic.base.units import format_quantity
 from moesaic.cli import flags, screen
-from moesaic.cli.progress import probe_progress
-from moesaic.cli.start import exit_on_interrupt
-from moesaic.cli.train_worker import run_reporting_errors
 from moesaic.dist.probe.settings import ProbeConfig
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ class BenchConfig(Section):
     """Sizes and duration of a benchmark of one expert layer."""
 
     model: ModelConfig
-    """Model whose expert layer is measured, as in a job; `--model` names a preset."""
+    """Model whose expert layer is measured, as in a job: `preset` or `from`, and changes."""
     device: str = "auto"
     """Device: auto (a GPU if there is one, else cpu), or as in `train.device`."""
     dtypes: list[ComputeDType] = Field(default_factory=_default_dtypes, min_length=1)
@@ -34,8 +34,8 @@ class BenchConfig(Section):
     )
     """Tokens of each measured batch."""
     seconds: float = Field(default=20.0, gt=0, le=3600)
-    """Approximate duration, in seconds. Batches that need longer are skipped, and the output says
-    how many seconds suffice. Measuring the peak of the device takes a few seconds in any case."""
+    """Approximate duration, in seconds. Batches that need longer are skipped. Measuring the peak of
+    the device takes a few seconds in any case."""
 
     @model_validator(mode="after")
     def _check_unique(self) -> BenchConfig:

@@ -23,7 +23,7 @@ from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
 from moesaic.train.data.rank_zero_first import run_rank_zero_first
-from moesaic.train.data.text import TextSource, find_text
+from moesaic.train.data.text import TextSource, find_text, read_records, read_text
 
 _CHUNK = 1 << 20
 _MESSAGE_S = 2.0
@@ -74,8 +74,12 @@ class TextData:
 
 
 def check_text(config: DataConfig) -> None:
-    """Raise the errors of opening `config` that show without reading text."""
-    _find_sources(config)
+    """Raise the errors of opening `config` that show in the first record of each text."""
+    for source in _find_sources(config):
+        if source.kind in ("jsonl", "parquet"):
+            next(read_text(source, Path(DEFAULT_CACHE)), None)
+        elif source.kind == "chat":
+            next(read_records(source.files[0], ()), None)
     if config.format == "chat":
         ChatEncoder(config, open_tokenizer(config.tokenizer, config.end_token))
 

@@ -142,6 +142,9 @@ def test_too_little_text(tmp_path: Path) -> None:
 
 def test_check_reads_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("not JSON")
+    with pytest.raises(DataError, match=r"line 1 of .* is not JSON"):
+        check_text(configure(tmp_path))
+    (tmp_path / "a.jsonl").write_text('{"text": "words"}\nnot JSON\n')
     check_text(configure(tmp_path))
     with pytest.raises(DataError, match=r"data\.validation_path = 'none' does not exist"):
         check_text(configure(tmp_path, validation_path="none"))

@@ -1,0 +1,1 @@
+"""The Python API: jobs, clusters, runs and models. The command line calls it."""
