@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesaic.api.launch import is_torchrun, launch, num_ranks, run_reporting_errors
+from moesaic.api.start import exit_on_interrupt
 from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, ConfigError
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster import Cluster as ClusterFacts
 from moesaic.facts.cluster import load_cluster
 from moesaic.facts.cluster.file import resolve_cluster
+
+if TYPE_CHECKING:
+    from moesaic.dist.probe.probe import ProbeResult
 
 MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
 
@@ -99,15 +103,23 @@ def main() -> int:
 
 def _measure() -> None:
     """Measure; rank 0 writes the cluster file."""
-    from moesaic.dist.probe.probe import collective_timeout, probe
-    from moesaic.dist.world import World
-
     task = json.loads(sys.argv[1])
-    config = parse(ProbeConfig, task["settings"], "probe")
-    world = World.from_launcher(config.device, collective_timeout(config), key="device")
-    try:
-        result = probe(world, config, lambda _: None)
-    finally:
-        world.leave()
+    result = measure(parse(ProbeConfig, task["settings"], "probe"), lambda _: None)
     if result is not None:
         Path(task["out"]).write_text(result.cluster.to_toml(), encoding="utf-8")
+
+
+def measure(config: ProbeConfig, on_phase: Callable[[str], None]) -> ProbeResult | None:
+    """Measure as one of the ranks; return the result on rank 0.
+
+    Imports and waiting for other ranks may swallow an interrupt, so it kills a rank meanwhile.
+    """
+    with exit_on_interrupt() if is_torchrun() else nullcontext():
+        from moesaic.dist.probe.probe import collective_timeout, probe
+        from moesaic.dist.world import World
+
+        world = World.from_launcher(config.device, collective_timeout(config), key="device")
+    try:
+        return probe(world, config, on_phase)
+    finally:
+        world.leave()
