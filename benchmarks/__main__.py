@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 from benchmarks import generate, measure
-from moesaic.cli.start import set_spin_count
+from moesaic.api.start import set_spin_count
 
 THEMES = ("foundation", "facts", "families", "layer", "balance")
 ROUNDS = 15

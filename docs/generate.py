@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from moesaic.base import keys
-from moesaic.cli.inspect import InspectConfig
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import SOURCES
@@ -42,8 +41,7 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
     "convert": (ConvertConfig, "`moesaic convert SOURCE --out DIR --set KEY=VALUE`"),
     "probe": (ProbeConfig, "`moesaic probe --set KEY=VALUE`"),
-    "bench": (BenchConfig, "`moesaic bench layer --model NAME --set KEY=VALUE`"),
-    "inspect": (InspectConfig, "`moesaic inspect PATH --set KEY=VALUE`"),
+    "bench": (BenchConfig, "`moesaic bench layer --set KEY=VALUE`"),
 }
 
 

@@ -25,7 +25,7 @@ SOURCE = ROOT / "src" / "moesaic"
 FLOORS = {
     "base": 0, "facts": 1, "policy": 2, "kernels": 2, "report": 2, "sim": 3, "dist": 3,
     "store": 4, "nn": 5, "ps": 5, "models": 6, "flow": 6, "elastic": 6, "train": 7, "serve": 7,
-    "cli": 8, "testing": 8,
+    "api": 8, "cli": 9, "testing": 9,
 }  # fmt: skip
 """The areas and their floors: an area imports from floors below its own, and from itself."""
 
@@ -37,9 +37,9 @@ SEES = {
 """Areas that see less than their floor would let them."""
 
 SEEN_BY = {
-    "policy": {"sim", "train", "serve", "cli"},
-    "sim": {"cli"},
-    "report": {"cli"},
+    "policy": {"sim", "train", "serve", "api", "cli"},
+    "sim": {"api", "cli"},
+    "report": {"api", "cli"},
     "testing": set[str](),
 }
 """Areas that are seen by fewer than their floor would let see them."""
@@ -52,9 +52,11 @@ ENVIRONMENT = {
         "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
         "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
     },
-    "cli/start.py": {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"},
-    "cli/train_worker.py": {"TORCHELASTIC_ERROR_FILE"},
-    "cli/launch.py": {"WORLD_SIZE", "RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"},
+    "api/start.py": {
+        "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+    },
+    "api/launch.py": {"WORLD_SIZE", "RANK", "TORCHELASTIC_ERROR_FILE"},
     "testing/hosts.py": {"GLOO_SOCKET_IFNAME"},
     "testing/ranks.py": {"GLOO_SOCKET_IFNAME"},
 }  # fmt: skip

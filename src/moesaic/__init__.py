@@ -8,22 +8,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moesaic.api.cluster import Cluster
     from moesaic.api.expert_group import ExpertGroup
     from moesaic.api.experts import clip_grad_norm_, exclude_experts, expert_parameters
+    from moesaic.api.job import Job
+    from moesaic.api.model import Model, load, save
     from moesaic.api.moe import MoE
+    from moesaic.api.run import Run
     from moesaic.api.upcycle import aux_loss, upcycle
-    from moesaic.base.errors import ConfigError
+    from moesaic.base.errors import ConfigError, MoesaicError
 
 __version__ = "0.1.0"
 __all__ = [
-    "ConfigError", "ExpertGroup", "MoE", "aux_loss", "clip_grad_norm_", "exclude_experts",
-    "expert_parameters", "upcycle",
+    "Cluster",
+    "ConfigError",
+    "ExpertGroup",
+    "Job",
+    "MoE",
+    "Model",
+    "MoesaicError",
+    "Run",
+    "aux_loss",
+    "clip_grad_norm_",
+    "exclude_experts",
+    "expert_parameters",
+    "load",
+    "save",
+    "upcycle",
 ]  # fmt: skip
 
 _MODULES = {
-    "ConfigError": "base.errors", "ExpertGroup": "api.expert_group", "MoE": "api.moe",
-    "clip_grad_norm_": "api.experts", "exclude_experts": "api.experts",
-    "aux_loss": "api.upcycle", "expert_parameters": "api.experts", "upcycle": "api.upcycle",
+    "Cluster": "api.cluster", "ConfigError": "base.errors", "ExpertGroup": "api.expert_group",
+    "Job": "api.job", "MoE": "api.moe", "MoesaicError": "base.errors", "Model": "api.model",
+    "Run": "api.run", "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
+    "exclude_experts": "api.experts", "expert_parameters": "api.experts", "load": "api.model",
+    "save": "api.model", "upcycle": "api.upcycle",
 }  # fmt: skip
 """Module of each public name."""
 

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from moesaic.cli.start import exit_process, run_main
+from moesaic.api.start import exit_process, run_main
 
 
 def main() -> NoReturn:

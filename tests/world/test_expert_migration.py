@@ -19,7 +19,7 @@ from layouts import (
     worst_element,
 )  # fmt: skip
 
-from moesaic.cli.replay import ReplayConfig, replay_run
+from moesaic.api.replay import ReplayConfig, replay_run
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import EXPERT_TOKENS
 from moesaic.dist.world import World

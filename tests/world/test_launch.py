@@ -58,7 +58,7 @@ def start(
 def ranks_of(parent: int) -> list[int]:
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed}
-    return [pid for pid, command in commands.items() if b"moesaic.cli.train_worker" in command]
+    return [pid for pid, command in commands.items() if b"moesaic.api.train_worker" in command]
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 60) -> None:
@@ -112,7 +112,8 @@ def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
 
 
 def test_a_mistake_that_ranks_find_is_told_once(place: Path) -> None:
-    # It reads as lines of JSON only when a rank opens it.
+    # The first line is JSON, so only a rank finds the second one.
+    (place / "text.txt").write_text('{"text": "words and more words"}\nno JSON\n')
     process = start(place, "--nproc", "2", "--out", "run", "--set", "data.format=jsonl")
     out, err = process.communicate(timeout=90)
     assert (process.returncode, out) == (2, "")

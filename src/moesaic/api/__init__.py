@@ -1,1 +1,1 @@
-"""Public Python API, one file a noun."""
+"""The Python API: jobs, clusters, runs, models and expert layers. The command line calls it."""

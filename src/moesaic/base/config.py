@@ -83,6 +83,24 @@ def _own_fields(section: Section) -> Iterable[tuple[str, FieldInfo]]:
     return type(section).model_fields.items()
 
 
+def tables_to_toml(raw: Mapping[str, Any]) -> str:
+    """Return tables as the text of a TOML file; unset keys (None) are left out."""
+    lines = [
+        f"{keys.dotted_key([key])} = {keys.toml(value)}"
+        for key, value in raw.items()
+        if value is not None and not isinstance(value, Mapping)
+    ]
+    for table, values in raw.items():
+        if isinstance(values, Mapping):
+            lines.append(f"\n[{keys.dotted_key([table])}]")
+            lines += [
+                f"{keys.dotted_key([key])} = {keys.toml(value)}"
+                for key, value in values.items()
+                if value is not None
+            ]
+    return "\n".join(lines) + "\n"
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the raw tables of a TOML file."""
     return parse_toml(read_text(path), str(path))

@@ -18,7 +18,7 @@ def format_bytes(num_bytes: float) -> str:
 def format_quantity(value: float, unit: str) -> str:
     """Return a value with a metric prefix: 12.3 GB/s."""
     scales = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-    prefix = next((name for name, scale in scales.items() if value >= scale), "n")
+    prefix = next((name for name, scale in scales.items() if value >= scale), "n" if value else "")
     return f"{value / scales[prefix]:.3g} {prefix}{unit}"
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from moesaic.api.loads import find_loads_mismatch
 from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, UserError
 from moesaic.base.units import format_seconds
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import ClusterPath, DryRun, Json, Out
-from moesaic.cli.loads import find_loads_mismatch
 from moesaic.facts.cluster import (
     Calibration,
     Cluster,
@@ -61,7 +61,9 @@ def calibrate(
         )
     if out is not None:
         flags.check_new_file("--out", out, "cluster.toml")
-    with flags.open_cluster(cluster_path) as cluster:
+    opened = flags.load_cluster(cluster_path)
+    cluster = opened.facts
+    with opened.named_in_errors():
         calibration, facts = _fit_factors(
             [_read_run(run, cluster, cluster_path) for run in _check_unique(runs)], cluster
         )

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moesaic.base.errors import UserError
+from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_bytes
 from moesaic.cli import flags, screen
-from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.flags import Explain, Json, Sets
 from moesaic.models.hf.settings import ConvertConfig
 
 Source = Annotated[
@@ -23,13 +23,19 @@ Source = Annotated[
         show_default=False,
     ),
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", show_default=False,
+        help="Always: directory to write, which must not exist yet.",
+    ),
+]  # fmt: skip
 
 
 def convert(
     source: Source = None,
     sets: Sets = None,
     out: Out = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
@@ -40,12 +46,9 @@ def convert(
     path = flags.require(source, "SOURCE", "convert")
     config = flags.parse_settings(ConvertConfig, sets)
     if out is None:
-        raise UserError("--out is missing: name a directory that does not exist yet")
+        raise ConfigError("--out is missing: name a directory that does not exist yet")
     if ".." in out.parts:  # The directory is renamed at the end; resolve it now.
         out = Path(os.path.realpath(out))
-    if dry_run:
-        _print_dry_run(path, out, config, as_json)
-        return 0
     import torch
 
     from moesaic.kernels import device
@@ -72,32 +75,3 @@ def convert(
     else:
         screen.print_line(f"wrote {out} from {origin.path}: {format_bytes(written)}, {config.to}")
     return 0
-
-
-def _print_dry_run(path: Path, out: Path, config: ConvertConfig, as_json: bool) -> None:
-    from moesaic.facts.workload import count_parameters
-    from moesaic.facts.workload.parameters import adapters
-    from moesaic.models.hf.adapter import require_adapter_only
-    from moesaic.models.hf.origin import open_origin
-    from moesaic.models.hf.shards import check_empty_directory
-
-    check_empty_directory(out)
-    origin = open_origin(path)
-    for warning in origin.warnings:
-        screen.print_warning(warning)
-    if config.to == "adapter":
-        total = sum(one.size for one in adapters(origin.model, require_adapter_only(origin)))
-        counted = {"total": total}
-    else:
-        counts = count_parameters(origin.model)
-        counted = {"total": counts.total, "active": counts.active}
-    if as_json:
-        screen.print_json(
-            {
-                "from": str(origin.path), "out": str(out), "settings": config.model_dump(),
-                "parameters": counted,
-            }
-        )  # fmt: skip
-        return
-    screen.print_line(f"# {origin.path} -> {out}: {counted['total']:,} parameters\n")
-    screen.print_line(config.to_toml().rstrip())

@@ -7,27 +7,28 @@ describes it; no key has a flag of its own.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 from pydantic import BaseModel
 
+from moesaic.api.cluster import Cluster
 from moesaic.base import keys
 from moesaic.base.config import SET_FLAG, Section, apply_sets, parse
-from moesaic.base.errors import ClusterError, ConfigError, UserError, write_error
+from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_create, atomic_replace
 from moesaic.cli import screen
-from moesaic.facts.cluster import Cluster, load_cluster
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set one key; repeatable.", show_default=False),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="To change one key; repeatable.", show_default=False
+    ),
 ]
 JobPath = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="Job file.", show_default=False)
@@ -36,30 +37,35 @@ ClusterPath = Annotated[
     Path | None,
     typer.Option(
         "--cluster", metavar="FILE", show_default=False,
-        help="Cluster file: hosts, devices and links.",
+        help="To name the hosts, devices and links, in a file that `moesaic probe` writes.",
     ),
 ]  # fmt: skip
 PlanPath = Annotated[
     Path | None,
     typer.Option(
         "--plan", metavar="FILE", show_default=False,
-        help="Use the ranks and layout of a plan from `moesaic plan --out`, which may be edited.",
+        help="To use the ranks and layout of a plan from `moesaic plan --out`, perhaps edited.",
     ),
 ]  # fmt: skip
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="PATH", help="Path of the results.", show_default=False),
+    typer.Option(
+        "--out", metavar="PATH", help="To name the file of the results.", show_default=False
+    ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", metavar="", help="Check and report; write nothing.")
+    bool,
+    typer.Option("--dry-run", metavar="", help="To check and report first; nothing is written."),
 ]
-Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON on stdout.")]
+Json = Annotated[
+    bool, typer.Option("--json", metavar="", help="For programs: print JSON on stdout.")
+]
 Explain = Annotated[
     str | None,
     typer.Option(
         "--explain",
         metavar="KEY",
-        help="Explain a key (all: every key).",
+        help="To learn what a key means (all: every key).",
         show_default=False,
     ),
 ]
@@ -67,16 +73,11 @@ Explain = Annotated[
 S = TypeVar("S", bound=Section)
 
 
-class JobAndPlan(Job):
-    """Keys of a job and of a plan file, which counts as a table of the job, for `--explain`."""
+class JobFiles(Job):
+    """Keys of a job and of the files beside it, which count as tables of the job."""
 
     plan: Plan
     """Plan file of `--plan`: what each rank holds. The file has these keys without `plan.`."""
-
-
-class JobPlanAndCluster(JobAndPlan):
-    """Keys of a job, a plan file and a cluster file, for `--explain`."""
-
     cluster: ClusterFile
     """Cluster file of `--cluster`: hosts, devices and links. The file has these keys without
     `cluster.`."""
@@ -90,49 +91,34 @@ def parse_settings(kind: type[S], sets: Sequence[str] | None) -> S:
     return parse(kind, apply_sets({}, sets or ()), SET_FLAG, sets or ())
 
 
-@contextmanager
-def open_cluster(path: Path | None) -> Iterator[Cluster]:
-    """Open the cluster at `path`; errors about missing facts then name the file."""
+def load_cluster(path: Path | None) -> Cluster:
+    """Return the cluster of `--cluster`."""
     if path is None:
         raise ConfigError("--cluster is missing: give a cluster file; `moesaic probe` writes one")
-    try:
-        yield load_cluster(path)
-    except ClusterError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return Cluster.load(path)
 
 
 def print_explanation(kind: type[BaseModel], key: str, as_json: bool) -> None:
     """Print the meaning of `key`, or of all keys."""
-    if key == "all":
-        _print_all_keys(kind, as_json)
-    elif as_json:
-        keys.locate(kind, key)
-        below = [entry for entry in keys.walk(kind) if f"{entry.path}.".startswith(f"{key}.")]
-        screen.print_json([entry._asdict() for entry in below])
-    else:
+    if key != "all" and not as_json:
         screen.print_line(keys.explain(kind, key))
-
-
-def print_job_explanation(kind: type[JobAndPlan], key: str, as_json: bool) -> None:
-    """Print the meaning of a key of a job, plan or cluster; search unknown keys in the job."""
-    everywhere = key == "all" or _is_file_key(key) or keys.nearest_key(Job, key.split(".")) is None
-    print_explanation(kind if everywhere else Job, key, as_json)
-
-
-def _print_all_keys(kind: type[BaseModel], as_json: bool) -> None:
+        return
     entries = list(keys.walk(kind))
+    if key != "all":
+        keys.locate(kind, key)
+        entries = [entry for entry in entries if f"{entry.path}.".startswith(f"{key}.")]
     if as_json:
         screen.print_json([entry._asdict() for entry in entries])
         return
-    if not entries:
-        screen.print_line("this verb has no settings")
-        return
-    rows = [entry for entry in entries if not _is_file_key(entry.path)]
-    screen.print_table(("key", "takes", "default", "meaning"), rows, left=4)
     for entry in entries:
-        if _is_file_key(entry.path):  # These keys are too long for the table.
-            default = f", {entry.default}" if entry.default else ""
-            screen.print_line(f"{entry.path}  {entry.kind}{default}\n  {entry.meaning}")
+        default = f", {entry.default}" if entry.default else ""
+        screen.print_line(f"{entry.path}  {entry.kind}{default}\n  {entry.meaning}")
+
+
+def print_job_explanation(key: str, as_json: bool) -> None:
+    """Print the meaning of a key of a job, plan or cluster; search unknown keys in the job."""
+    everywhere = key == "all" or _is_file_key(key) or keys.nearest_key(Job, key.split(".")) is None
+    print_explanation(JobFiles if everywhere else Job, key, as_json)
 
 
 def _is_file_key(key: str) -> bool:
@@ -141,23 +127,16 @@ def _is_file_key(key: str) -> bool:
 
 
 def check_new_file(flag: str, path: Path, name: str) -> None:
-    """Raise UserError if no new file can be written at `path`; `name` is an example."""
-    check_output_path(flag, path, name)
-    if path.exists():
-        raise UserError(f"{flag} '{path}' already exists: remove it, or name another file")
-
-
-def check_output_path(flag: str, path: Path, name: str) -> None:
-    """Raise UserError if no file can be written at `path`; `name` is an example."""
+    """Raise ConfigError if no new file can be written at `path`; `name` is an example."""
     if path.is_dir():
-        raise UserError(f"{flag} '{path}' is a directory: name a file, such as {path}/{name}")
-    if (
-        path.exists() and not path.is_file()
-    ):  # For example a device, which a new file would replace.
-        raise UserError(f"{flag} '{path}' is not a plain file: name another path")
+        raise ConfigError(f"{flag} '{path}' is a directory: name a file, such as {path}/{name}")
+    if path.exists() and not path.is_file():  # Such as a device.
+        raise ConfigError(f"{flag} '{path}' is not a plain file: name another path")
+    if path.exists():
+        raise ConfigError(f"{flag} '{path}' already exists: remove it, or name another file")
     directory = path.absolute().parent
     if not directory.is_dir():
-        raise UserError(f"{flag} '{path}' is in a directory that does not exist: create it first")
+        raise ConfigError(f"{flag} '{path}' is in a directory that does not exist: create it first")
     try:
         with tempfile.TemporaryFile(dir=directory):  # Leaves nothing behind.
             pass
@@ -171,7 +150,7 @@ def write_new_file(flag: str, path: Path, text: str) -> None:
         with atomic_create(path.resolve()) as partial:
             partial.write_text(text, encoding="utf-8")
     except FileExistsError:
-        raise UserError(
+        raise ConfigError(
             f"{flag} '{path}' was created by another program meanwhile and is left as it is: try "
             "again with another file name"
         ) from None
@@ -180,9 +159,9 @@ def write_new_file(flag: str, path: Path, text: str) -> None:
 
 
 def require(value: Path | None, name: str, verb: str) -> Path:
-    """Return `value`; raise UserError if it is missing."""
+    """Return `value`; raise ConfigError if it is missing."""
     if value is None:
-        raise UserError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
+        raise ConfigError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
     return value
 
 

@@ -5,21 +5,19 @@ For a job it shows the first training samples and marks the tokens in the loss.
 
 from __future__ import annotations
 
-import hashlib
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 from rich.text import Text
 
-from moesaic.base.config import Section, parse
-from moesaic.base.errors import ConfigError, StoreError, write_error
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.units import format_bytes
 from moesaic.cli import flags, screen
-from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.flags import Json
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import count_parameters
 
@@ -34,35 +32,28 @@ Target = Annotated[
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class InspectConfig(Section):
-    """Depth of an inspection."""
-
-    verify: bool = False
-    """Read every file: check a checkpoint's hashes, or show a Hugging Face directory's."""
-    samples: int = Field(default=2, ge=1)
-    """Number of samples of a job to show."""
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify", metavar="",
+        help="After copies or disk errors: read every file of a checkpoint and check its hash.",
+    ),
+]  # fmt: skip
+Samples = Annotated[
+    int,
+    typer.Option("--samples", metavar="N", min=1, help="For more or fewer samples of a job."),
+]
 
 
 def inspect(
-    path: Target = None,
-    sets: Sets = None,
-    out: Out = None,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-    explain: Explain = None,
+    path: Target = None, verify: Verify = False, samples: Samples = 2, as_json: Json = False
 ) -> int:
     """Show what a directory contains and whether it is intact, or samples of a job."""
-    if explain is not None:
-        flags.print_explanation(InspectConfig, explain, as_json)
-        return 0
     target = flags.require(path, "PATH", "inspect")
-    config = flags.parse_settings(InspectConfig, sets)
     if target.suffix == ".toml":
-        facts = _inspect_job(target, config.samples)
+        facts = _inspect_job(target, samples)
     else:
-        facts = inspect_path(target, config.verify and not dry_run)
-    if out is not None:
-        _write(out, facts, dry_run)
+        facts = _inspect_directory(target, verify)
     if as_json:
         screen.print_json(facts)
     else:
@@ -70,10 +61,10 @@ def inspect(
     return 2 if facts.get("damaged") else 0
 
 
-def inspect_path(path: Path, verify: bool) -> dict[str, Any]:
+def _inspect_directory(path: Path, verify: bool) -> dict[str, Any]:
     """Return the contents of `path` as plain data; `damaged` lists damage."""
     if (path / "config.json").is_file():
-        return _inspect_huggingface(path, verify)
+        return _inspect_huggingface(path)
     if (path / "manifest.json").is_file() or (path / "COMMIT").is_file():
         return _inspect_checkpoint(path, verify)
     if (path / "job.json").is_file() or (path / "checkpoints").is_dir():
@@ -87,7 +78,7 @@ def inspect_path(path: Path, verify: bool) -> dict[str, Any]:
     )
 
 
-def _inspect_huggingface(path: Path, verify: bool) -> dict[str, Any]:
+def _inspect_huggingface(path: Path) -> dict[str, Any]:
     from moesaic.models.hf.config import read_config
     from moesaic.models.hf.reader import HFSource, scan_weights
 
@@ -95,16 +86,13 @@ def _inspect_huggingface(path: Path, verify: bool) -> dict[str, Any]:
     source = HFSource(path, model)
     stored = scan_weights(path)
     files = sorted({tensor.file for tensor in stored.values()})
-    facts = {
+    return {
         "kind": "Hugging Face model", "path": str(path), **_describe_model(model),
         "tensors": len(stored), "dtypes": sorted({tensor.dtype for tensor in stored.values()}),
         "files": {file.name: file.stat().st_size for file in files},
         "tokenizer": (path / "tokenizer.json").is_file(),
         "warnings": [*warnings, *source.notes],
     }  # fmt: skip
-    if verify:
-        facts["sha256"] = {file.name: _hash(file) for file in files}
-    return facts
 
 
 def _inspect_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
@@ -134,7 +122,7 @@ def _inspect_job(path: Path, num_samples: int) -> dict[str, Any]:
 
     loaded = load_job(path)
     job = loaded.job
-    check_inputs(job, str(path))
+    check_inputs(loaded)
     data = TextData.open(job.data, job.seed, World.solo(), screen.err().print)
     batch = data.train.batch(range(num_samples))
     rows = []
@@ -193,20 +181,6 @@ def _describe_model(model: ModelConfig) -> dict[str, Any]:
         "experts": model.experts, "top_k": model.top_k, "vocab": model.vocab,
         "parameters_total": counts.total, "parameters_active": counts.active,
     }  # fmt: skip
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(out: Path, facts: dict[str, Any], dry_run: bool) -> None:
-    if dry_run:
-        return
-    try:
-        out.write_text(screen.dumps(facts) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise write_error(f"--out '{out}'", error) from None
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -13,13 +13,14 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from moesaic import __version__
+from moesaic.api import start
+from moesaic.api.launch import EXIT_INTERRUPTED, RankFailed, RunInterrupted, message_prefix
+from moesaic.api.progress import flush_stdout
+from moesaic.api.train_worker import MEMORY_HINT
 from moesaic.base.errors import UserError, as_user_error
-from moesaic.cli import screen, start
-from moesaic.cli.launch import EXIT_INTERRUPTED, RunInterrupted, message_prefix
-from moesaic.cli.train_worker import MEMORY_HINT
+from moesaic.cli import screen
 
 VERBS = (
     "train", "generate", "convert", "inspect", "report", "replay", "probe", "plan", "calibrate",
@@ -27,8 +28,6 @@ VERBS = (
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2
-_REMEDIES = {"int_parsing": "give an integer", "greater_than_equal": "give a number from {ge}"}
-"""Remedies for values that the parser refuses, by pydantic's type of error."""
 MEMORY_HINTS = {"train": MEMORY_HINT, "generate": "give fewer prompts, or lower max_tokens"}
 
 
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = make_app(given[0])(
             args=expand_resume(given), prog_name="moesaic", standalone_mode=False
         )
-        screen.flush()
+        flush_stdout()
     except UserError as error:
         screen.print_error(f"{message_prefix()}{error}")
         return EXIT_USER_ERROR
@@ -50,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunInterrupted as error:
         screen.print_error(str(error))
         return error.status
+    except RankFailed as error:
+        screen.err().print(str(error).rstrip())
+        screen.print_error("a rank failed because of a bug in moesaic; see the traceback above")
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         status = EXIT_INTERRUPTED
     except (OSError, MemoryError, RuntimeError) as error:
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if user_error is None:
             raise
         with suppress(OSError):
-            screen.flush()
+            flush_stdout()
         screen.print_error(f"{message_prefix()}{user_error}")
         return EXIT_USER_ERROR
     if status == EXIT_INTERRUPTED:
@@ -118,12 +121,6 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
 
 def _usage_error(error: typer.TyperException, verb: str) -> str:
     """Return an error of the parser as one sentence."""
-    cause = error.__cause__
-    if isinstance(error, typer.BadParameter) and error.param and isinstance(cause, ValidationError):
-        detail = cause.errors(include_url=False)[0]
-        if detail["type"] in _REMEDIES:
-            remedy = _REMEDIES[detail["type"]].format(**detail.get("ctx", {}))
-            return f"{error.param.opts[0]} {detail['input']}: {remedy}"
     sentence = " ".join(error.format_message().split()).rstrip(".")
     where = "moesaic --help" if verb.startswith("-") else f"moesaic {verb} --help"
     where = "moesaic --help" if sentence.startswith("No such command") else where

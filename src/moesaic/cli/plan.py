@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moesaic.api.cluster import Cluster
+from moesaic.api.job import Job
 from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, prediction, screen
-from moesaic.cli.flags import ClusterPath, DryRun, Explain, JobPath, Json, Out, PlanPath, Sets
-from moesaic.cli.loads import recorded_loads
-from moesaic.facts.cluster import Cluster
+from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
 from moesaic.facts.workload import load_traced
-from moesaic.train.job_file import load_job
 
 if TYPE_CHECKING:
     from moesaic.facts.plan import Plan
@@ -25,28 +24,35 @@ Nproc = Annotated[
     int | None,
     typer.Option(
         "--nproc", metavar="N", min=1, show_default=False,
-        help="Number of ranks; unset: all that the cluster has room for.",
+        help="For fewer ranks than the cluster has room for.",
     ),
 ]  # fmt: skip
 Workload = Annotated[
     Path | None,
     typer.Option(
         "--workload", metavar="FILE", show_default=False,
-        help="Instead of JOB.toml: workload file of `moesaic trace`, a whole model on each rank.",
+        help="For a torch model instead of JOB.toml: a file of `moesaic trace`.",
     ),
 ]  # fmt: skip
 Trace = Annotated[
     Path | None,
     typer.Option(
         "--trace", metavar="FILE", show_default=False,
-        help="Write a timeline of one step, for ui.perfetto.dev.",
+        help="To see one step: write its timeline for ui.perfetto.dev.",
     ),
 ]  # fmt: skip
 LoadsRun = Annotated[
     Path | None,
     typer.Option(
         "--loads", metavar="RUN", show_default=False,
-        help="Assume the expert loads of the last steps of this run; unset: even loads.",
+        help="For uneven expert loads: those of the last steps of this run.",
+    ),
+]  # fmt: skip
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", show_default=False,
+        help="To train by this plan: write it for `moesaic train --plan FILE`.",
     ),
 ]  # fmt: skip
 _MAX_TRACED_RANKS = 16
@@ -62,39 +68,34 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     sets: Sets = None,
     out: Out = None,
     trace: Trace = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
     """Predict memory, time, speed and price of a job on a cluster.
 
-    Nothing is measured and no rank starts. --out FILE writes the plan for
-    `moesaic train JOB.toml --plan FILE`.
+    Nothing is measured and no rank starts.
     """
     if explain is not None:
-        flags.print_job_explanation(flags.JobPlanAndCluster, explain, as_json)
+        flags.print_job_explanation(explain, as_json)
         return 0
     path = flags.require(job_path or workload, "JOB.toml", "plan")
-    with flags.open_cluster(cluster_path) as cluster:
-        if workload is not None:
-            job_flags = {
-                "JOB.toml": job_path, "--set": sets, "--plan": plan_path, "--loads": loads,
-                "--out": out, "--trace": trace,
-            }  # fmt: skip
-            return _plan_workload(workload, cluster, nproc, as_json, job_flags)
-        _check_outputs(out, trace)
-        from moesaic.policy.plan.predict import plan_job
-
-        loaded = load_job(path, sets or (), plan=plan_path)
-        recorded = None if loads is None else recorded_loads(loads, loaded.job)
-        planned = plan_job(loaded.job, cluster, nproc, loaded.plan, loaded.plan_origin, recorded)
-    for warning in (*loaded.warnings, *planned.warnings):
+    cluster = flags.load_cluster(cluster_path)
+    if workload is not None:
+        job_flags = {
+            "JOB.toml": job_path, "--set": sets, "--plan": plan_path, "--loads": loads,
+            "--out": out, "--trace": trace,
+        }  # fmt: skip
+        return _plan_workload(workload, cluster, nproc, as_json, job_flags)
+    _check_outputs(out, trace)
+    job = Job.load(path, sets=sets or ())
+    planned = job.plan(cluster, nproc=nproc, plan=plan_path, loads=loads)
+    for warning in planned.warnings:
         screen.print_warning(warning)
     written = {}
-    if trace is not None and not dry_run:
+    if trace is not None:
         flags.write_new_file("--trace", trace, _perfetto_json(planned.timeline, planned.plan))
         written["timeline"] = f"{trace}, for ui.perfetto.dev"
-    if out is not None and not dry_run:
+    if out is not None:
         flags.write_new_file("--out", out, planned.plan.to_json())
         if planned.figures["fits"]:
             written["next"] = _train_command(path, out, sets or ())
@@ -116,7 +117,8 @@ def _plan_workload(
             )
     from moesaic.policy.plan.predict import predict_traced
 
-    figures = predict_traced(load_traced(path), cluster, nproc)
+    with cluster.named_in_errors():
+        figures = predict_traced(load_traced(path), cluster.facts, nproc)
     if as_json:
         screen.print_json(figures)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from moesaic.cli import screen
 from moesaic.facts.plan import dispatch_summary
 from moesaic.facts.workload import STEP
 
-MAX_BLOCK_ROWS = 16
-"""Most rows of blocks."""
 _WIDTH = 18
 """Width of the names of rows; block names may be longer."""
 _EMBEDDING_TEXTS = {
@@ -100,22 +97,14 @@ def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:
 
 
 def _block_rows(blocks_s: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return a row per block kind and time; of many rows, the slowest."""
-    kinds = Counter(map(_block_kind, blocks_s))
-    alike: dict[tuple[str, str], list[str]] = {}
+    """Return a row of each kind of block: the time of all its blocks."""
+    kinds: dict[str, list[float]] = {}
     for name, seconds in blocks_s.items():
-        alike.setdefault((_block_kind(name), format_seconds(seconds)), []).append(name)
-    slowest = sorted(alike, key=lambda row: -blocks_s[alike[row][0]])[:MAX_BLOCK_ROWS]
+        kinds.setdefault(_block_kind(name), []).append(seconds)
     rows = [("blocks", "forward, backward and update of a step, with waiting")]
-    for kind, shown in alike:
-        names = alike[kind, shown]
-        if (kind, shown) not in slowest:
-            continue
-        label = kind if len(names) == kinds[kind] else f"{names[0]} and others"
-        label = names[0] if len(names) == 1 else label
-        rows.append((f"  {label}", shown + f" each, {len(names)} blocks" * (len(names) > 1)))
-    if len(alike) > len(slowest):
-        rows.append(("  others", f"faster; {len(alike) - len(slowest)} more rows in --json"))
+    for kind, times in kinds.items():
+        number = f", {len(times)} blocks" if len(times) > 1 else ""
+        rows.append((f"  {kind}", f"{format_seconds(sum(times))}{number}"))
     return rows
 
 
@@ -146,27 +135,18 @@ def _describe_layout(figures: Mapping[str, Any]) -> str:
 def _describe_dispatch(figures: Mapping[str, Any]) -> str:
     """Return the dispatch method and the extra time of the alternatives."""
     plan, others = figures["plan"], figures["other_dispatch"]
-    settings = [plan, *others]
-    some_chunked = any(setting["chunks"] > 1 for setting in settings)
-    some_overlap = any(setting["overlap_local"] for setting in settings)
-
-    def describe(setting: Mapping[str, Any]) -> str:
-        """Name also what a setting lacks, if another one has it."""
-        text = dispatch_summary(
+    chosen, *rest = (
+        dispatch_summary(
             setting["dispatch"], setting["dispatch_hosts"], plan["ep"], setting["chunks"],
             setting["overlap_local"],
-        )  # fmt: skip
-        if some_chunked and setting["chunks"] == 1:
-            text += " in one chunk"
-        if some_overlap and not setting["overlap_local"]:
-            text += " without overlap"
-        return text
-
-    text = f"tokens {describe(plan)}"
-    if not others:
-        return text
-    alternatives = [f"{describe(other)} +{format_seconds(other['extra_s'])}" for other in others]
-    return f"{text}; alternatives: {', '.join(alternatives)}"
+        )
+        for setting in (plan, *others)
+    )  # fmt: skip
+    alternatives = [
+        f"{text} +{format_seconds(other['extra_s'])}"
+        for text, other in zip(rest, others, strict=True)
+    ]
+    return f"tokens {chosen}" + f"; alternatives: {', '.join(alternatives)}" * bool(others)
 
 
 def _describe_embedding(figures: Mapping[str, Any]) -> str | None:

@@ -8,18 +8,11 @@ from typing import Annotated
 
 import typer
 
+from moesaic.api.launch import is_leader, is_torchrun, launch, num_ranks
+from moesaic.api.start import exit_on_interrupt
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
-from moesaic.cli.launch import (
-    RankFailed,
-    is_leader,
-    is_torchrun,
-    launch,
-    num_ranks,
-    print_rank_failure,
-)
 from moesaic.cli.probe_worker import ProbeTask, encode, run_probe_task
-from moesaic.cli.start import exit_on_interrupt
 from moesaic.dist.probe import disks
 from moesaic.dist.probe.settings import ProbeConfig
 
@@ -82,10 +75,7 @@ def _run_task(task: ProbeTask, ranks: int) -> int:
     if ranks == 1:
         run_probe_task(task)
         return 0
-    try:
-        launch(MODULE, encode(task), ranks)
-    except RankFailed as error:
-        return print_rank_failure(error)
+    launch(MODULE, encode(task), ranks)
     return 0
 
 

@@ -12,12 +12,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from moesaic import __version__
+from moesaic.api.cluster import MEMORY_HINT, measure
+from moesaic.api.launch import is_leader, run_reporting_errors
+from moesaic.api.progress import probe_progress
+from moesaic.api.start import exit_on_interrupt
 from moesaic.base.config import parse
 from moesaic.base.units import format_quantity
 from moesaic.cli import flags, screen
-from moesaic.cli.progress import probe_progress
-from moesaic.cli.start import exit_on_interrupt
-from moesaic.cli.train_worker import run_reporting_errors
 from moesaic.dist.probe.settings import ProbeConfig
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _MAX_MEDIAN_RANGE, _MAX_P90_RANGE = 0.2, 0.5
 """Relative ranges of repeats, at the median and at the 90th percentile, that cause a warning."""
-MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,11 @@ class ProbeTask:
 def run_probe_task(task: ProbeTask) -> None:
     """Measure; rank 0 writes the file and prints the result."""
     with exit_on_interrupt():
-        from moesaic.dist.probe.probe import collective_timeout, num_phases, probe
-        from moesaic.dist.world import World
+        from moesaic.dist.probe.probe import num_phases
 
     config = parse(ProbeConfig, task.settings, "settings")
-    with exit_on_interrupt():
-        world = World.from_launcher(config.device, collective_timeout(config), key="device")
-    try:
-        with probe_progress(world.is_rank_zero, num_phases(config)) as watch:
-            result = probe(world, config, watch)
-    finally:
-        world.leave()
+    with probe_progress(is_leader(), num_phases(config)) as watch:
+        result = measure(config, watch)
     if result is not None:
         result = replace(result, notes=[*result.notes, *_noise_warnings(result, config)])
         for note in result.notes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,24 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-
-class PipeConsole(Console):
-    """Console that discards output once its reader is gone, as with `| head`."""
-
-    def on_broken_pipe(self) -> None:
-        """Discard further output."""
-        self.quiet = True
-        flush()
+from moesaic.api.progress import make_console
 
 
 def out() -> Console:
-    """Return a console of stdout; a new one each time, since stdout may be redirected meanwhile."""
-    return PipeConsole(highlight=False, markup=False, soft_wrap=True)
+    """Return a console of stdout."""
+    return make_console("stdout")
 
 
 def err() -> Console:
     """Return a console of stderr."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    return make_console("stderr")
 
 
 def replace_unencodable() -> None:
@@ -39,25 +31,6 @@ def replace_unencodable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-
-
-def flush() -> None:
-    """Flush stdout; on an error discard the rest, which would fail again at exit."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_stdout()
-    except OSError:
-        _discard_stdout()
-        raise
-
-
-def _discard_stdout() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def print_line(text: str) -> None:
@@ -90,11 +63,6 @@ def print_json(value: object) -> None:
 def dumps(value: object) -> str:
     """Return JSON as `print_json` prints it."""
     return json.dumps(value, indent=2, default=str)
-
-
-def print_note(text: str) -> None:
-    """Print a line on stderr, for commands with JSON on stdout."""
-    _print_stderr(Text(text))
 
 
 def print_warning(text: str) -> None:

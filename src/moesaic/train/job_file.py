@@ -10,8 +10,9 @@ import glob
 import importlib.util
 import json
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import takewhile
@@ -19,8 +20,15 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from moesaic.base import keys
-from moesaic.base.config import apply_sets, parse, parse_toml, read_text, sets_key
-from moesaic.base.errors import ConfigError, UserError
+from moesaic.base.config import (
+    apply_sets,
+    parse,
+    parse_toml,
+    read_text,
+    sets_key,
+    tables_to_toml,
+)
+from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import Job, LayoutConfig
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
@@ -32,6 +40,9 @@ ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std"})
 """
 _RUN_FILES = ("rank-0.jsonl", "part-000000.parquet")
 """Names of files of a run that are in a format of texts."""
+
+LOCK = "LOCK"
+"""Lock file of a run directory."""
 
 J = TypeVar("J")
 
@@ -51,6 +62,10 @@ class LoadedJob(Generic[J]):
     """Prefix of error messages about the plan."""
     layout_keys: frozenset[str] | None = None
     """Keys of [layout] that the job sets itself; None without a plan."""
+    origin: str = "the job"
+    """Prefix of error messages: the path of its file."""
+    sets: tuple[str, ...] = ()
+    """Items of `--set`."""
 
     @property
     def warnings(self: LoadedJob[Job]) -> list[str]:
@@ -59,12 +74,38 @@ class LoadedJob(Generic[J]):
 
 
 def load_job(
-    path: Path, sets: Sequence[str] = (), run: Path | None = None, plan: Path | None = None
+    source: Path | Mapping[str, Any],
+    sets: Sequence[str] = (),
+    run: Path | None = None,
+    plan: Path | Mapping[str, Any] | None = None,
 ) -> LoadedJob[Job]:
-    """Return the job of the file at `path` and the items of `sets` (`a.b=value`), under the plan in
-    the file at `plan`. If the model's directory is gone, the resumed `run` supplies the model."""
-    text, origin = read_text(path), str(path)
-    raw = apply_sets(parse_toml(text, origin), sets)
+    """Return the job in the file `source`, or of the tables `source`, and the items of `sets`.
+
+    Args:
+        source: path of a job file, or its tables.
+        sets: items of the form `a.b=value`, which change keys.
+        run: resumed run, which supplies the model if the model's directory is gone.
+        plan: path of a plan, or its content; it overrides the layout.
+    """
+    if isinstance(source, Path):
+        text, origin = read_text(source), str(source)
+        raw = parse_toml(text, origin)
+    else:
+        raw, origin = dict(source), LoadedJob.origin
+        text = tables_to_toml(raw)
+    with blame_sets(origin, sets):
+        job, notes = _resolve(apply_sets(raw, sets), origin, sets, run)
+    if sets:
+        items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
+        text = f"{text.rstrip()}\n\n{items}\n"
+    loaded = LoadedJob(job, text, notes, origin=origin, sets=tuple(sets))
+    return loaded if plan is None else apply_plan(loaded, plan)
+
+
+def _resolve(
+    raw: dict[str, Any], origin: str, sets: Sequence[str], run: Path | None
+) -> tuple[Job, list[str]]:
+    """Return the job of these tables with its warnings."""
     if "source" in raw:
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
     notes: list[str] = []
@@ -76,20 +117,33 @@ def load_job(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
             "Face model directory (model.from = DIR), or remove [finetune]"
         )
-    notes += _export_warnings(job)
-    if sets:
-        items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
-        text = f"{text.rstrip()}\n\n{items}\n"
-    loaded = LoadedJob(job, text, notes)
-    return loaded if plan is None else _apply_plan(loaded, plan, sets)
+    return job, [*notes, *_export_warnings(job)]
 
 
-def _apply_plan(loaded: LoadedJob[Job], path: Path, sets: Sequence[str]) -> LoadedJob[Job]:
-    """Put `loaded` under the plan in the file at `path`, which overrides layout and recompute.
+@contextmanager
+def blame_sets(origin: str, sets: Sequence[str]) -> Iterator[None]:
+    """Let an error about `origin` name the item of `--set` that set the key."""
+    try:
+        yield
+    except ConfigError as error:
+        sentence = str(error).removeprefix(f"{origin}: ")
+        named = sentence.split(maxsplit=1)[0].rstrip(":")
+        items = [item for item in sets if item.partition("=")[0].strip() == named]
+        if not items or sentence == str(error):
+            raise
+        raise ConfigError(f"--set {items[-1]}: {sentence}") from None
 
-    Raise if an item of `sets` contradicts the plan.
+
+def apply_plan(loaded: LoadedJob[Job], source: Path | Mapping[str, Any]) -> LoadedJob[Job]:
+    """Put `loaded` under the plan in the file `source`, or of the content `source`.
+
+    The plan overrides layout and recompute. Raise if an item of `--set` contradicts it.
     """
-    plan, origin = load_plan(path), f"--plan '{path}'"
+    if isinstance(source, Path):
+        plan, origin = load_plan(source), f"--plan '{source}'"
+    else:
+        origin = "the plan"
+        plan = parse(Plan, source, origin)
     if plan.grouped_mm == "auto":  # The plan leaves it to the job.
         plan = plan.model_copy(update={"grouped_mm": loaded.job.kernels.grouped_mm})
     check_plan(plan, loaded.job, origin)
@@ -102,18 +156,17 @@ def _apply_plan(loaded: LoadedJob[Job], path: Path, sets: Sequence[str]) -> Load
             "are ignored, run moesaic plan again for new ones",
         ]
         plan = plan.model_copy(update={"predictions": None})
-    notes = [*notes, *_plan_overrides(loaded.job, plan, sets, origin)]
-    space = "\n" if sets else "\n\n"
-    text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
-    layout_keys = loaded.job.layout.non_default_fields
+    notes = [*notes, *_plan_overrides(loaded.job, plan, loaded.sets, origin)]
+    space = "\n" if loaded.sets else "\n\n"
+    named = f"--plan {source}" if isinstance(source, Path) else f"under {origin} in plan.json"
     return replace(
         loaded,
         job=job,
-        text=text,
+        text=f"{loaded.text.rstrip()}{space}# {named}\n",
         notes=notes,
         plan=plan,
         plan_origin=origin,
-        layout_keys=layout_keys,
+        layout_keys=loaded.job.layout.non_default_fields,
     )
 
 
@@ -254,15 +307,42 @@ def _export_warnings(job: Job) -> list[str]:
     return []
 
 
+def holds_checkpoint(run: Path) -> bool:
+    """Return whether a run has a checkpoint to resume from."""
+    return any((run / "checkpoints").glob("step-*/COMMIT"))
+
+
 def check_no_run(out: Path) -> None:
-    """Raise if `out` cannot take a new run because something is there already."""
+    """Raise if `out` cannot take a new run, because something is there already."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out '{out}' is a file: give a directory for the run")
-    if (out / "job.json").exists() or (out / "checkpoints").exists():
-        raise UserError(
+        raise ConfigError(f"--out '{out}' is a file: give a directory for the run")
+    if holds_checkpoint(out):
+        raise ConfigError(
             f"--out '{out}' already holds a run: add --resume to continue it, or give another "
             "directory"
         )
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    found = [name for name in names if name != LOCK]
+    if "job.json" in found:
+        raise ConfigError(
+            f"--out '{out}' holds a run without a checkpoint: remove the directory if the run has "
+            "ended, or give another one"
+        )
+    if found:
+        raise ConfigError(
+            f"--out '{out}' is not empty and holds no run (it has '{found[0]}'): give a new or an "
+            "empty directory"
+        )
+
+
+def check_writable(out: Path) -> None:
+    """Raise if the directory `out` cannot be made, or no file can be written there."""
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=nearest):  # Leaves nothing behind.
+            pass
+    except OSError as error:
+        raise write_error(f"--out '{out}'", error) from None
 
 
 def check_out_is_not_text(out: Path, job: Job) -> None:
@@ -278,14 +358,19 @@ def check_out_is_not_text(out: Path, job: Job) -> None:
         else:
             reads_run = "**" in path.parts and any(fnmatch(name, path.name) for name in _RUN_FILES)
         if reads_run and out.resolve().is_relative_to(root.resolve()):
-            raise UserError(
+            raise ConfigError(
                 f"--out '{out}' is inside data.{key} = {keys.show(value)}, so files of the run "
                 "would become text: give a directory elsewhere"
             )
 
 
-def check_inputs(job: Job, origin: str) -> None:
-    """Raise for a path, vocabulary or package that `job` needs and this machine lacks."""
+def check_inputs(loaded: LoadedJob[Job]) -> None:
+    """Raise for a path, vocabulary or package that the job needs and this machine lacks."""
+    with blame_sets(loaded.origin, loaded.sets):
+        _check_inputs(loaded.job, loaded.origin)
+
+
+def _check_inputs(job: Job, origin: str) -> None:
     try:
         _check_data(job)
     except UserError as error:
@@ -306,11 +391,16 @@ def check_inputs(job: Job, origin: str) -> None:
 
 
 def _check_data(job: Job) -> None:
-    """Raise if the text, tokenizer or chat template of `job` is missing or does not fit."""
+    """Raise if the text, its first record, the tokenizer or the chat template of `job` is missing
+    or does not fit."""
     from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
     from moesaic.train.data.sources import find_sources
 
-    find_sources(job.data)
+    for source in find_sources(job.data):
+        if source.kind in ("jsonl", "parquet", "chat"):
+            from moesaic.train.data.text import check_first_record
+
+            check_first_record(source)
     tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
     check_vocabulary(job.model.vocab, tokenizer, is_fixed=job.source is not None)
     if job.data.format == "chat":

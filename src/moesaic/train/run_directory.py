@@ -19,10 +19,8 @@ from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
-from moesaic.train.job_file import check_no_run
+from moesaic.train.job_file import LOCK, check_no_run
 from moesaic.train.kinds import AnyJob
-
-LOCK = "LOCK"
 
 
 @contextmanager

@@ -36,6 +36,8 @@ from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.topology import describe_ranks
 
 J = TypeVar("J", bound=AnyJob)
+StepCallback = Callable[[dict[str, float]], bool | None]
+"""Function of a step's figures; it returns False to end the run after that step."""
 
 
 class Progress(Protocol):
@@ -114,6 +116,7 @@ def train(
     world: World,
     progress: Progress,
     kind: JobKind[J],
+    on_step: StepCallback | None = None,
 ) -> dict[str, Any]:
     """Train `loaded.job` into `out` and return the run's last figures.
 
@@ -124,9 +127,10 @@ def train(
         world: the ranks.
         progress: display of progress.
         kind: kind of the job.
+        on_step: callback of rank 0 after each step, given on every rank; None: none.
     """
     with lock_run_directory(out, world, fresh=resume is None):
-        return _train(loaded, out, resume, world, progress, kind)
+        return _train(loaded, out, resume, world, progress, kind, on_step)
 
 
 def _train(
@@ -136,6 +140,7 @@ def _train(
     world: World,
     progress: Progress,
     kind: JobKind[J],
+    on_step: StepCallback | None,
 ) -> dict[str, Any]:
     decisions: list[Decision[Any, Any]] = []
     job, plan = loaded.job, kind.plan(loaded, world, decisions)
@@ -152,7 +157,8 @@ def _train(
     with _Session(run, data, record, progress, world, job, kind) as session:
         if world.size > 1:
             progress.message(f"plan: {describe_plan(run.plan)}")
-        return session.train(None if checkpoint is None else str(checkpoint.path), decisions)
+        origin = None if checkpoint is None else str(checkpoint.path)
+        return session.train(origin, decisions, on_step)
 
 
 def _open_checkpoint(
@@ -208,13 +214,18 @@ def _check_same_run(
 ) -> None:
     """Raise if the run would resume on other samples or another model; report other changes of the
     job."""
-    if facts.get("data") != digest:
-        raise ConfigError(
-            f"--resume: '{path}' was trained on other samples (text, tokenizer, seed, sequence or "
-            "packing have changed): restore them, or start a new run from its weights "
-            "(moesaic convert, then [model] from)"
-        )
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
+    if facts.get("data") != digest:
+        changes = [
+            f"{key} = {_format_value(now.get(key))}, was {_format_value(before.get(key))}"
+            for key in _changed_keys(before, now)
+            if key == "seed" or (key.startswith("data.") and key != "data.cache")
+        ]
+        reason = "; ".join(changes) or "the files of its text or its tokenizer have changed"
+        raise ConfigError(
+            f"--resume: '{path}' was trained on other samples ({reason}): restore them, or start "
+            "a new run from its weights (moesaic convert, then [model] from)"
+        )
     for key in _changed_keys(before, now):
         old, new = before.get(key), now.get(key)
         change = f"{key} = {_format_value(old)}, the job has {_format_value(new)}"
@@ -285,8 +296,13 @@ class _Session(Generic[J]):
         run.phase_hook = self._on_phase
         self.figures: dict[str, Any] = {}
 
-    def train(self, origin: str | None, decisions: list[Decision[Any, Any]]) -> dict[str, Any]:
-        """Take steps until the job is done; return the last figures."""
+    def train(
+        self,
+        origin: str | None,
+        decisions: list[Decision[Any, Any]],
+        on_step: StepCallback | None,
+    ) -> dict[str, Any]:
+        """Take steps until the job is done or `on_step` ends it; return the last figures."""
         train, began = self.job.train, time.perf_counter()
         first_done = self.run.counters["step"]
         self._write_run_start(origin, decisions)
@@ -303,6 +319,8 @@ class _Session(Generic[J]):
         for step in range(first_done + 1, train.steps + 1):
             self._step()
             rates.append(self.figures[f"{self.kind.unit}_per_s"])
+            if on_step is not None and self._is_stopped_by(on_step):
+                break
             if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                 self._validate()
             save_every = self.job.checkpoint.every
@@ -374,6 +392,13 @@ class _Session(Generic[J]):
         self.progress.step(self.figures)
         for message in stats.messages():
             self.progress.message(f"step {stats.step}: {message}")
+
+    def _is_stopped_by(self, on_step: StepCallback) -> bool:
+        """Call `on_step` on rank 0; return on every rank whether the run ends."""
+        answer = self.world.run_on_rank_zero(
+            lambda: "stop" if on_step(self.figures) is False else "go on"
+        )
+        return answer == "stop"
 
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self.record.out / "checkpoints")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -185,13 +184,8 @@ def test_dry_run_checks_initial_weights(place: Path, capfd: pytest.CaptureFixtur
                  ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=1"]):  # fmt: skip
         assert main(line) == 0
         captured = capfd.readouterr()
-        (warning,) = (one for one in captured.err.splitlines() if "left out" in one)
-        directory = "hf" if line[0] == "inspect" else f"{place}/hf"
-        words = f"warning: '{directory}': tensor '{buffer}' is left out, and no export will have it"
-        assert warning.startswith(words), line
+        assert captured.err.count(f"tensor '{buffer}' is left out, and no export will have it") == 1
         assert "left out" not in captured.out
-    assert main(["train", "tune.toml", "--dry-run", "--json"]) == 0
-    assert buffer in " ".join(json.loads(capfd.readouterr().out)["warnings"])
     weights.unlink()
     line = ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=2", "--resume"]
     assert main(line) == 0, "a checkpoint has all weights"

@@ -44,34 +44,17 @@ def written(place: Path) -> set[Path]:
 
 TRAIN = [
     ("train.stepz=5", "unknown key 'train.stepz': did you mean 'train.steps'?"),
-    ("trian.steps=5", "unknown key 'trian': did you mean 'train'?"),
-    ("steps=5", "unknown key 'steps': did you mean 'train.steps'?"),
     ("train.lr=1", "unknown key 'train.lr': did you mean 'optimizer.lr'?"),
     ("whatever=1", "unknown key 'whatever'"),
     ("train.steps=ten", 'train.steps = "ten": give an integer from 1'),
-    ("train.steps=1.5", "train.steps = 1.5: "),
-    ("train.steps=true", "train.steps = true: "),
-    ("train.steps=0", "train.steps = 0: "),
-    ("train.steps={}", "train.steps = {}: give"),
-    ("train=3", "train = 3: give a table"),
-    ("train.steps.x=1", "'train.steps' is a value"),
     ("train.precision=fp31", 'did you mean "fp32"'),
     ("train.micro_batches=3", "train.batch = 2 is not divisible by train.micro_batches = 3"),
     ("train.device=gpu", "train.device = 'gpu' is not a device"),
-    ("train.device=xpu", "train.device = 'xpu' is not supported"),
-    ("optimizer.lr=nan", "optimizer.lr = nan: "),
-    ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: "),
-    ('optimizer.betas=[0.9, "x"]', 'optimizer.betas[1] = "x": '),
-    ("schedule.warmup=3", "schedule.warmup = 3 is longer than train.steps = 2"),
     ("layout.ep=3", "layout: ep = 3 does not divide ranks = 1"),
     ("layout.ep=2", "layout: ep = 2 does not divide ranks = 1"),
-    ("layout.dp_shard=2", "layout: dp_shard = 2 does not divide ranks = 1"),
-    ("layout.dp_shard=some", 'layout.dp_shard = "some" is not known'),
     ("model.preset=tiny", 'model.preset = "tiny" is not known'),
     ("model.from=old", 'model.from = "old" holds no config.json'),
-    ("model.heads=5", "model.kv_heads = 4 does not divide model.heads = 5"),
     ("model.vocab=100", "model.vocab = 100 is less than the 257 ids"),
-    ("model.family=llama", 'model.family = "llama" is dense, but model.experts = 16'),
     ("routing.router=switch", "model.top_k = 4: set model.top_k = 1"),
     ("routing.replay=no.parquet", 'routing.replay = "no.parquet" does not exist'),
     ("data.path=nowhere", "data.path = 'nowhere' does not exist"),
@@ -79,15 +62,7 @@ TRAIN = [
     ("data.tokenizer=nowhere", 'data.tokenizer = "nowhere" does not exist'),
     ("data.tokenizer=file", "'file' is not a tokenizer"),
     ("data.path=/dev/null", "data.path = '/dev/null' is neither a file nor a directory"),
-    ('routing.record=""', 'routing.record = "": give'),
-    ('data.cache=""', 'data.cache = "": give'),
-    ("train.batch=100000000000", "train.batch = 100000000000: "),
-    ("train.steps=3000000000", "train.steps = 3000000000: "),
-    ("train.collective_timeout_s=1e300", "train.collective_timeout_s = 1e+300: "),
-    ("train.collective_timeout_s=1e-4", "train.collective_timeout_s = 0.0001: "),
-    ("model.layers=1000000000", "model.layers = 1000000000: "),
     (f"train.steps={'9' * 5000}", "train.steps = "),
-    ("data.sequence=9999", "data.sequence = 9999 is longer than model.max_positions = 4096"),
     ("log.mlflow=mine", 'log.mlflow = "mine" needs the package mlflow'),
     ("nonsense", "--set 'nonsense' is not of the form key.path=value"),
 ]
@@ -102,7 +77,14 @@ def test_a_wrong_job(item: str, words: str, place: Path, capfd: pytest.CaptureFi
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert words in captured.err
+    assert not captured.err.startswith("error: job.toml: ")
     assert written(place) == before
+
+
+def test_a_mistake_in_a_set_names_it(capfd: pytest.CaptureFixture[str]) -> None:
+    for item in ("data.path=nowhere", "model.from=old", "model.preset=tiny"):
+        assert main(["train", "job.toml", "--set", item]) == 2
+        assert capfd.readouterr().err.startswith(f"error: --set {item}: ")
 
 
 @pytest.mark.parametrize("text", ["[train", "x = ", "a = 1\na = 2", "steps = hello", "\xff"])
@@ -119,9 +101,14 @@ VERBS = [
     ("train no.toml", "'no.toml' cannot be read (No such file"),
     ("train old", "'old' cannot be read (Is a directory"),
     ("train job.toml --nproc 0", "--nproc 0: give a number from 1"),
-    ("train job.toml --nproc two", "--nproc two: give an integer"),
+    ("train job.toml --nproc two", "invalid value for '--nproc': Input should be a valid integer"),
     ("train job.toml --nproc 3 --set layout.ep=2", "does not divide ranks = 3"),
-    ("train job.toml --out old", "--out 'old' already holds a run: add --resume"),
+    ("train job.toml --out old", "holds a run without a checkpoint: remove the directory"),
+    (
+        "train job.toml --out adapter",
+        "is not empty and holds no run (it has 'adapter",
+    ),
+    ("train job.toml --out /proc/run", "--out '/proc/run' cannot be written"),
     ("train job.toml --out file", "--out 'file' is a file"),
     ("train job.toml --out new --set data.path=.", "--out 'new' is inside data.path = \".\""),
     ("train job.toml --out new --set data.path=**/*", "--out 'new' is inside data.path"),
@@ -159,7 +146,6 @@ VERBS = [
     ("report nowhere", "there is no run directory 'nowhere'"),
     ("report old old", "--out is missing"),
     ("report old --out old", "--out 'old' is a directory"),
-    ("report old --set title=x", "unknown key 'title': there are no keys"),
 ]
 
 
@@ -190,7 +176,7 @@ def test_a_bug_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr("moesaic.cli.train.load_job", broken)
+    monkeypatch.setattr("moesaic.api.job.load_job", broken)
     with pytest.raises(RuntimeError, match="ours"):
         main(["train", "job.toml"])
 
@@ -201,6 +187,6 @@ def test_an_interrupt_prints_one_word(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moesaic.cli.train.load_job", interrupted)
+    monkeypatch.setattr("moesaic.api.job.load_job", interrupted)
     assert main(["train", "job.toml"]) == 130
     assert capfd.readouterr().err == "interrupted\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from pathlib import Path
@@ -135,6 +134,8 @@ def test_a_run_is_resumed(capfd: pytest.CaptureFixture[str]) -> None:
     (machine,) = starts[-1]["rank_hosts"]
     assert machine == {"host": 0, "kind": "cpu", "threads": torch.get_num_threads()}
 
+    assert main(f"{line} --resume --set train.steps=9 --set seed=3".split()) == 2
+    assert "was trained on other samples (seed = 3, was 0): restore" in capfd.readouterr().err
     before = Path("branched/job.json").read_bytes()
     assert main(f"train job.toml --resume {path} --out branched".split()) == 2
     assert "already holds a run" in capfd.readouterr().err
@@ -188,19 +189,14 @@ def test_text_streams_and_sampling_repeats(
     assert other["tokens"] != row["tokens"]
 
 
-def test_several_prompts_and_a_file(capfd: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts(capfd: pytest.CaptureFixture[str]) -> None:
     line = "generate run --prompt One --prompt Two --set max_tokens=3"
     text = run(line, capfd)
     assert [part for part in text.splitlines() if part.startswith("---")] == ["--- One", "--- Two"]
-    assert run(f"{line} --json --out results/text.json", capfd) == ""
-    assert [row["prompt"] for row in json.loads(Path("results/text.json").read_text())] == [
-        "One", "Two",
-    ]  # fmt: skip
+    assert [row["prompt"] for row in loaded(line, capfd)] == ["One", "Two"]
 
 
-def test_generation_has_a_dry_run_and_errors(capfd: pytest.CaptureFixture[str]) -> None:
-    facts = loaded("generate run --prompt Doc --dry-run", capfd)
-    assert facts["prompt_tokens"] == [3]
+def test_generation_refuses_wrong_settings(capfd: pytest.CaptureFixture[str]) -> None:
     for item, words in (
         ("max_tokens=5000", "max_tokens = 5000 exceed the model's 4096 positions"),
         ("device=tpu", "device = 'tpu' is not a device"),
@@ -219,13 +215,11 @@ def test_a_model_is_converted(capfd: pytest.CaptureFixture[str]) -> None:
     assert facts["bytes"] < sum(path.stat().st_size for path in Path("hf").iterdir())
     assert "wrote back from hf" in run("convert hf --out back --set to=checkpoint", capfd)
     assert loaded("inspect back", capfd)["kind"] == "checkpoint"
-    assert "parameters" in run("convert hf --out never --dry-run", capfd)
-    assert not Path("never").exists()
     assert ConvertConfig().max_shard_bytes == SHARD_BYTES
 
 
 def test_a_directory_is_inspected(capfd: pytest.CaptureFixture[str]) -> None:
-    facts = loaded("inspect run --set verify=true", capfd)
+    facts = loaded("inspect run --verify", capfd)
     assert (facts["kind"], facts["status"], facts["step"]) == ("run", "finished", 4)
     assert [row["step"] for row in facts["checkpoints"]] == [4, 2]
     assert all(row["verified"] for row in facts["checkpoints"])
@@ -234,16 +228,13 @@ def test_a_directory_is_inspected(capfd: pytest.CaptureFixture[str]) -> None:
     assert (facts["kind"], facts["step"], facts["verified"]) == ("checkpoint", 2, False)
     assert facts["tensor_kinds"] == ["first_moment", "parameter", "second_moment"]
 
-    facts = loaded("inspect hf --set verify=true", capfd)
+    facts = loaded("inspect hf", capfd)
     assert (facts["kind"], facts["dtypes"]) == ("Hugging Face model", ["F32"])
-    weights = Path("hf/model.safetensors").read_bytes()
-    assert facts["sha256"] == {"model.safetensors": hashlib.sha256(weights).hexdigest()}
 
     for target in ("run", "run/checkpoints/step-00000002", "hf"):
         text = run(f"inspect {target}", capfd)
         assert text.startswith(f"{target}: ")
         assert "parameters total" in text
-    assert run("inspect run --json --out facts.json", capfd) == Path("facts.json").read_text()
 
 
 def test_damage_is_found(capfd: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +245,7 @@ def test_damage_is_found(capfd: pytest.CaptureFixture[str]) -> None:
     victim.write_bytes(data)
     assert main(["inspect", "hurt"]) == 0
     capfd.readouterr()
-    assert main(["inspect", "hurt", "--set", "verify=true"]) == 2
+    assert main(["inspect", "hurt", "--verify"]) == 2
     captured = capfd.readouterr()
     assert victim.name in captured.err
     assert "step 2" in captured.out
@@ -264,8 +255,6 @@ def test_damage_is_found(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_runs_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     Path("run/report.html").unlink()
-    assert run("report run --dry-run", capfd) == "would write run/report.html\n"
-    assert not Path("run/report.html").exists()
     assert loaded("report run", capfd)["step"] == 4
     assert not Path("run/report.html").exists()
     assert run("report run", capfd) == "wrote run/report.html\n"

@@ -51,7 +51,7 @@ def write_model(directory: str = "hf", **changes: object) -> ModelConfig:
 
 def refusal(*sets: str, model: str = 'preset = "tiny-olmoe"') -> str:
     with pytest.raises(ConfigError) as caught:
-        check_inputs(load_job(write(model), sets).job, "job.toml")
+        check_inputs(load_job(write(model), sets))
     return str(caught.value)
 
 
@@ -215,7 +215,7 @@ def test_from_takes_the_tokenizer() -> None:
     loaded = load_job(write('from = "hf"'), ["data.end_token=<|end|>"])
     assert (loaded.job.data.tokenizer, loaded.warnings) == ("hf", [])
     assert json.loads(loaded.job.to_json())["data"]["tokenizer"] == "hf"
-    check_inputs(loaded.job, "job.toml")
+    check_inputs(loaded)
     loaded = load_job(write('from = "hf"'), ["data.tokenizer=other"])
     assert (loaded.job.data.tokenizer, loaded.warnings) == ("other", [])
     loaded = load_job(write('from = "hf"'), ["data.tokenizer=bytes"])
@@ -276,25 +276,27 @@ def test_source_is_not_for_files() -> None:
 def test_missing_inputs(place: Path) -> None:
     Path("tok").mkdir()
     for key in ("data.path", "data.validation_path"):
-        assert refusal(f"{key}=no.txt").startswith(f"job.toml: {key} = 'no.txt' does not exist: ")
-        assert refusal(f"{key}=*.md").startswith(f"job.toml: {key} = '*.md' matches no file: ")
+        for value, problem in (("no.txt", "does not exist"), ("*.md", "matches no file")):
+            item = f"{key}={value}"
+            assert refusal(item).startswith(f"--set {item}: {key} = '{value}' {problem}: ")
     assert refusal("data.tokenizer=no") == (
-        'job.toml: data.tokenizer = "no" does not exist: '
+        '--set data.tokenizer=no: data.tokenizer = "no" does not exist: '
         'give "bytes", a tokenizer.json, or the directory that holds one'
     )
     Path("tokenizer.json").write_text("{}")
     assert "tokenizer.json' is not a tokenizer" in refusal("data.tokenizer=tokenizer.json")
     assert "holds no tokenizer.json" in refusal("data.tokenizer=tok")
     assert refusal("model.vocab=256") == (
-        "job.toml: model.vocab = 256 is less than the 257 ids of "
+        "--set model.vocab=256: model.vocab = 256 is less than the 257 ids of "
         'data.tokenizer = "bytes": set model.vocab = 320 (any number from 257), or choose another '
         "tokenizer"
     )
     assert refusal("routing.replay=no") == (
-        'job.toml: routing.replay = "no" does not exist: give a file written by routing.record'
+        '--set routing.replay=no: routing.replay = "no" does not exist: '
+        "give a file written by routing.record"
     )
     assert refusal("log.wandb=mine") == (
-        'job.toml: log.wandb = "mine" needs the package wandb: '
+        '--set log.wandb=mine: log.wandb = "mine" needs the package wandb: '
         "pip install 'moesaic[wandb]', or remove the key"
     )
 
@@ -303,4 +305,4 @@ def test_existing_inputs(place: Path) -> None:
     for name, content in open_tokenizer("bytes").files().items():
         Path(name).write_bytes(content)
     sets = ["data.tokenizer=tokenizer.json", "data.path=*.txt", f"data.validation_path={place}"]
-    check_inputs(load_job(write(), sets).job, "job.toml")
+    check_inputs(load_job(write(), sets))

@@ -22,7 +22,7 @@ class BenchConfig(Section):
     """Sizes and duration of a benchmark of one expert layer."""
 
     model: ModelConfig
-    """Model whose expert layer is measured, as in a job; `--model` names a preset."""
+    """Model whose expert layer is measured, as in a job: `preset` or `from`, and changes."""
     device: str = "auto"
     """Device: auto (a GPU if there is one, else cpu), or as in `train.device`."""
     dtypes: list[ComputeDType] = Field(default_factory=_default_dtypes, min_length=1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.base.safetensors_file import ITEM_BYTES, Digest, TensorEntry
-from moesaic.dist.state import PRECISIONS
+from moesaic.dist.state import PRECISIONS, TensorShard
 from moesaic.facts.workload import Parameter
 from moesaic.models.hf.reader import DTYPES
 from moesaic.models.hf.settings import Precision
@@ -39,6 +39,22 @@ class TensorReader(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Return one whole parameter; the next call may overwrite its memory."""
+
+
+class InMemoryTensors:
+    """Reader of a whole model that this process holds."""
+
+    def __init__(self, shards: Iterable[TensorShard]) -> None:
+        self._shards = {shard.name: shard for shard in shards}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of one parameter."""
+        return self._shards[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        """Return one parameter, valid while it stays in memory."""
+        with self._shards[name].borrow() as tensor:
+            return tensor
 
 
 @dataclass(frozen=True)

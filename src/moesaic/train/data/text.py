@@ -39,6 +39,14 @@ def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
     return (text for text in documents if text)
 
 
+def check_first_record(source: TextSource) -> None:
+    """Raise if the first record of JSON lines or Parquet cannot be read."""
+    if source.kind == "chat":
+        next(read_records(source.files[0], ()), None)
+    else:
+        next(read_text(source, Path()), None)
+
+
 @contextmanager
 def _wrap_read_errors(file: Path, format_name: str) -> Iterator[None]:
     """Convert errors of the file system and decoders about `file` to `DataError`."""

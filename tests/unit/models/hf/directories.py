@@ -18,7 +18,7 @@ from moesaic.facts.workload import Parameter, parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import config_text
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
-from moesaic.testing.states import live_values
+from moesaic.models.hf.shards import InMemoryTensors
 
 TUNE_JOB = """
 [model]
@@ -57,19 +57,6 @@ def lora(targets: Sequence[str]) -> tuple[str, ...]:
         'finetune.method="lora"', "finetune.rank=4", "finetune.alpha=6.5",
         f"finetune.targets={json.dumps(targets)}",
     )  # fmt: skip
-
-
-class InMemoryTensors:
-    """`TensorReader` of a whole model that this process holds."""
-
-    def __init__(self, shards: Sequence[TensorShard]) -> None:
-        self._shards = {shard.name: shard for shard in shards}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._shards[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        return live_values(self._shards[name])
 
 
 def whole(

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from directories import InMemoryTensors, digests, read_back, whole
+from directories import digests, read_back, whole
 from safetensors.torch import load_file, save_file
 
 from moesaic.base import direct_io
@@ -29,6 +29,7 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
+from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import write_model
 from moesaic.testing.states import live_values
 

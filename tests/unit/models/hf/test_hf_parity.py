@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from directories import InMemoryTensors, digests, read_back
+from directories import digests, read_back
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf.config import read_config
 from moesaic.models.hf.names import choose_slices
 from moesaic.models.hf.reader import HFSource
+from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import local_params, tensor_shards

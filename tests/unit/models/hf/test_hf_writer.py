@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from directories import InMemoryTensors, random_tensors, read_back
+from directories import random_tensors, read_back
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,6 +17,7 @@ from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import names
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
 from moesaic.models.hf.settings import Precision
+from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 
 OLMOE = ModelConfig(

@@ -1,4 +1,4 @@
-"""`moesaic replay`: balance policies applied to recorded loads."""
+"""Replay: balance policies applied to recorded loads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from moesaic.api.loads import latest_loads
 from moesaic.base.compiled import cached_njit
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.cli.main import main
-from moesaic.cli.replay import _read_passes
 from moesaic.facts.balance import BalanceProblem, no_replicas
 from moesaic.facts.job import BalanceConfig, Prices
 from moesaic.facts.job.balance import Policy
@@ -86,7 +86,7 @@ def test_layers_are_balanced_as_by_the_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts = write_run(tmp_path / "run") // MICRO
-    facts = replay(capsys, str(tmp_path / "run"), "--policy", "quota", *SET)
+    facts = replay(capsys, str(tmp_path / "run"), "--set=policy=quota", *SET)
     for layer, row in enumerate(facts["layers"]):
         passes = [counts[step, layer, group : group + 2] for step in range(2) for group in (0, 2)]
         decisions = [quota(one, PROBLEM) for one in passes]
@@ -104,15 +104,6 @@ def test_layers_are_balanced_as_by_the_policy(
         assert row["imbalance_after"] == pytest.approx(np.mean(imbalance))
     assert facts["speedup"] > 1.05
     assert facts["simulated"] is True
-
-
-def test_prices_of_the_run_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
-    measured = replay(capsys, str(tmp_path / "run"))
-    assert measured["prices"] == Prices(**PRICES).model_dump()
-    assert measured["policy"] == "quota"
-    given = replay(capsys, str(tmp_path / "run"), *SET)
-    assert given["speedup"] == measured["speedup"]
 
 
 def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]:
@@ -185,7 +176,7 @@ def test_policies_by_past_loads_make_no_replicas_at_first(
     counts = write_run(tmp_path / "run", prices=Prices(**PRICES)) // MICRO
     policies: tuple[Policy, ...] = ("eplb", "pro-prophet")
     for policy in policies:
-        facts = replay(capsys, str(tmp_path / "run"), "--policy", policy)
+        facts = replay(capsys, str(tmp_path / "run"), f"--set=policy={policy}")
         for layer, row in enumerate(facts["layers"]):
             num_replicas = 0
             for group in (0, 2):  # Each has two micro-batches and decides by the first one.
@@ -194,7 +185,7 @@ def test_policies_by_past_loads_make_no_replicas_at_first(
                 assert not len(balancer(first).replicas)
                 num_replicas += len(balancer(second).replicas)
             assert row["replicas"] == num_replicas / row["micro_batches"]
-    assert replay(capsys, str(tmp_path / "run"), "--policy", "none")["speedup"] == 1.0
+    assert replay(capsys, str(tmp_path / "run"), "--set=policy=none")["speedup"] == 1.0
 
 
 def test_the_last_record_of_each_step_counts(
@@ -214,47 +205,13 @@ def test_the_last_record_of_each_step_counts(
             # A layer of another pipeline rank.
             writer.add([{"step": step, **row, "layer": 1, "counts_by_rank": []}])
         writer.flush()
-    job = tiny_job(layout={"ep": 2}, train={"micro_batches": MICRO})
-    passes = list(_read_passes(tmp_path / "run", plan_from_job(job, 4), MICRO))
-    assert [(one.step, one.layer) for one in passes] == [(1, 0), (2, 0), (3, 0)]
-    for one, which in zip(passes, (0, 1, 1), strict=True):
-        assert np.array_equal(one.counts, counts[which, 0] // MICRO)
+    rows = latest_loads(tmp_path / "run")
+    assert rows is not None
+    valid = [row for row in rows.to_pylist() if row["layer"] == 0]
+    assert [row["step"] for row in valid] == [1, 2, 3]
+    for row, which in zip(valid, (0, 1, 1), strict=True):
+        assert row["counts_by_rank"] == counts[which, 0].ravel().tolist()
     assert [one["layer"] for one in replay(capsys, str(tmp_path / "run"))["layers"]] == [0]
-
-
-def test_a_table_is_marked_as_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
-    assert main(["replay", str(tmp_path / "run"), "--out", str(tmp_path / "facts.json")]) == 0
-    text = capsys.readouterr().out
-    assert "predicted, not measured: with quota" in text
-    assert "prices of the plan; experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
-    assert json.loads((tmp_path / "facts.json").read_text())["policy"] == "quota"
-
-
-def test_settings_may_be_named_as_in_a_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
-    one, other = (
-        replay(capsys, str(tmp_path / "run"), "--set", f"{prefix}policy=llep")
-        for prefix in ("", "balance.")
-    )
-    assert one == other
-    assert one["policy"] == "llep"
-
-
-def test_a_policy_may_be_named_twice_if_it_is_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
-    twice = ["--policy", "quota", "--set", "policy=llep", "--set", 'policy="quota"']
-    assert replay(capsys, str(tmp_path / "run"), *twice)["policy"] == "quota"
-    assert main(["replay", str(tmp_path / "run"), "--policy", "quota", "--set", "policy=lp"]) == 2
-    errors = capsys.readouterr().err
-    assert errors == "error: --set policy=lp beside --policy quota: remove one of them\n"
-    assert replay(capsys, str(tmp_path / "run"), "--policy", '"quota"')["policy"] == "quota"
-    odd = ["--policy", "quota", "--set", "policy.of=lp"]
-    assert main(["replay", str(tmp_path / "run"), *odd]) == 2
 
 
 def test_compiling_is_announced(
@@ -262,7 +219,7 @@ def test_compiling_is_announced(
 ) -> None:
     """Once per installation, since compiled code is cached on disk."""
     write_run(tmp_path / "run", prices=Prices(**PRICES))
-    line = [str(tmp_path / "run"), "--policy", "quota"]
+    line = [str(tmp_path / "run"), "--set=policy=quota"]
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     notices = []
     for _ in range(2):
@@ -270,7 +227,7 @@ def test_compiling_is_announced(
             quota_search, "split_by_source", cached_njit(quota_search.split_by_source.py_func)
         )
         assert main(["replay", *line]) == 0
-        notices.append(capsys.readouterr().out.count("compiling the balance policy, once for this"))
+        notices.append(capsys.readouterr().err.count("compiling the balance policy, once for this"))
     assert notices == [1, 0]
     monkeypatch.setattr(
         quota_search, "split_by_source", numba.njit(quota_search.split_by_source.py_func)
@@ -283,55 +240,21 @@ def test_compiling_is_announced(
     )
 
 
-def test_a_policy_as_published_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
-    line = [str(tmp_path / "run"), "--policy", "top-k-broadcast", "--set", "as_published=true"]
-    result = replay(capsys, *line)
-    assert (result["policy"], result["as_published"]) == ("top-k-broadcast", True)
-    assert replay(capsys, *line[:-2])["as_published"] is False
-    assert replay(capsys, line[0], *line[3:])["as_published"] is False  # quota ignores it.
-    assert main(["replay", *line]) == 0
-    assert "with top-k-broadcast, as published the expert" in capsys.readouterr().out
-
-
-def test_settings_without_effect_cause_warnings(
+def test_output_names_the_policy_and_settings_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run")
-    line = [
-        str(tmp_path / "run"),
-        "--policy",
-        "none",
-        "--set",
-        "balance.min_replica_tokens=2",
-        *SET,
-    ]
+    write_run(tmp_path / "run", prices=Prices(**PRICES))
+    line = [str(tmp_path / "run"), "--set=policy=top-k-broadcast", "--set=as_published=true"]
+    assert replay(capsys, *line)["as_published"] is True
+    assert replay(capsys, *line[:-1])["as_published"] is False
+    assert replay(capsys, line[0], line[2])["as_published"] is False  # quota ignores it.
     assert main(["replay", *line]) == 0
-    errors = capsys.readouterr().err
-    assert 'min_replica_tokens has no effect: policy = "none"' in errors
-    assert "prices" not in errors
-    assert "balance." not in errors
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (["--policy", "quota", "--set", "replan_every=4"],
-         "--set replan_every=4 and --policy quota: replan_every = 4 with policy = \"quota\", which "
-         "plans by current loads: remove it, use a policy that plans by earlier loads "
-         "(pro-prophet, eplb), or set prefetch = true"),
-        (["--set", "balance.policy=quota", "--set", "balance.replan_every=4"],
-         "--set balance.policy=quota and --set balance.replan_every=4: replan_every = 4 with"),
-        (["--set", "prices.expert_tokens_per_s=1e4"],
-         "--set: prices.bytes_per_s is missing: give a number above 0 ("),
-    ],
-)  # fmt: skip
-def test_errors_quote_flags_as_typed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: list[str], words: str
-) -> None:
-    write_run(tmp_path / "run")
-    assert main(["replay", str(tmp_path / "run"), *line]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {words}")
+    text = capsys.readouterr().out
+    assert "predicted, not measured: with top-k-broadcast, as published the expert" in text
+    assert "prices of the plan; experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
+    sets = ["--set=policy=none", "--set=min_replica_tokens=2", *SET]
+    assert main(["replay", line[0], *sets]) == 0
+    assert capsys.readouterr().err.count("has no effect") == 1
 
 
 @pytest.mark.parametrize(
@@ -339,7 +262,7 @@ def test_errors_quote_flags_as_typed(
     [
         ([], "RUN is missing"),
         (["nowhere"], "there is no run directory 'nowhere'"),
-        (["RUN", "--policy", "auto"], 'policy = "auto" is not known'),
+        (["RUN", "--set=policy=auto"], 'policy = "auto" is not known'),
         (["RUN", "--set", "migrate_every=5"], "a replay keeps experts on their first owner ranks"),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
         (["EMPTY", *SET], "has no loads by rank"),

@@ -1,4 +1,4 @@
-"""Expert loads that a run recorded, checked against a model."""
+"""Expert loads that a run recorded, as a table and checked against a model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,29 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, ModelConfig
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from moesaic.policy.plan.choices import RecordedLoads
     from moesaic.report.loads import Loads
+
+
+def latest_loads(run: Path) -> pa.Table | None:
+    """Return the loads of each step and layer, in order; None if nothing is recorded.
+
+    A resumed run repeats steps: the last row of each is valid. Rows without counts by rank belong
+    to other pipeline ranks.
+    """
+    import pyarrow as pa
+
+    from moesaic.base.records import read_records
+
+    tables = list(read_records(run / "loads"))
+    if not tables:
+        return None
+    whole = pa.concat_tables(tables, promote_options="default")
+    numbered = whole.append_column("row", pa.array(range(whole.num_rows)))
+    valid = numbered.group_by(["step", "layer"]).aggregate([("row", "max")])
+    return whole.take(valid["row_max"]).sort_by([("step", "ascending"), ("layer", "ascending")])
 
 
 def recorded_loads(run: Path, job: Job) -> RecordedLoads:

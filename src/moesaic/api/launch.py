@@ -1,4 +1,8 @@
-"""Start of ranks on this machine through torch's elastic agent, with one message about failures."""
+"""Start of ranks on this machine through torch's elastic agent, with one message about failures.
+
+Such a rank prints no errors. It writes a failure to the file that torch's agent names; the parent
+reads all files and raises the first cause.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,25 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
+import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from moesaic.base.errors import MoesaicError, UserError
-from moesaic.cli import screen
-from moesaic.cli.start import block_interrupts, exit_on_interrupt
+from moesaic.api.start import block_interrupts
+from moesaic.base import errors
+from moesaic.base.errors import ConfigError, MoesaicError, UserError, as_user_error
+from moesaic.base.files import atomic_replace
 
 EXIT_RELAUNCH, EXIT_INTERRUPTED = 75, 130
-
-Nproc = Annotated[
-    int | None,
-    typer.Option("--nproc", metavar="N", help="Ranks to start on this machine.", show_default="1"),
-]
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable of torch's agent: path for the report of a failure."""
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that torch's agent handles."""
 
 
 class RankFailed(MoesaicError):
@@ -58,11 +64,11 @@ def message_prefix() -> str:
 def num_ranks(nproc: int | None) -> int | None:
     """Return the number of ranks to start, or of ranks under torchrun; None if unset."""
     if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc {nproc}: give a number from 1")
+        raise ConfigError(f"--nproc {nproc}: give a number from 1")
     if not is_torchrun():
         return nproc
     if nproc is not None:
-        raise UserError(f"--nproc {nproc} under torchrun, which starts the ranks: remove it")
+        raise ConfigError(f"--nproc {nproc} under torchrun, which starts the ranks: remove it")
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -70,15 +76,14 @@ def launch(module: str, task: str, ranks: int) -> None:
     """Run `ranks` processes of `module` with `task` until all end.
 
     Raise the first failure: UserError, RankFailed, or RunInterrupted if a signal ended a rank.
+    SIGINT of this process raises KeyboardInterrupt.
     """
-    with exit_on_interrupt():
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in [name for name in logging.root.manager.loggerDict if "elastic" in name]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    _set_rank_environment(ranks)
     with tempfile.TemporaryDirectory(prefix="moesaic-") as logs:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
@@ -86,30 +91,69 @@ def launch(module: str, task: str, ranks: int) -> None:
             max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
-            arguments = ("-m", "moesaic.cli.start", str(os.getpid()), module, task)
-            with block_interrupts():
+            arguments = ("-m", "moesaic.api.start", str(os.getpid()), module, task)
+            with _restored_signal_handlers(), block_interrupts():
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             raise _first_failure(Path(logs), error.failures) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
-                raise RunInterrupted("interrupted", EXIT_INTERRUPTED) from None
+                raise KeyboardInterrupt from None
             raise RunInterrupted(f"ended by {error.sigval.name}") from None
 
 
-def print_rank_failure(error: RankFailed) -> int:
-    """Print why a rank failed; return the exit status."""
-    screen.err().print(str(error).rstrip())
-    screen.print_error("a rank failed because of a bug in moesaic; see the traceback above")
-    return 1
+@contextmanager
+def _restored_signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers that torch's agent replaces in the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
-def _set_rank_environment(ranks: int) -> None:
-    """Set what torchrun leaves to its user: threads per rank, and the loopback interface."""
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def run_reporting_errors(work: Callable[[], object], memory_hint: str) -> int:
+    """Do a rank's work; write errors to the error file and return the exit status.
+
+    `memory_hint` is the remedy against a lack of memory.
+    """
+    try:
+        work()
+    except UserError as error:
+        _write_error(str(error), type(error).__name__)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - the parent prints it
+        user_error = as_user_error(error, memory_hint)
+        if user_error is not None:
+            _write_error(str(user_error), type(user_error).__name__)
+            return 2
+        from moesaic.dist.world import is_peer_lost
+
+        _write_error(traceback.format_exc(), "lost" if is_peer_lost(error) else "bug")
+        return 1
+    return 0
+
+
+def _write_error(text: str, kind: str) -> None:
+    """Write a failure in the form that torch's agent and the parent read.
+
+    `kind` is a class of `base.errors`, or "lost" for a lost peer, or "bug".
+    """
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    record = {
+        "message": {"message": text, "extraInfo": extra},
+        "kind": kind, "text": text, "time": time.time(),
+    }  # fmt: skip
+    try:
+        # Atomically: the agent may read at any moment.
+        with atomic_replace(Path(os.environ[ERROR_FILE])) as partial:
+            partial.write_text(json.dumps(record), encoding="utf-8")
+    except OSError:
+        print(text, file=sys.stderr)
 
 
 def _first_failure(logs: Path, failures: dict[int, Any]) -> MoesaicError:
@@ -119,8 +163,9 @@ def _first_failure(logs: Path, failures: dict[int, Any]) -> MoesaicError:
     """
     records = sorted(_read_error_files(logs), key=lambda record: float(record["time"]))
     for record in records:
-        if record["kind"] == "user":
-            return UserError(record["text"])
+        if hasattr(errors, record["kind"]):
+            kind: type[UserError] = getattr(errors, record["kind"])
+            return kind(record["text"])
     interruption = _find_signal(failures)
     if interruption is not None:
         return interruption

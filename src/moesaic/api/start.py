@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -124,6 +125,15 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":  # A rank: `python -m moesaic.cli.start PARENT MODULE TASK-AS-JSON`.
+def _set_rank_environment() -> None:
+    """Set what torchrun leaves to its user: threads per rank, and the loopback interface."""
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+if __name__ == "__main__":  # A rank: `python -m moesaic.api.start PARENT MODULE TASK-AS-JSON`.
     exit_with_parent(int(sys.argv.pop(1)))
+    _set_rank_environment()
     exit_process(run_main(sys.argv.pop(1), interrupts_blocked=True))

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moesaic.base.errors import MoesaicError, UserError
-from moesaic.cli import train_worker
-from moesaic.cli.launch import RankFailed, RunInterrupted, _first_failure
+from moesaic.api import train_worker
+from moesaic.api.launch import ERROR_FILE, RankFailed, RunInterrupted, _first_failure
+from moesaic.api.start import SPIN_COUNT, set_spin_count
+from moesaic.base.errors import ConfigError, MoesaicError, UserError
 from moesaic.cli.main import main
-from moesaic.cli.start import SPIN_COUNT, set_spin_count
-from moesaic.cli.train import _resume_command
 
 JOB = """
 [model]
@@ -59,7 +58,7 @@ def first_failure(logs: Path, *ranks: tuple[int, str | None, str]) -> MoesaicErr
     return _first_failure(logs, failures)
 
 
-BUG, MISTAKE = (1, "bug", "Traceback ... lost peer"), (2, "user", "train.steps is wrong")
+BUG, MISTAKE = (1, "bug", "Traceback ... lost peer"), (2, "ConfigError", "train.steps is wrong")
 KILLED, ENDED = (-signal.SIGKILL, None, ""), (-signal.SIGTERM, None, "")
 INTERRUPTED = (130, None, "")
 LOST = (1, "lost", "RuntimeError: pair.cc:553] Connection closed by peer [127.0.0.1]:23450")
@@ -68,8 +67,8 @@ LOST = (1, "lost", "RuntimeError: pair.cc:553] Connection closed by peer [127.0.
 @pytest.mark.parametrize(
     ("ranks", "kind", "words"),
     [
-        ([BUG, MISTAKE], UserError, "train.steps is wrong"),
-        ([KILLED, MISTAKE], UserError, "train.steps is wrong"),
+        ([BUG, MISTAKE], ConfigError, "train.steps is wrong"),
+        ([KILLED, MISTAKE], ConfigError, "train.steps is wrong"),
         (
             [BUG, KILLED, ENDED],
             RunInterrupted,
@@ -99,25 +98,15 @@ def test_the_cause_of_a_failure(
     assert str(cause) == words
 
 
-def test_the_resume_command_has_the_plan(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "COMMIT").touch()
-    for plan, words in (("my plan.json", "--plan 'my plan.json'"), (None, "--nproc 2")):
-        task = train_worker.TrainTask("job.toml", [], str(tmp_path), None, False, [], plan)
-        command = _resume_command(task, 2)
-        assert command == f"; to continue: moesaic train job.toml {words} --out {tmp_path} --resume"
-
-
 def test_a_truncated_error_file_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text('{"kind": "us')
     assert isinstance(first_failure(tmp_path, (1, "bug", "ours")), RankFailed)
 
 
 def run_rank(job: Path, error_file: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    task = train_worker.TrainTask(str(job), [], "run", None, False, ["moesaic", "train"])
+    task = train_worker.TrainTask(str(job), [], "run", None, None, ["moesaic", "train"])
     monkeypatch.setattr(sys, "argv", ["rank", train_worker.encode(task)])
-    monkeypatch.setenv(train_worker.ERROR_FILE, str(error_file))
+    monkeypatch.setenv(ERROR_FILE, str(error_file))
     return train_worker.main()
 
 
@@ -128,7 +117,8 @@ def test_a_rank_writes_its_error(
     job.write_text(JOB + "[trian]\n")
     assert run_rank(job, file, monkeypatch) == 2
     record = json.loads(file.read_text())
-    assert (record["kind"], "did you mean 'train'?" in record["text"]) == ("user", True)
+    assert record["kind"] == "ConfigError"
+    assert "did you mean 'train'?" in record["text"]
     # The form that torch's agent reads.
     assert record["message"]["message"] == record["text"]
     assert record["message"]["extraInfo"]["timestamp"].isdigit()
@@ -160,7 +150,7 @@ def test_every_failure_has_an_exit_status(
         raise failure
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("moesaic.cli.train.launch", fail)
+    monkeypatch.setattr("moesaic.api.job.launch", fail)
     Path("job.toml").write_text(JOB)
     Path("x").write_text("text")
     line = "train job.toml --nproc 2 --set train.device=cpu --set data.format=text"
@@ -173,11 +163,11 @@ def test_a_rank_without_its_parent_ends_at_once(tmp_path: Path) -> None:
     line = [
         sys.executable,
         "-m",
-        "moesaic.cli.start",
+        "moesaic.api.start",
         str(os.getpid() + 1),
-        "moesaic.cli.train_worker",
+        "moesaic.api.train_worker",
     ]
-    task = '{"job": "job.toml", "sets": [], "out": "run", "resume": null, "as_json": false, '
+    task = '{"job": "job.toml", "sets": [], "out": "run", "resume": null, "output": null, '
     done = subprocess.run(
         [*line, task + '"command": []}'], cwd=tmp_path, capture_output=True, timeout=60, check=False
     )

@@ -1,0 +1,141 @@
+"""Consoles, and progress of training and probes.
+
+Progress is a bar on a terminal, and a line every few seconds elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from moesaic.base.units import format_clock
+
+LINE_EVERY_S = 10.0
+"""Seconds between two lines without a terminal."""
+Output = Literal["stdout", "stderr"] | None
+"""Stream for progress; None for none."""
+
+
+class PipeConsole(Console):
+    """Console that discards output once its reader is gone, as with `| head`."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard further output."""
+        self.quiet = True
+        flush_stdout()
+
+
+def make_console(output: Output) -> Console:
+    """Return a console of a stream as it is now, since streams may be redirected meanwhile."""
+    return PipeConsole(
+        stderr=output == "stderr", quiet=output is None, highlight=False, markup=False,
+        soft_wrap=True,
+    )  # fmt: skip
+
+
+def flush_stdout() -> None:
+    """Flush stdout; on an error discard the rest, which would fail again at exit."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+    except OSError:
+        _discard_stdout()
+        raise
+
+
+def _discard_stdout() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+class RunProgress:
+    """Progress of a run: a bar on a terminal; else the first step, the last, and some between."""
+
+    def __init__(self, output: Output, every_s: float = LINE_EVERY_S) -> None:
+        self._console, self._every_s = make_console(output), every_s
+        self._has_bar = self._console.is_terminal and output is not None
+        self._bar = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console, speed_estimate_period=60.0, disable=not self._has_bar,
+        )  # fmt: skip
+        self._total = self._first_step = 0
+        self._started_s = self._printed_s = 0.0
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text)
+
+    def start(self, total: int, done: int) -> None:
+        """Draw the bar and start the clock."""
+        self._bar.start()
+        self._bar.add_task("", total=total, completed=done, figures="")
+        self._total, self._first_step = total, done
+        self._started_s, self._printed_s = time.monotonic(), float("-inf")
+
+    def step(self, figures: Mapping[str, float]) -> None:
+        """Move the bar, or print a line if one is due."""
+        now, step = time.monotonic(), int(figures["step"])
+        text = format_figures(figures)
+        if self._has_bar:
+            self._bar.update(self._bar.task_ids[0], completed=step, figures=text)
+        elif step >= self._total or now - self._printed_s >= self._every_s:
+            self._printed_s = now
+            per_step = (now - self._started_s) / max(step - self._first_step, 1)
+            left = format_clock(per_step * (self._total - step))
+            rest = f", {left} left" if step < self._total else ""
+            self._console.print(f"step {step}/{self._total}: {text}{rest}")
+
+    def done(self) -> None:
+        """Stop the bar."""
+        if self._has_bar:
+            self._bar.stop()
+
+
+def format_figures(figures: Mapping[str, float]) -> str:
+    """Return loss and speed of a step as text."""
+    speed = next(name for name in figures if name.endswith("_per_s"))
+    unit = speed.removesuffix("_per_s")
+    return f"loss {figures['loss']:.4f}, {figures[speed]:,.0f} {unit}/s"
+
+
+@contextmanager
+def probe_progress(is_shown: bool, total: int) -> Iterator[Callable[[str], None]]:
+    """Show the progress of `total` measurements; yield a function to call before each one."""
+    console = make_console("stderr")
+    with Progress(
+        TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not (is_shown and console.is_terminal),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=total)
+        num_started, printed_s = 0, time.monotonic()
+
+        def start(name: str) -> None:
+            nonlocal num_started, printed_s
+            bar.update(task, completed=num_started, description=name)
+            num_started += 1
+            is_due = time.monotonic() - printed_s > LINE_EVERY_S
+            if is_shown and not console.is_terminal and is_due:
+                printed_s = time.monotonic()
+                console.print(f"measuring {name} ({num_started} of {total})")
+
+        yield start

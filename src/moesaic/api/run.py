@@ -1,0 +1,109 @@
+"""Runs: what a training run recorded, as tables, a report, and replays of balance policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesaic.api.loads import latest_loads
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from moesaic.report import RunStats
+
+_LOG = Path("events") / "rank-0.jsonl"
+
+
+class Run:
+    """The directory of one training run; tables are Arrow tables (`.to_pandas()` converts one)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Run:
+        """Return the run in a directory, finished or not."""
+        path = Path(directory)
+        if not (path / _LOG).is_file():
+            raise ConfigError(
+                f"there is no run directory '{path}' with {_LOG}: name one that `moesaic train` "
+                "wrote"
+            )
+        return cls(path)
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Job of the run, with every default filled in."""
+        return self._stats().job
+
+    def steps(self) -> pa.Table:
+        """Return a row per step: loss, learning rate, seconds, and seconds of each phase."""
+        import pyarrow as pa
+
+        columns = dict(vars(self._stats().steps))
+        phases = columns.pop("phases")
+        columns["step"] = columns["step"].astype(int)
+        return pa.table({**columns, **{f"{name}_s": values for name, values in phases.items()}})
+
+    def loads(self) -> pa.Table:
+        """Return a row per recorded step and layer: `counts` has the tokens of each expert.
+
+        `counts_by_rank` has them by rank, [ranks of the stage x experts]. A dense model has no row.
+        """
+        import pyarrow as pa
+
+        table = latest_loads(self.directory)
+        return pa.table({"step": [], "layer": [], "counts": []}) if table is None else table
+
+    def decisions(self) -> pa.Table:
+        """Return a row per decision: `kind` is "balance" (replicas) or "migration" (owners)."""
+        import pyarrow as pa
+
+        from moesaic.base.events import read_events
+
+        by_step: dict[int, Mapping[str, Sequence[Mapping[str, Any]]]] = {}
+        for event in read_events(self.directory / _LOG):
+            if event["event"] == "decisions":
+                by_step[event["step"]] = event
+        rows = [
+            {"step": step, "kind": kind, **decision}
+            for step, event in sorted(by_step.items())
+            for kind in ("balance", "migration")
+            for decision in event.get(kind, ())
+        ]
+        names = dict.fromkeys(["step", "kind", "layer", *(name for row in rows for name in row)])
+        return pa.table({name: [row.get(name) for row in rows] for name in names})
+
+    def summary(self) -> dict[str, Any]:
+        """Return headline figures and findings, as `moesaic report --json` prints them."""
+        from moesaic.report import summary
+
+        return summary(self._stats())
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write a page of charts and findings, and return its path; None: RUN/report.html."""
+        from moesaic.report import write_report
+
+        page = self.directory / "report.html" if out is None else Path(out)
+        write_report([self.directory], page)
+        return page
+
+    def replay(self, policy: str = "quota", **settings: Any) -> dict[str, Any]:
+        """Return the predicted effect of a balance policy on the recorded expert loads.
+
+        `settings` are those of `moesaic replay`, such as `max_replicas=2`.
+        """
+        from moesaic.api.replay import ReplayConfig, replay_run
+
+        return replay_run(
+            self.directory, parse(ReplayConfig, {"policy": policy, **settings}, "replay")
+        )
+
+    def _stats(self) -> RunStats:
+        from moesaic.report import RunStats
+
+        return RunStats.read(self.directory)

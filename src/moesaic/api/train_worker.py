@@ -1,0 +1,125 @@
+"""Work of one rank in a training run, and entry point of the ranks that `nproc` starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cache
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesaic.api.launch import is_torchrun, run_reporting_errors
+from moesaic.api.progress import Output, RunProgress
+from moesaic.api.start import exit_on_interrupt
+from moesaic.train.job_file import holds_checkpoint, load_job
+
+if TYPE_CHECKING:
+    from moesaic.train.trainer import StepCallback
+
+MEMORY_HINT = (
+    "use smaller batches or sequences, or more ranks (moesaic train JOB.toml --dry-run shows the "
+    "memory of a rank)"
+)
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """Task of a training run, the same on every rank."""
+
+    job: str | dict[str, Any]
+    """Path of the job file, or its tables."""
+    sets: list[str]
+    """Items of `--set`."""
+    out: str | None
+    """Run directory; None: rank 0 chooses one."""
+    resume: str | None
+    """Path of a checkpoint, or "auto" for the newest; None: a new run."""
+    output: Output
+    """Stream for progress."""
+    command: list[str]
+    """Command line of the user."""
+    plan: str | dict[str, Any] | None = None
+    """Path of the plan, or its content; None: the job's own."""
+    callback: str | None = None
+    """Address of the process that runs the callback of each step; None: no callback."""
+
+
+def resumed_run(out: str | None, resume: str | None) -> Path | None:
+    """Return the run of the checkpoint to resume from; None for a new run."""
+    if resume is None or (resume == "auto" and out is None):
+        return None
+    if resume == "auto":
+        return Path(str(out))
+    path = Path(resume)
+    return path if holds_checkpoint(path) else path.absolute().parent.parent
+
+
+def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path:
+    """Train and return the run directory.
+
+    Imports and waiting for other ranks may swallow an interrupt, so it kills a rank meanwhile.
+    """
+    with exit_on_interrupt() if is_torchrun() else nullcontext():
+        from moesaic.dist.world import World
+        from moesaic.train.lm import LanguageModelKind
+        from moesaic.train.trainer import collective_timeout, train
+
+        job, plan = (Path(one) if isinstance(one, str) else one for one in (task.job, task.plan))
+        assert job is not None
+        loaded = load_job(job, task.sets, resumed_run(task.out, task.resume), plan)
+        world = World.from_launcher(loaded.job.train.device, collective_timeout(loaded.job))
+    if task.callback is not None:
+        on_step = remote_callback(task.callback)
+    try:
+        out = Path(world.run_on_rank_zero(lambda: task.out or str(default_out(job))))
+        progress = RunProgress(task.output if world.is_rank_zero else None)
+        try:
+            train(loaded, out, task.resume, world, progress, LanguageModelKind(), on_step)
+        finally:
+            progress.done()
+    except BaseException:
+        world.close_transports()
+        raise
+    world.leave()
+    return out
+
+
+def remote_callback(address: str) -> StepCallback:
+    """Return a function that calls the callback of the process at `address`.
+
+    It connects when it is first called, which only rank 0 does.
+    """
+    connect = cache(Client)
+
+    def call(figures: dict[str, float]) -> bool | None:
+        connection = connect(address)
+        connection.send(figures)
+        answer: bool | None = connection.recv()
+        return answer
+
+    return call
+
+
+def default_out(job: Path | Mapping[str, Any]) -> Path:
+    """Return runs/NAME-DATE-TIME, a directory that does not exist yet."""
+    name = job.stem if isinstance(job, Path) else "job"
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    paths = [Path("runs") / f"{name}-{now}{suffix}" for suffix in ("", "-2", "-3", "-4", "-5")]
+    return next((path for path in paths if not path.exists()), paths[-1])
+
+
+def main() -> int:
+    """Run the task in the first argument, as one rank; return the exit status."""
+    task = TrainTask(**json.loads(sys.argv[1]))
+    sys.argv = task.command
+    return run_reporting_errors(lambda: run_train_task(task), MEMORY_HINT)
+
+
+def encode(task: TrainTask) -> str:
+    """Return the task as an argument of a rank's process."""
+    return json.dumps(asdict(task))

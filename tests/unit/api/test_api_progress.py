@@ -1,0 +1,47 @@
+"""Progress of a run: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from moesaic.api import progress
+from moesaic.api.progress import Output, RunProgress
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, output: Output = "stdout", every_s: float = 9.0
+) -> str:
+    file = io.StringIO()
+    console = Console(
+        file=file, force_terminal=terminal, width=100, color_system=None, quiet=output is None
+    )
+    monkeypatch.setattr(progress, "make_console", lambda _: console)
+    watched = RunProgress(output, every_s)
+    watched.message("resuming from somewhere")
+    watched.start(10, 3)
+    for step in range(4, 11):
+        watched.step({"step": step, "loss": 3.0 / step, "tokens_per_s": 12345.6})
+    watched.done()
+    return file.getvalue()
+
+
+def test_lines_come_at_the_first_step_the_last_and_rarely_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = train(monkeypatch, terminal=False).splitlines()
+    assert lines[0] == "resuming from somewhere"
+    assert lines[1].startswith("step 4/10: loss 0.7500, 12,346 tokens/s, ")
+    assert lines[1].endswith(" left")
+    assert lines[2:] == ["step 10/10: loss 0.3000, 12,346 tokens/s"]
+    assert len(train(monkeypatch, terminal=False, every_s=0.0).splitlines()) == 1 + 7
+
+
+def test_a_terminal_gets_a_bar_and_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = train(monkeypatch, terminal=True)
+    assert "resuming from somewhere" in text
+    assert "step 10/10" in text
+    assert "loss 0.3000, 12,346 tokens/s" in text
+    assert train(monkeypatch, terminal=True, output=None) == ""
