@@ -166,7 +166,9 @@ def test_memory_follows_what_learns(ranks: RankPool, finetune: dict[str, Any]) -
         tables = {"model": {"vocab": 64}, "finetune": {**finetune, "rank": 4}, "layout": layout}
         job = tiny_job(**tables)
         for held, predicted in ranks.run(size, held_and_predicted, job):
-            assert held == predicted
+            parameters, gradients, moments = predicted
+            assert (parameters, moments) == (held[0], held[2])
+            assert gradients <= held[1]  # At the peak, some may not be there.
 
 
 def run_job(

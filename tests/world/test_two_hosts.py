@@ -52,20 +52,26 @@ def count_bytes(world: World, job: Job, plan: Plan, one: between.Pass) -> tuple[
         world.barrier()
         sent.append(sent_bytes() - before)
     counted = one.dispatcher.count(one.choices, training=False)
-    chunks = [chunk.counts_RP for chunk in one.dispatcher.assign_slots(counted).dedup]
-    known = [counted.counts_RE, *([torch.stack(chunks).sum(0)] if chunks else [])]
-    load, model = torch.cat(known, dim=1).tolist(), job.model
-    back_bytes = there_bytes = model.hidden * 4
+    width, host, due = job.model.hidden * 4, world.rank // 2, 0
     if plan.dispatch == "dedup":
-        there_bytes = dedup_token_bytes(model.hidden, model.top_k, 4)[0]
-    due, host = 0, world.rank // 2
+        chunks = [chunk.counts_RP for chunk in one.dispatcher.assign_slots(counted).dedup]
+        tokens_RP = torch.stack(chunks).sum(0).tolist()
+        there_bytes = dedup_token_bytes(job.model.hidden, job.model.top_k, 4)[0]
+        ours, theirs = (2 * host, 2 * host + 1), (2 - 2 * host, 3 - 2 * host)
+        if plan.dispatch_hosts > 1:  # To one rank of the other host, in the columns of hosts.
+            due = sum(tokens_RP[rank][5 - host] * there_bytes for rank in ours)
+            due += sum(tokens_RP[rank][4 + host] * width for rank in theirs)
+        else:
+            due = sum(tokens_RP[rank][other] * there_bytes for rank in ours for other in theirs)
+            due += sum(tokens_RP[other][rank] * width for rank in ours for other in theirs)
+        return min(sent), due
     for rank in (2 * host, 2 * host + 1):
-        (tokens,) = routed_by_layer(job, plan, rank, [load])
+        (tokens,) = routed_by_layer(job, plan, rank, [counted.counts_RE.tolist()])
         for trip in tokens.exchanges:
             for other, to, back in zip(
                 trip.group, trip.send_tokens, trip.receive_tokens, strict=True
             ):
-                due += (other // 2 != host) * (to * there_bytes + back * back_bytes)
+                due += (other // 2 != host) * (to + back) * width
     return min(sent), due
 
 

@@ -28,7 +28,6 @@ from moesaic.policy.balance import (
     layer_problem,
 )
 
-_log = logging.getLogger(__name__)
 _PRECISIONS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
@@ -119,7 +118,7 @@ class ExpertGroup:
         dist.all_gather_object(ranks, local, group=self.all_group)
         costs = default_prices(job, plan, ranks)
         balancer = LayerBalancer(job.balance, layer_problem(job, plan, job.balance, costs, 0))
-        balancer.warm_up(_log.warning)
+        balancer.warm_up(logging.getLogger(__name__).warning)
         return balancer
 
     def __deepcopy__(self, memo: object) -> ExpertGroup:

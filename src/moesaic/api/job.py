@@ -160,11 +160,11 @@ class Job:
         loaded = self._under(plan)
         ranks = _count_ranks(loaded, nproc, is_started=is_started)
         used_plan = loaded.plan or plan_from_job(loaded.job, ranks)
-        check_inputs(loaded)
         if directory is not None:
             check_out_is_not_text(directory, loaded.job)
-            if is_leader() and is_started:
-                check_writable(directory)
+        check_inputs(loaded)
+        if directory is not None and is_leader() and is_started:
+            check_writable(directory)
         task = TrainTask(
             job=self._source if isinstance(self._source, dict) else str(self._source),
             sets=list(loaded.sets), out=None if directory is None else str(directory),

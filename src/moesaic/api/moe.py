@@ -57,7 +57,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the layer. With a group, every rank of it must.
+        """Create and initialise the layer; every rank of a group must.
 
         Args:
             hidden: width of tokens.
@@ -65,20 +65,19 @@ class MoE(nn.Module):
             experts: experts of the layer.
             top_k: experts that compute each token.
             group: ranks that split the experts. Give all layers of a model one `ExpertGroup`, so
-                that they share connections. None: this rank has all experts, which are like any
-                other parameters.
+                that they share connections. None: this rank has all experts.
             activation: swiglu: an expert is down(silu(gate(x)) * up(x)). Others: an expert is
                 down(activation(up(x))).
             bias: give up and down a bias; not with swiglu.
-            renormalise: divide the weights of a token's experts by their sum.
+            renormalise: make the weights of a token's experts sum to 1.
             capacity_factor: most assignments of an expert in training, as a multiple of the mean;
                 further ones are dropped. None: no limit.
             balance: quota: busy experts get replicas on other ranks for one step, in training (see
                 docs/balance.md). It needs a group and activation "swiglu".
             balance_loss: weight of the load-balance loss in `aux_loss`.
             z_loss: weight of the router's z-loss in `aux_loss`.
-            device: device of the parameters; default: torch's.
-            dtype: dtype of the parameters; default: torch's.
+            device: device of the parameters.
+            dtype: dtype of the parameters.
         """
         super().__init__()
         _check_sizes(capacity_factor, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)

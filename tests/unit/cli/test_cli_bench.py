@@ -95,7 +95,7 @@ def test_a_layer_of_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str
         ("layer", "", ["model.from=nope"], 'model.from = "nope" is no directory: give a Hug'),
         ("layer", "tiny-dense", [], "model.experts = 0: a dense model has no expert layer"),
         ("layer", "tiny-olmoe", ["tokens=8"], "give a list of integers from 1 and up to"),
-        ("layer", "tiny-olmoe", ["tokens=[0]"], "tokens[0] = 0 is out of range"),
+        ("layer", "tiny-olmoe", ["tokens=[0]"], "tokens[0] = 0: tokens takes a list"),
         ("layer", "tiny-olmoe", ["token=[1]"], "did you mean 'tokens'?"),
         ("layer", "tiny-olmoe", ["tokens=[8,1,8]"], "tokens has 8 more than once: leave"),
         ("layer", "tiny-olmoe", ["model.experts=1"], "error: --set model.experts=1: "),
