@@ -230,6 +230,7 @@ def test_collectives_of_a_step(ranks: RankPool, name: str) -> None:
     gathers += 1  # Sums of the head.
     sums = 0
     if job.model.experts:
+        gathers += layers  # Choices by expert, for capacity.
         sums = 4 * layers + 1  # Mean squares of queries and keys; token counts by expert.
     # Targets, replicated gradients, expert gradients, the norm, and logged figures.
     once = 4 + bool(job.model.experts)

@@ -68,7 +68,7 @@ class MoE(nn.Module):
                 that they share connections. None: this rank has all experts.
             activation: swiglu: an expert is down(silu(gate(x)) * up(x)). Others: an expert is
                 down(activation(up(x))).
-            bias: give up and down a bias; not with swiglu.
+            bias: add biases to up and down; not with swiglu.
             renormalise: make the weights of a token's experts sum to 1.
             capacity_factor: most assignments of an expert in training, as a multiple of the mean;
                 further ones are dropped. None: no limit.
@@ -84,31 +84,30 @@ class MoE(nn.Module):
         if group is not None and not isinstance(group, ExpertGroup):
             group = ExpertGroup(group)
         self.group = group
+        self.hidden, self.ffn, self.num_experts, self.top_k = hidden, ffn, experts, top_k
+        self.activation, self.balance_loss, self.z_loss = activation, balance_loss, z_loss
+        self.num_replicas = 0
+        """Replicas of experts in the last forward pass in training."""
+        self._aux: AuxLoss | None = None
         device = torch.empty(0, device=device).device
         groups = DispatchGroups() if group is None else group.dispatch_groups(device)
-        self.hidden, self.num_experts = hidden, experts
-        self.balance_loss, self.z_loss = balance_loss, z_loss
-        owned = _owned_experts(experts, groups)
         with device:
-            self.router = Router(0, hidden, experts, top_k, renormalise=renormalise)
-            bank = _make_bank(owned, hidden, ffn, activation, bias=bias)
-        bank.to(dtype=dtype)
-        self.router.to(dtype=dtype)
-        self.ffn, self.activation = ffn, activation
-        average = None if group is None else group.average_gradient
+            self.router = Router(0, hidden, experts, top_k, renormalise=renormalise).to(dtype)
+            bank = _make_bank(_owned_experts(experts, groups), hidden, ffn, activation, bias=bias)
+        self._build(bank.to(dtype), Dispatcher(experts, groups, capacity_factor))
+        if balance != "none":
+            self._layer[0].balancer = self._make_balancer(balance)
+
+    def _build(self, bank: ExpertBank | MLPBank, dispatcher: Dispatcher) -> None:
+        """Make the parameters of `bank` those of the module, and initialise them."""
+        average = None if self.group is None else self.group.average_gradient
         self.experts = ExpertParameters(bank, average)
         # An MLPBank does what the layer asks of a bank.
-        gated = cast("ExpertBank", bank)
-        layer = ExpertLayer(self.router, gated, Dispatcher(experts, groups, capacity_factor))
+        layer = ExpertLayer(self.router, cast("ExpertBank", bank), dispatcher)
         self._layer = (layer,)  # A tuple, so that its modules are registered once.
-        self._aux: AuxLoss | None = None
         self.register_load_state_dict_pre_hook(_check_state)
         if not self.router.weight.is_meta:
             self.reset_parameters()
-        if balance != "none":
-            layer.balancer = self._make_balancer(balance)
-        self.num_replicas = 0
-        """Replicas of experts in the last forward pass in training."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -177,7 +176,7 @@ class MoE(nn.Module):
             )
         sizes = {
             "hidden": self.hidden, "ffn": self.ffn, "experts": self.num_experts,
-            "top_k": self.router.top_k,
+            "top_k": self.top_k,
         }  # fmt: skip
         weight = self.router.weight
         return self.group.make_balancer(sizes, policy, weight.device, weight.dtype)
@@ -187,7 +186,7 @@ class MoE(nn.Module):
         groups = self._layer[0].dispatcher.groups
         return (
             f"{self.hidden}, {self.ffn}, experts={self.num_experts}, "
-            f"top_k={self.router.top_k}, ranks={groups.ep_size}"
+            f"top_k={self.top_k}, ranks={groups.ep_size}"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+PROGRAMS = re.findall(
+    r"^```python(?: ranks=([0-9,]+))?\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL
+)
+"""Numbers of ranks to start a program with (one by default), and its text."""
+
+
+def run(path: Path, ranks: str) -> str:
+    """Run a program as users do, and return what it prints."""
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
+    done = subprocess.run(
+        [sys.executable, *(start if ranks != "1" else []), path.name], cwd=path.parent,
+        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_programs_run(tmp_path: Path) -> None:
     outputs = []
-    for number, program in enumerate(PROGRAMS):
+    for number, (sizes, program) in enumerate(PROGRAMS):
         assert program.count("\n") < 40
         path = tmp_path / f"program{number}.py"
         path.write_text(program)
-        done = subprocess.run(
-            [sys.executable, path.name], cwd=tmp_path, capture_output=True, text=True, timeout=100
-        )
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-    training, planning, loads, generating, mistakes = outputs
+        outputs += [run(path, ranks) for ranks in (sizes or "1").split(",")]
+    alone, together, fsdp, upcycling, training, planning, loads, generating, mistakes = outputs
+    for text in (alone, together):
+        first, *_, last = (float(value) for value in re.findall(r"loss (\S+)", text))
+        assert last < first
+    assert fsdp.count("gradient norm") == 2
+    assert float(re.findall(r"largest change of a logit: (\S+)", upcycling)[0]) < 1e-5
     steps = training.count("loss ")
     assert 1 < steps < 100
     assert f"{steps} steps, report in run/report.html" in training

@@ -128,7 +128,7 @@ def test_frozen_parameters_have_no_gradients(
     )  # fmt: skip
     trace = trace_one_rank(job)
     del trace.backward["layers.0"]  # It may need no gradient of its input.
-    check_work(trace, workload(job, one_rank_plan(job)), saved=False, moved_error=0.1)
+    check_work(trace, workload(job, one_rank_plan(job)), saved=False, moved_error=0.12)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
