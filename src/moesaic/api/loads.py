@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from moesaic.report.loads import Loads
 
 
+LOG = Path("events") / "rank-0.jsonl"
+"""Events of the whole run, in its directory."""
+
+
 def latest_loads(run: Path) -> pa.Table | None:
     """Return the loads of each step and layer, in order; None if nothing is recorded.
 

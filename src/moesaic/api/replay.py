@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import model_validator
 
-from moesaic.api.loads import latest_loads
+from moesaic.api.loads import LOG, latest_loads
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.events import read_events
 from moesaic.facts.balance import IntArray
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import YardstickConfig
@@ -65,14 +66,17 @@ class ReplayConfig(YardstickConfig):
         return [text for text in sentences if not text.startswith("prices has no effect")]
 
 
-def _describe_layer(layer: int, stats: Sequence[BalanceStats]) -> dict[str, Any]:
-    """Return means over all micro-batches and expert-parallel groups of a layer."""
+def _describe_layer(
+    layer: int, stats: Sequence[BalanceStats], recorded_replicas: float | None
+) -> dict[str, Any]:
+    """Return means over all micro-batches and expert-parallel groups of a layer, beside the
+    replicas that the run itself made."""
     mean = {
         name: sum(getattr(one, source) for one in stats) / len(stats)
         for name, source in _COLUMNS.items()
     }
     return {
-        "layer": layer, "micro_batches": len(stats), **mean,
+        "layer": layer, "micro_batches": len(stats), "recorded_replicas": recorded_replicas, **mean,
         "speedup": _speedup(mean["unbalanced_s"], mean["balanced_s"]),
     }  # fmt: skip
 
@@ -119,7 +123,11 @@ def replay_run(
             f"'{run}' has no loads by rank under loads/: replay a run of this version, with "
             "log.loads_every not above its steps"
         )
-    layers = [_describe_layer(layer, passes) for layer, passes in sorted(stats.items())]
+    recorded = _read_replicas(run)
+    layers = [
+        _describe_layer(layer, passes, recorded.get(layer))
+        for layer, passes in sorted(stats.items())
+    ]
     unbalanced_s, balanced_s = (
         sum(one[name] for one in layers) for name in ("unbalanced_s", "balanced_s")
     )
@@ -151,6 +159,17 @@ def _read_passes(run: Path, plan: Plan, micro_batches: int) -> Iterator[tuple[in
         if by_rank.is_valid and len(by_rank):
             counts = by_rank.values.to_numpy().reshape(-1, plan.experts) / micro_batches
             yield layer.as_py(), np.rint(counts).astype(np.int64)
+
+
+def _read_replicas(run: Path) -> dict[int, float]:
+    """Return the mean replicas of a micro-batch by layer, from the decisions that the run recorded
+    in the EP group of rank 0."""
+    numbers: dict[int, list[int]] = {}
+    for event in read_events(run / LOG):
+        for decision in event.get("balance", ()) if event["event"] == "decisions" else ():
+            if not decision["is_ahead"]:  # Of tokens that it has seen.
+                numbers.setdefault(decision["layer"], []).append(len(decision["replicas"]))
+    return {layer: sum(found) / len(found) for layer, found in numbers.items()}
 
 
 def _find_prices(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.api.loads import latest_loads
+from moesaic.api.loads import LOG, latest_loads
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from moesaic.report import RunStats
-
-_LOG = Path("events") / "rank-0.jsonl"
 
 
 class Run:
@@ -28,9 +26,9 @@ class Run:
     def open(cls, directory: str | Path) -> Run:
         """Return the run in a directory, finished or not."""
         path = Path(directory)
-        if not (path / _LOG).is_file():
+        if not (path / LOG).is_file():
             raise ConfigError(
-                f"there is no run directory '{path}' with {_LOG}: name one that `moesaic train` "
+                f"there is no run directory '{path}' with {LOG}: name one that `moesaic train` "
                 "wrote"
             )
         return cls(path)
@@ -66,7 +64,7 @@ class Run:
         from moesaic.base.events import read_events
 
         by_step: dict[int, Mapping[str, Sequence[Mapping[str, Any]]]] = {}
-        for event in read_events(self.directory / _LOG):
+        for event in read_events(self.directory / LOG):
             if event["event"] == "decisions":
                 by_step[event["step"]] = event
         rows = [

@@ -240,6 +240,22 @@ def test_compiling_is_announced(
     )
 
 
+def test_recorded_decisions_stand_beside_the_replayed_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", prices=Prices(**PRICES))
+    log = EventLog(tmp_path / "run" / "events" / "rank-0.jsonl")
+    made = {"layer": 1, "is_ahead": False, "replicas": [[0, 1, 9], [3, 0, 2]], "planning_s": 0.1}
+    none = {**made, "replicas": []}
+    placed = {**made, "is_ahead": True}
+    log.emit("decisions", step=1, balance=[made, none, placed])
+    log.close()
+    layers = replay(capsys, str(tmp_path / "run"))["layers"]
+    assert [one["recorded_replicas"] for one in layers] == [None, 1.0]
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    assert "of the run" in capsys.readouterr().out
+
+
 def test_output_names_the_policy_and_settings_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
