@@ -150,7 +150,7 @@ def ours(work: Work, world: World) -> Contender:
     ranks = make_dispatch_ranks(plan, world)
     layer = MoE(
         Router(0, case.hidden, case.experts, TOP_K, renormalise=True),
-        ExpertBank(plan.experts_at(ranks.rank, 0), case.hidden, case.ffn),
+        ExpertBank(plan.experts_at(ranks.ep_rank, 0), case.hidden, case.ffn),
         Dispatcher(
             case.experts, ranks, slot_experts=plan.slot_experts(0), dedup=plan.dispatch == "dedup",
             num_chunks=plan.chunks,

@@ -19,7 +19,7 @@ import torch
 from benchmarks import measure
 from benchmarks.on_ranks import Unlike
 from benchmarks.training import TRANSFORMERS, Ours, Theirs
-from moesaic.cli.start import SPIN_COUNT
+from moesaic.api.start import SPIN_COUNT
 from moesaic.facts.job import Job
 
 STEPS = 3

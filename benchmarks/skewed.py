@@ -171,7 +171,7 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     choices = [work.even()] if name == EVEN else work.choices(world.rank)
     moe = MoE(
         Router(0, HIDDEN, work.experts, work.skew.top_k),
-        ExpertBank(plan.experts_at(ranks.rank, 0), HIDDEN, FFN),
+        ExpertBank(plan.experts_at(ranks.ep_rank, 0), HIDDEN, FFN),
         Dispatcher(
             work.experts, ranks, slot_experts=plan.slot_experts(0), dedup=plan.dispatch == "dedup"
         ),
@@ -180,7 +180,7 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     moe.router = router  # type: ignore[assignment]
     with torch.no_grad():
         every = torch.randn(work.experts, moe.bank.arena.shape[1], generator=own)
-        moe.bank.arena.copy_(every[list(plan.experts_at(ranks.rank, 0))] * 0.02)
+        moe.bank.arena.copy_(every[list(plan.experts_at(ranks.ep_rank, 0))] * 0.02)
     return moe, job, plan
 
 

@@ -93,7 +93,7 @@ def _import_factory(factory: str | None) -> Callable[..., Any]:
         raise ConfigError(f"'{factory}' is not of the form MODULE:FACTORY, as in nets.vision:make")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with _blaming_user_code(f"importing {name}"):
+        with _blaming_user_code(f"importing {name}", is_import=True):
             module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
@@ -146,13 +146,16 @@ def _accepts(make: Callable[..., Any], name: str) -> bool:
 
 
 @contextmanager
-def _blaming_user_code(what: str, hint: str = "") -> Iterator[None]:
-    """Turn an exception of the user's code into one sentence with its place."""
+def _blaming_user_code(what: str, hint: str = "", *, is_import: bool = False) -> Iterator[None]:
+    """Turn an exception of the user's code into one sentence with its place; an import may also
+    raise ModuleNotFoundError."""
     try:
         yield
-    except (UserError, ModuleNotFoundError):
+    except UserError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and is_import:
+            raise
         frames = traceback.extract_tb(error.__traceback__)
         own = [one for one in frames if one.filename.startswith(str(Path.cwd()))]
         where = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""

@@ -12,7 +12,6 @@ import re
 import time
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -213,11 +212,6 @@ def used_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS")
-
-
-def memory_kind(device: torch.device) -> Literal["allocated", "resident"]:
-    """Return the kind of memory that `peak_bytes` and `used_bytes` count."""
-    return "allocated" if device.type == "cuda" else "resident"
 
 
 def is_synchronous(device: torch.device) -> bool:

@@ -226,6 +226,7 @@ def _check_same_run(
             f"--resume: '{path}' was trained on other samples ({reason}): restore them, or start "
             "a new run from its weights (moesaic convert, then [model] from)"
         )
+    messages = list[str]()
     for key in _changed_keys(before, now):
         old, new = before.get(key), now.get(key)
         change = f"{key} = {_format_value(old)}, the job has {_format_value(new)}"
@@ -240,9 +241,11 @@ def _check_same_run(
             raise ConfigError(
                 f"--resume: '{path}' is of a model with {change}: restore it, or start a new run"
             )
-        progress.message(
+        messages.append(
             f"changed since the checkpoint: {key} = {_format_value(new)}, was {_format_value(old)}"
         )
+    for message in messages:
+        progress.message(message)
 
 
 def _changes_storage(key: str, old: Any, new: Any) -> bool:

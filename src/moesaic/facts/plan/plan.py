@@ -345,11 +345,6 @@ class Plan(Section):
         replica, replicas = self.dp_rank(rank), self.dp
         return range(replica * batch // replicas, (replica + 1) * batch // replicas)
 
-    def sample_bounds(self, batch: int) -> list[int]:
-        """Return the first sample of each replica and the end of the last one, [dp + 1]."""
-        replicas = self.dp
-        return [replica * batch // replicas for replica in range(replicas + 1)]
-
 
 def stage_blocks(plan: Plan, model: ModelConfig) -> list[list[str]]:
     """Return the block names of each stage: those of `plan`, or an even split of the layers."""

@@ -136,11 +136,6 @@ class Dispatcher:
         return self._is_local_and_unchunked and not self.drops_tokens(training=training)
 
     @property
-    def deduplicates(self) -> bool:
-        """True if a token travels once per destination rank."""
-        return bool(self._num_destinations)
-
-    @property
     def num_expert_calls(self) -> int:
         """Calls of the expert function in one forward pass."""
         return self.num_chunks + self._num_local_pieces
