@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def alone(
 ) -> tuple[dict[str, Tensor], Any, float]:
     """Return gradients, the gradient norm and the loss of one process."""
     del world
+    options.pop("hosts", None)
     model = Model(None, **options)
     loss = torch.zeros(())
     for x in batch().chunk(micro_batches):
@@ -73,7 +75,12 @@ def alone(
     return grads, float(moesaic.clip_grad_norm_(model, 1e-3)), float(loss.detach())
 
 
-def make_group(world: World, replicas: int) -> Any:
+def make_group(world: World, replicas: int, hosts: int = 1) -> Any:
+    if hosts > 1:
+        with mock.patch("platform.node", return_value=f"host {world.rank % hosts}"):
+            group = make_group(world, replicas)
+            assert group.deduplicates(TOP_K)
+            return group
     if replicas == 1:
         return moesaic.ExpertGroup(world.group)
     shape = (replicas, world.size // replicas)
@@ -84,7 +91,7 @@ def together(
     world: World, wrapper: str, replicas: int, micro_batches: int, options: dict[str, Any]
 ) -> tuple[dict[str, Tensor], float, float]:
     """Return gradients, the gradient norm and the loss of ranks with a part of the batch each."""
-    model = Model(make_group(world, replicas), **options)
+    model = Model(make_group(world, replicas, options.pop("hosts", 1)), **options)
     wrapped: nn.Module = model
     if wrapper == "ddp":
         moesaic.exclude_experts(model)
@@ -120,6 +127,7 @@ def together(
         (4, 2, "fsdp", 1, {}),
         (4, 2, "ddp", 1, {"capacity_factor": 0.8}),
         (4, 2, "ddp", 2, {"activation": "gelu", "bias": True}),
+        (2, 1, "ddp", 2, {"hosts": 2}),
     ],
 )
 def test_gradients_equal_one_process(

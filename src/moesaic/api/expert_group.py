@@ -27,6 +27,7 @@ from moesaic.policy.balance import (
     default_prices,
     layer_problem,
 )
+from moesaic.policy.plan.dispatch import DispatchFacts, default_dispatch
 
 _PRECISIONS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -51,6 +52,7 @@ class ExpertGroup:
         """
         self._timeout_s = timeout_s
         self._transports = dict[str, Transport]()
+        self._hosts = list[str]()
         if isinstance(group, DeviceMesh):
             if group.ndim > 2:
                 raise ConfigError(
@@ -124,6 +126,15 @@ class ExpertGroup:
     def __deepcopy__(self, memo: object) -> ExpertGroup:
         """Return this object: copies of a layer share its ranks."""
         return self
+
+    def deduplicates(self, top_k: int) -> bool:
+        """Return whether a token travels once per rank instead of once per expert, which pays
+        between hosts."""
+        if not self._hosts:
+            self._hosts = [platform.node()] * self.ep_size
+            dist.all_gather_object(self._hosts, platform.node(), group=self.ep_group)
+        facts = DispatchFacts([list(range(self.ep_size))], self._hosts, top_k)
+        return default_dispatch(facts).dispatch == "dedup"
 
     def _transport(self, device_type: str) -> Transport:
         """Return the transport of all layers on such a device, created on first use."""

@@ -94,7 +94,8 @@ class MoE(nn.Module):
         with device:
             self.router = Router(0, hidden, experts, top_k, renormalise=renormalise).to(dtype)
             bank = _make_bank(_owned_experts(experts, groups), hidden, ffn, activation, bias=bias)
-        self._build(bank.to(dtype), Dispatcher(experts, groups, capacity_factor))
+        dedup = group is not None and groups.ep_size > 1 and group.deduplicates(top_k)
+        self._build(bank.to(dtype), Dispatcher(experts, groups, capacity_factor, dedup=dedup))
         if balance != "none":
             self._layer[0].balancer = self._make_balancer(balance)
 
