@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.api.ddp import exclude_from_ddp
 from moesaic.api.moe import MoE
+from moesaic.base.errors import ConfigError
 
 
 def _split_layers(model: nn.Module) -> list[MoE]:
@@ -38,6 +39,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     It replaces `torch.nn.utils.clip_grad_norm_` where a group splits experts: each expert counts
     once. Every rank must call it.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError("clip_grad_norm_ takes the model, not its parameters: give the module")
     layers = _split_layers(model)
     experts = expert_parameters(model)
     dense = [p.grad for p in model.parameters() if p.grad is not None and p not in experts]

@@ -128,6 +128,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, in the shape of `x`."""
+        if not x.is_floating_point():
+            raise ConfigError(f"x has dtype {x.dtype}: give tokens as floating-point vectors")
         if x.shape[-1] != self.hidden:
             raise ConfigError(
                 f"x has {x.shape[-1]} channels, but the layer has hidden = {self.hidden}"
@@ -161,8 +163,8 @@ class MoE(nn.Module):
             raise ConfigError("aux_loss follows a forward pass in training: call train() first")
         if torch.is_grad_enabled() and self.router.weight.requires_grad > self._aux.has_gradient:
             raise ConfigError(
-                "aux_loss has no gradient, because the forward pass ran without: checkpoint layers "
-                "with use_reentrant=False, and read aux_loss under no_grad() for a pass under it"
+                "aux_loss has no gradient: the forward pass ran under no_grad(). Checkpoint layers "
+                "with use_reentrant=False, or read aux_loss under no_grad() too"
             )
         balance, z = self._aux.losses()
         num_ranks = 1 if self.group is None else self.group.num_ranks
@@ -170,6 +172,8 @@ class MoE(nn.Module):
 
     def _make_balancer(self, policy: str) -> LayerBalancer:
         """Return the balancer of this layer; every rank must call this."""
+        if policy != "quota":
+            raise ConfigError(f'balance = "{policy}" is not known: give "none" or "quota"')
         if self.group is None or self.activation != "swiglu":
             raise ConfigError(
                 f'balance = "{policy}" needs a group and activation = "swiglu": give both, or '
@@ -231,7 +235,7 @@ def _make_bank(
 def _check_sizes(capacity_factor: float | None, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"{name} = {size} must be an integer of at least 1")
+            raise ConfigError(f"{name} = {size!r} must be an integer of at least 1")
     if capacity_factor is not None and not capacity_factor > 0:
         raise ConfigError(f"capacity_factor = {capacity_factor} must be above 0, or None")
     if sizes["top_k"] > sizes["experts"]:

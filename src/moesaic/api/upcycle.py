@@ -62,8 +62,9 @@ def upcycle(
     found = list(_dense_ffns(model))
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} has no feed-forward layer that can be upcycled: build its "
-            "layers with moesaic.MoE"
+            f"{type(model).__name__} contains no feed-forward layer of a known kind (Llama, "
+            "Mistral, Qwen, GPT-2, GPT-NeoX, Phi, or nn.Sequential(Linear, activation, Linear) "
+            "inside a model): build its layers with moesaic.MoE"
         )
     for parent, name, dense in found:
         up = dense.parameters["up.weight"]

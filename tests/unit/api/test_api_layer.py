@@ -141,6 +141,8 @@ def test_wrong_sizes(sizes: Any, said: str) -> None:
         moesaic.MoE(*sizes)
     with pytest.raises(moesaic.ConfigError, match="capacity_factor = 0 must be above 0"):
         moesaic.MoE(8, 8, 4, 2, capacity_factor=0)
+    with pytest.raises(moesaic.ConfigError, match='balance = "eplb" is not known'):
+        moesaic.MoE(8, 8, 4, 2, balance="eplb")  # type: ignore[arg-type]
     with pytest.raises(moesaic.ConfigError, match="needs a group"):
         moesaic.MoE(8, 8, 4, 2, balance="quota")
     with pytest.raises(moesaic.ConfigError, match="activation = 'tanh' is not one of swiglu, "):
@@ -151,6 +153,10 @@ def test_wrong_inputs_and_states() -> None:
     layer = moesaic.MoE(8, 8, 4, 2)
     with pytest.raises(moesaic.ConfigError, match="x has 9 channels"):
         layer(torch.randn(3, 9))
+    with pytest.raises(moesaic.ConfigError, match=r"x has dtype torch\.int64"):
+        layer(torch.arange(8))
+    with pytest.raises(moesaic.ConfigError, match="takes the model, not its parameters"):
+        moesaic.clip_grad_norm_(layer.parameters(), 1.0)  # type: ignore[arg-type]
     state = moesaic.MoE(8, 16, 4, 2).state_dict()
     with pytest.raises(moesaic.ConfigError, match=r"experts\.0\.gate_proj\.weight has shape"):
         layer.load_state_dict(state)

@@ -94,7 +94,7 @@ def test_other_networks_stay_or_are_refused() -> None:
         word_embed_proj_dim=16,
     )  # fmt: skip
     for unknown in (transformers.AutoModelForCausalLM.from_config(opt), nn.LSTM(4, 4)):
-        with pytest.raises(moesaic.ConfigError, match="has no feed-forward layer"):
+        with pytest.raises(moesaic.ConfigError, match="contains no feed-forward layer"):
             moesaic.upcycle(unknown)
     with pytest.raises(moesaic.ConfigError, match="computes more than"):
         moesaic.upcycle(nn.Sequential(Normed()))
