@@ -175,7 +175,7 @@ ffn = 16
     assert main(["plan", "job.toml", "--cluster", "cluster.toml", *more]) == 2
     output = capfd.readouterr().err
     assert "the loads of 16 experts in each of 2 layers, but model.experts = 16 and " in output
-    assert "model.layers = 4, model.dense_layers = 1: give a run of this model" in output
+    assert "model.layers = 4, model.dense_layers = 1: take the loads of" in output
 
 
 def set_measured_step(step_s: float, run: str = "run") -> None:
