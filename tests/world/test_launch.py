@@ -201,7 +201,7 @@ def test_a_second_process_is_kept_out_of_a_run_and_an_interrupt_ends_the_first(
         ranks = ranks_of(first.pid)
         (pid,) = [pid for pid in ranks if f"process {pid} on " in err]
         assert pid
-        assert err.startswith("error: --out 'my run' is in use by process ")
+        assert err.startswith("error: 'my run' is in use by process ")
         assert err.endswith(": wait for its end, or name another directory\n")
         assert first.poll() is None
     finally:

@@ -123,8 +123,11 @@ def test_a_run_follows_its_plan_and_records_measurements(
     assert loaded["loads"] == "run"
     assert loaded["step_s"] > planned["predictions"]["step_s"]
     for flags, words in (
-        (["--set", "model.experts=8"], "--loads 'run' has the loads of 16 experts in each of 1 "),
-        (["--set", "model.layers=3"], "but model.experts = 16 and model.layers = 3: give a run of"),
+        (["--set", "model.experts=8"], "'run' has the loads of 16 experts in each of 1 "),
+        (
+            ["--set", "model.layers=3"],
+            "but model.experts = 16 and model.layers = 3: take the loads of",
+        ),
         (["--loads", "nowhere"], "there is no run directory 'nowhere'"),
     ):
         line = ["plan", "job.toml", "--cluster", "cluster.toml", "--loads", "run", *flags]
@@ -172,7 +175,7 @@ ffn = 16
     assert main(["plan", "job.toml", "--cluster", "cluster.toml", *more]) == 2
     output = capfd.readouterr().err
     assert "the loads of 16 experts in each of 2 layers, but model.experts = 16 and " in output
-    assert "model.layers = 4, model.dense_layers = 1: give a run of this model" in output
+    assert "model.layers = 4, model.dense_layers = 1: take the loads of" in output
 
 
 def set_measured_step(step_s: float, run: str = "run") -> None:
@@ -274,7 +277,7 @@ def test_unsuitable_plans_are_rejected(directory: Path, capfd: pytest.CaptureFix
     two = [{**other_device, "host": host} for host in ("a", "b")]
     again = {"recompute": True}
     for change, flags, words in (
-        ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, but --nproc is 2: start 1, or"),
+        ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, but nproc is 2: start 1, or"),
         ({}, ["--set", "train.micro_batches=2"], "micro_batches = 1, but train.micro_batches = 2"),
         (
             again,

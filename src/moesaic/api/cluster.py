@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.api.launch import is_torchrun, launch, num_ranks, run_reporting_errors
 from moesaic.api.start import exit_on_interrupt
 from moesaic.base.config import parse
-from moesaic.base.errors import ClusterError, ConfigError
+from moesaic.base.errors import ClusterError, ConfigError, write_error
+from moesaic.base.files import atomic_replace
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster import Cluster as ClusterFacts
 from moesaic.facts.cluster import load_cluster
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
 
 MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
+_MAX_MEDIAN_RANGE, _MAX_P90_RANGE = 0.2, 0.5
+"""Relative ranges of repeats, at the median and at the 90th percentile, that cause a warning."""
 
 
 class Cluster:
@@ -72,14 +77,20 @@ class Cluster:
         )
         devices.resolve(config.device, ranks - 1, key="device")
         with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
-            path = Path(place) / "cluster.toml"
-            task = json.dumps({"settings": config.model_dump(), "out": str(path)})
+            task = json.dumps({"settings": config.model_dump(), "directory": place})
             launch("moesaic.api.cluster", task, ranks)
-            return cls.load(path)
+            notes = json.loads((Path(place) / "notes.json").read_text(encoding="utf-8"))
+            for note in notes:
+                warnings.warn(note, stacklevel=2)
+            return cls.load(Path(place) / "cluster.toml")
 
     def save(self, path: str | Path) -> None:
         """Write a cluster file."""
-        Path(path).write_text(self.facts.to_toml(), encoding="utf-8")
+        try:
+            with atomic_replace(Path(path)) as partial:
+                partial.write_text(self.facts.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise write_error(f"'{path}'", error) from None
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -102,11 +113,13 @@ def main() -> int:
 
 
 def _measure() -> None:
-    """Measure; rank 0 writes the cluster file."""
+    """Measure; rank 0 writes the cluster file and the notes."""
     task = json.loads(sys.argv[1])
     result = measure(parse(ProbeConfig, task["settings"], "probe"), lambda _: None)
     if result is not None:
-        Path(task["out"]).write_text(result.cluster.to_toml(), encoding="utf-8")
+        directory = Path(task["directory"])
+        (directory / "cluster.toml").write_text(result.cluster.to_toml(), encoding="utf-8")
+        (directory / "notes.json").write_text(json.dumps(result.notes), encoding="utf-8")
 
 
 def measure(config: ProbeConfig, on_phase: Callable[[str], None]) -> ProbeResult | None:
@@ -120,6 +133,20 @@ def measure(config: ProbeConfig, on_phase: Callable[[str], None]) -> ProbeResult
 
         world = World.from_launcher(config.device, collective_timeout(config), key="device")
     try:
-        return probe(world, config, on_phase)
+        result = probe(world, config, on_phase)
     finally:
         world.leave()
+    if result is None:
+        return None
+    return replace(result, notes=[*result.notes, *_noise_warnings(result, config)])
+
+
+def _noise_warnings(result: ProbeResult, config: ProbeConfig) -> Iterator[str]:
+    """Yield a warning if repeats differ too much."""
+    median_range, p90_range = result.repeat_ranges
+    if median_range > _MAX_MEDIAN_RANGE or p90_range > _MAX_P90_RANGE:
+        yield (
+            f"the machine was not steady: repeats differ by {median_range:.0%} (median) and "
+            f"{p90_range:.0%} (90th percentile); stop other work and probe again, for longer "
+            f"(seconds = {3 * config.seconds:g}, repeats = {2 * config.repeats})"
+        )

@@ -243,7 +243,7 @@ def _count_ranks(loaded: LoadedJob[JobConfig], nproc: int | None, *, is_started:
     if plan is None:
         return requested or 1
     if requested not in (None, plan.ranks):
-        actual = f"torchrun started {requested}" if is_torchrun() else f"--nproc is {requested}"
+        actual = f"torchrun started {requested}" if is_torchrun() else f"nproc is {requested}"
         raise ConfigError(
             f"{origin} is for {plan.ranks} rank{'s' * (plan.ranks > 1)}, but {actual}: start "
             f"{plan.ranks}, or plan anew for {requested} (moesaic plan --nproc {requested})"
@@ -265,11 +265,11 @@ def _resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | No
         return out, None
     if resume == "auto":
         if out is None:
-            raise ConfigError("--resume needs --out RUN, the run to continue")
+            raise ConfigError("resume needs out, the directory of the run to continue")
         if not holds_checkpoint(out):
             raise ConfigError(
-                f"--resume: '{out}' has no checkpoint: start without --resume, after removing the "
-                "directory if a run that has ended left it, or give another --out"
+                f"'{out}' has no checkpoint to resume from: start anew, after removing the "
+                "directory if a run that has ended left it, or give another one"
             )
         return out, "auto"
     return _find_checkpoint(Path(resume), out)
@@ -280,14 +280,14 @@ def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
         return path, "auto"
     if not (path / "COMMIT").is_file():
         raise ConfigError(
-            f"--resume '{path}' is not a checkpoint: give a directory such as "
+            f"'{path}' is not a checkpoint to resume from: give a directory such as "
             "RUN/checkpoints/step-00000100, or auto"
         )
     run = path.absolute().parent.parent
     owner = run if (run / "job.json").is_file() else None
     if out is None:
         if owner is None:
-            raise ConfigError(f"--resume '{path}' belongs to no run: add --out RUN")
+            raise ConfigError(f"'{path}' belongs to no run: give out, the directory of one")
         return owner, str(path)
     if owner is None or out.resolve() != owner.resolve():
         check_no_run(out)

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from moesaic.report.loads import Loads
 
 
-LOG = Path("events") / "rank-0.jsonl"
-"""Events of the whole run, in its directory."""
-
-
 def latest_loads(run: Path) -> pa.Table | None:
     """Return the loads of each step and layer, in order; None if nothing is recorded.
 
@@ -46,14 +42,12 @@ def recorded_loads(run: Path, job: Job) -> RecordedLoads:
     loads = RunStats.read(run).loads
     if loads is None:
         raise ConfigError(
-            f"--loads '{run}' has recorded no expert loads, like every run of a dense model: give "
-            "another run, or remove --loads"
+            f"'{run}' has recorded no expert loads, like every run of a dense model: take the "
+            "loads of another run, or of none"
         )
     mismatch = find_loads_mismatch(loads, job.model)
     if mismatch is not None:
-        raise ConfigError(
-            f"--loads '{run}' {mismatch}: give a run of this model, or remove --loads"
-        )
+        raise ConfigError(f"'{run}' {mismatch}: take the loads of a run of this model, or of none")
     return RecordedLoads(str(run), list(loads.recent))
 
 

@@ -75,14 +75,14 @@ class Model:
             found = [file.parent for file in origin.companions if file.name == "tokenizer.json"]
             if not found:
                 raise ConfigError(
-                    f"'{origin.path}' has no tokenizer.json: name one with --set tokenizer=PATH"
+                    f"'{origin.path}' has no tokenizer.json: set tokenizer to the path of one"
                 )
             tokenizer = open_tokenizer(str(found[0]), data.get("end_token"))
         if tokenizer.size > origin.model.vocab:
             raise ConfigError(
                 f"the tokenizer '{tokenizer.name}' has {tokenizer.size} ids, but the model has "
-                f"model.vocab = {origin.model.vocab}: name the tokenizer that the model was "
-                "trained with (--set tokenizer=PATH)"
+                f"model.vocab = {origin.model.vocab}: set tokenizer to the one that the model "
+                "was trained with"
             )
         return tokenizer
 
@@ -131,7 +131,8 @@ class Model:
         name = self.tokenizer.name
         if name == "bytes":
             raise ConfigError(
-                "--chat needs a chat template, and the bytes tokenizer has none: remove it"
+                "a chat needs a chat template, and the bytes tokenizer has none: continue plain "
+                "text, or use a model with another tokenizer"
             )
         from moesaic.models.chat import ChatTemplate
 
@@ -144,7 +145,7 @@ class Model:
         if template is None:
             if system is not None:
                 raise ConfigError(
-                    f"system = {keys.show(system)} needs a chat: add --chat, or remove it"
+                    f"system = {keys.show(system)} needs a chat: ask for a chat, or remove system"
                 )
             return [encode(text) for text in prompts]
         opening = [] if system is None else [{"role": "system", "content": system}]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import model_validator
 
-from moesaic.api.loads import LOG, latest_loads
+from moesaic.api.loads import latest_loads
+from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.base.events import read_events
+from moesaic.base.events import RUN_LOG, read_events
 from moesaic.facts.balance import IntArray
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import YardstickConfig
@@ -32,9 +33,6 @@ from moesaic.policy.balance.yardsticks import make_balancer
 if TYPE_CHECKING:
     from moesaic.report import RunStats
 
-_JOB_PREFIX = "balance."
-"""Prefix of these settings in a job file."""
-
 _COLUMNS = {
     "replicas": "replicas", "imbalance_before": "imbalance_before",
     "imbalance_after": "imbalance_after", "unbalanced_s": "predicted_unbalanced_s",
@@ -46,9 +44,22 @@ _COLUMNS = {
 class ReplayConfig(YardstickConfig):
     """Policy to replay and its settings, as in a job's [balance]."""
 
+    key_prefix: ClassVar[str] = ""
+
     prices: Prices | None = None
     """Costs that policies assume; unset: those of the run, its job or its plan, or typical ones of
     its devices."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        table = raw.get("balance")
+        for key, value in table.items() if isinstance(table, dict) else ():
+            raise ValueError(
+                f"balance.{key} = {keys.show(value)} has the name of a job's key: "
+                f"did you mean '{key}'?"
+            )
+        return raw
 
     @model_validator(mode="after")
     def _check_replayable(self) -> ReplayConfig:
@@ -62,7 +73,9 @@ class ReplayConfig(YardstickConfig):
     def ineffective_settings(self) -> list[str]:
         """Return these sentences in replay's own names. Prices always count: even layers without
         replicas have a predicted time."""
-        sentences = (text.replace(_JOB_PREFIX, "") for text in super().ineffective_settings())
+        sentences = (
+            text.replace(BalanceConfig.key_prefix, "") for text in super().ineffective_settings()
+        )
         return [text for text in sentences if not text.startswith("prices has no effect")]
 
 
@@ -165,7 +178,7 @@ def _read_replicas(run: Path) -> dict[int, float]:
     """Return the mean replicas of a micro-batch by layer, from the decisions that the run recorded
     in the EP group of rank 0."""
     numbers: dict[int, list[int]] = {}
-    for event in read_events(run / LOG):
+    for event in read_events(run / RUN_LOG):
         for decision in event.get("balance", ()) if event["event"] == "decisions" else ():
             if not decision["is_ahead"]:  # Of tokens that it has seen.
                 numbers.setdefault(decision["layer"], []).append(len(decision["replicas"]))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.api.loads import LOG, latest_loads
+from moesaic.api.loads import latest_loads
 from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.events import RUN_LOG, find_run_log, read_events
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,11 +28,10 @@ class Run:
     def open(cls, directory: str | Path) -> Run:
         """Return the run in a directory, finished or not."""
         path = Path(directory)
-        if not (path / LOG).is_file():
-            raise ConfigError(
-                f"there is no run directory '{path}' with {LOG}: name one that `moesaic train` "
-                "wrote"
-            )
+        try:
+            find_run_log(path)
+        except StoreError as error:
+            raise ConfigError(str(error)) from None
         return cls(path)
 
     @property
@@ -61,10 +62,8 @@ class Run:
         """Return a row per decision: `kind` is "balance" (replicas) or "migration" (owners)."""
         import pyarrow as pa
 
-        from moesaic.base.events import read_events
-
         by_step: dict[int, Mapping[str, Sequence[Mapping[str, Any]]]] = {}
-        for event in read_events(self.directory / LOG):
+        for event in read_events(self.directory / RUN_LOG):
             if event["event"] == "decisions":
                 by_step[event["step"]] = event
         rows = [
@@ -97,9 +96,10 @@ class Run:
         """
         from moesaic.api.replay import ReplayConfig, replay_run
 
-        return replay_run(
-            self.directory, parse(ReplayConfig, {"policy": policy, **settings}, "replay")
-        )
+        config = parse(ReplayConfig, {"policy": policy, **settings}, "replay")
+        for text in config.ineffective_settings():
+            warnings.warn(text, stacklevel=2)
+        return replay_run(self.directory, config)
 
     def _stats(self) -> RunStats:
         from moesaic.report import RunStats

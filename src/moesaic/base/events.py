@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moesaic.base.errors import write_error
+from moesaic.base.errors import StoreError, write_error
+
+RUN_LOG = Path("events") / "rank-0.jsonl"
+"""Events of the whole run, in its directory."""
 
 
 class EventLog:
@@ -41,6 +44,16 @@ class EventLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def find_run_log(run: Path) -> Path:
+    """Return the events of the whole run in the directory `run`; raise if it holds none."""
+    path = run / RUN_LOG
+    if not path.is_file():
+        raise StoreError(
+            f"there is no run directory '{run}' with {RUN_LOG}: name one that `moesaic train` wrote"
+        )
+    return path
 
 
 def _ends_in_broken_line(path: Path) -> bool:

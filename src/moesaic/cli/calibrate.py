@@ -12,7 +12,7 @@ import typer
 
 from moesaic.api.loads import find_loads_mismatch
 from moesaic.base.config import parse
-from moesaic.base.errors import ClusterError, UserError
+from moesaic.base.errors import ClusterError, ConfigError
 from moesaic.base.units import format_seconds
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import ClusterPath, DryRun, Json, Out
@@ -54,9 +54,9 @@ def calibrate(
     the cluster use them. They replace earlier factors, so give all runs at once.
     """
     if not runs:
-        raise UserError("RUN is missing: moesaic calibrate RUN... --cluster FILE")
+        raise ConfigError("RUN is missing: moesaic calibrate RUN... --cluster FILE")
     if cluster_path is None:
-        raise UserError(
+        raise ConfigError(
             "--cluster is missing: give the cluster file that the runs were planned for"
         )
     if out is not None:
@@ -74,7 +74,7 @@ def calibrate(
         _print_facts(facts)
     if _is_worse(facts):
         error = facts["error"]
-        raise UserError(
+        raise ConfigError(
             f"the factors make predictions of held-out runs worse (median error "
             f"{error['held_out']:.1%}, {error['uncalibrated']:.1%} without them), so nothing is "
             "written: give more runs, or leave out runs that other work on the machine disturbed"
@@ -98,7 +98,7 @@ def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibrat
     """Put the calibration into the cluster's file, or into a copy of it."""
     text = path.read_text(encoding="utf-8-sig") if path.is_file() else None
     if text is None or parse_cluster(text, str(path)) != cluster:
-        raise UserError(
+        raise ConfigError(
             f"--cluster '{path}' has changed meanwhile, or is not a plain file: try again with a "
             "plain file that stays as it is"
         )
@@ -123,16 +123,16 @@ def _fit_factors(runs: Sequence[RunStats], cluster: Cluster) -> tuple[Calibratio
 
 
 def _check_unique(runs: Sequence[Path]) -> Sequence[Path]:
-    """Return `runs`; raise UserError if one is given twice."""
+    """Return `runs`; raise ConfigError if one is given twice."""
     places = [run.resolve() for run in runs]
     for run, place in zip(runs, places, strict=True):
         if places.count(place) > 1:
-            raise UserError(f"RUN '{run}' is given twice: give it once")
+            raise ConfigError(f"RUN '{run}' is given twice: give it once")
     return runs
 
 
 def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunStats:
-    """Return the run at `path`; raise UserError if the factors cannot be fitted to it."""
+    """Return the run at `path`; raise ConfigError if the factors cannot be fitted to it."""
     from moesaic.policy.plan.mapping import assign_places
     from moesaic.report import RunStats
     from moesaic.report.prediction import WARMUP_STEPS
@@ -140,20 +140,20 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunStats:
     run = RunStats.read(path)
     if run.prediction is None:
         missing = "predictions in its plan" if not run.plan.get("predictions") else "measured step"
-        raise UserError(
+        raise ConfigError(
             f"RUN '{path}' has no {missing}: plan it (moesaic plan --cluster FILE --out PLAN) and "
             "train it with the plan (moesaic train --plan PLAN)"
         )
     name = run.prediction.predicted.cluster
     if name != cluster.name:
-        raise UserError(
+        raise ConfigError(
             f"RUN '{path}' was planned for cluster '{name}', but '{cluster_path}' describes "
             f"'{cluster.name}': give runs that were planned for '{cluster.name}'"
         )
     num_steps = int((run.steps.step > (run.launches[-1].step if run.launches else 0)).sum())
     if num_steps <= WARMUP_STEPS:
         since = " since it was resumed" if len(run.launches) > 1 else ""
-        raise UserError(
+        raise ConfigError(
             f"RUN '{path}' has {num_steps} steps{since}, and the first {WARMUP_STEPS} after a "
             "start are slower than others: give a longer run"
         )
@@ -161,17 +161,17 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunStats:
     check_plan(plan, _job(run), str(path))
     mismatch = None if run.loads is None else find_loads_mismatch(run.loads, _job(run).model)
     if mismatch is not None:
-        raise UserError(f"RUN '{path}' {mismatch}: give an unchanged run")
+        raise ConfigError(f"RUN '{path}' {mismatch}: give an unchanged run")
     try:
         places = assign_places(plan, cluster).places
     except ClusterError as error:
-        raise UserError(
+        raise ConfigError(
             f"RUN '{path}' had {plan.ranks} rank{'s'[: plan.ranks > 1]}, for which "
             f"'{cluster_path}' has no places ({error}): give the cluster as it was, or other runs"
         ) from None
     mismatch = placement_mismatch(plan, places)
     if mismatch is not None:
-        raise UserError(
+        raise ConfigError(
             f"RUN '{path}' does not fit '{cluster_path}': {mismatch}; give the cluster as it was, "
             "or other runs"
         )
@@ -199,7 +199,7 @@ def _observe_run(run: RunStats, cluster: Cluster) -> Observation:
     predicted_s = step.predict_s(UNCALIBRATED)
     check_step_time(cluster.name, predicted_s)
     if not MIN_FACTOR <= measured_s / predicted_s <= MAX_FACTOR:
-        raise UserError(
+        raise ConfigError(
             f"RUN '{run.directory}' took {format_seconds(measured_s)} per step, but "
             f"{format_seconds(predicted_s)} were predicted, and factors are limited to "
             f"{MIN_FACTOR} to {MAX_FACTOR:g}: leave the run out if the machine was busy, or probe "

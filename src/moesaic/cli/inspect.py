@@ -40,20 +40,27 @@ Verify = Annotated[
     ),
 ]  # fmt: skip
 Samples = Annotated[
-    int,
-    typer.Option("--samples", metavar="N", min=1, help="For more or fewer samples of a job."),
-]
+    int | None,
+    typer.Option(
+        "--samples", metavar="N", min=1, show_default="2",
+        help="For more or fewer samples of a job.",
+    ),
+]  # fmt: skip
 
 
 def inspect(
-    path: Target = None, verify: Verify = False, samples: Samples = 2, as_json: Json = False
+    path: Target = None, verify: Verify = False, samples: Samples = None, as_json: Json = False
 ) -> int:
     """Show what a directory contains and whether it is intact, or samples of a job."""
     target = flags.require(path, "PATH", "inspect")
-    if target.suffix == ".toml":
-        facts = _inspect_job(target, samples)
-    else:
-        facts = _inspect_directory(target, verify)
+    is_job = target.suffix == ".toml"
+    if samples is not None and not is_job:
+        raise ConfigError(f"--samples needs a job file, and '{target}' is none: remove --samples")
+    if verify and (is_job or (target / "config.json").is_file()):
+        raise ConfigError(
+            f"--verify needs a run or checkpoint, and '{target}' is none: remove --verify"
+        )
+    facts = _inspect_job(target, samples or 2) if is_job else _inspect_directory(target, verify)
     if as_json:
         screen.print_json(facts)
     else:

@@ -19,7 +19,7 @@ from moesaic.api import start
 from moesaic.api.launch import EXIT_INTERRUPTED, RankFailed, RunInterrupted, message_prefix
 from moesaic.api.progress import flush_stdout
 from moesaic.api.train_worker import MEMORY_HINT
-from moesaic.base.errors import UserError, as_user_error
+from moesaic.base.errors import ConfigError, UserError, as_user_error
 from moesaic.cli import screen
 
 VERBS = (
@@ -111,7 +111,7 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
     result: list[str] = []
     for index, argument in enumerate(arguments):
         if argument in ("--out=", "") and (argument or (index and arguments[index - 1] == "--out")):
-            raise UserError("--out '' is empty: give a path")
+            raise ConfigError("--out '' is empty: give a path")
         result.append(argument)
         following = arguments[index + 1] if index + 1 < len(arguments) else "-"
         if argument == "--resume" and (following.startswith("-") or following.endswith(".toml")):

@@ -61,7 +61,7 @@ def probe(
 
 
 def _num_ranks(config: ProbeConfig, ranks: int | None) -> int:
-    """Return the number of ranks to start; raise UserError if this machine lacks devices."""
+    """Return the number of ranks to start; raise ConfigError if this machine lacks devices."""
     with exit_on_interrupt():
         from moesaic.kernels import device
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from moesaic import __version__
@@ -23,9 +21,6 @@ from moesaic.dist.probe.settings import ProbeConfig
 
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
-
-_MAX_MEDIAN_RANGE, _MAX_P90_RANGE = 0.2, 0.5
-"""Relative ranges of repeats, at the median and at the 90th percentile, that cause a warning."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,6 @@ def run_probe_task(task: ProbeTask) -> None:
     with probe_progress(is_leader(), num_phases(config)) as watch:
         result = measure(config, watch)
     if result is not None:
-        result = replace(result, notes=[*result.notes, *_noise_warnings(result, config)])
         for note in result.notes:
             screen.print_warning(note)
         _write(Path(task.out), result, config.repeats)
@@ -69,25 +63,8 @@ def _write(path: Path, result: ProbeResult, repeats: int) -> None:
     flags.write_new_file("--out", path, opening + result.cluster.to_toml())
 
 
-def _noise_warnings(result: ProbeResult, config: ProbeConfig) -> Iterator[str]:
-    """Yield a warning if repeats differ too much."""
-    median_range, p90_range = _repeat_ranges(result)
-    if median_range > _MAX_MEDIAN_RANGE or p90_range > _MAX_P90_RANGE:
-        yield (
-            f"the machine was not steady: repeats differ by {median_range:.0%} (median) and "
-            f"{p90_range:.0%} (90th percentile); stop other work and probe again, for longer "
-            f"(--set seconds={3 * config.seconds:g} --set repeats={2 * config.repeats})"
-        )
-
-
-def _repeat_ranges(result: ProbeResult) -> tuple[float, float]:
-    """Return the median and the 90th percentile of the relative ranges of all points."""
-    ranges = result.relative_ranges
-    return median(ranges), ranges[int(0.9 * (len(ranges) - 1))]
-
-
 def _describe_noise(result: ProbeResult) -> str:
-    median_range, p90_range = _repeat_ranges(result)
+    median_range, p90_range = result.repeat_ranges
     return (
         f"Repeats of {len(result.relative_ranges):,} points differ by {median_range:.0%} (median) "
         f"and {p90_range:.0%} (90th percentile)"
@@ -98,7 +75,7 @@ def _print_result(task: ProbeTask, result: ProbeResult) -> None:
     from moesaic.dist.probe.cluster import headlines
 
     figures = list(headlines(result.cluster))
-    median_range, p90_range = _repeat_ranges(result)
+    median_range, p90_range = result.repeat_ranges
     if task.as_json:
         screen.print_json(
             {

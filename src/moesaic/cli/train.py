@@ -151,8 +151,9 @@ def _write_report(run: Run, as_json: bool) -> None:
     if facts["skipped"] and facts["skipped"] == facts["step"]:
         raise DivergedError(
             f"all {facts['step']:,} steps were skipped because fp16 overflowed, so nothing was "
-            "learnt: the loss scale halves with each skipped step; raise train.steps and continue "
-            'with --resume, or start again with train.precision = "bf16" or "fp32"'
+            f"learnt: the loss scale ({facts['loss_scale']:g} in the last step) halves with each "
+            "skipped step; raise train.steps and continue with --resume, or start again with "
+            'train.precision = "bf16" or "fp32"'
         )
 
 
@@ -218,7 +219,8 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
         screen.print_line(line)
     screen.print_line(f"plan             {describe_plan(plan)}")
     screen.print_line(f"memory per rank  peak {format_bytes(memory.peak_bytes)}, of which")
-    for kind, num_bytes in memory.by_kind().items():
+    by_kind = {kind: num_bytes for kind, num_bytes in memory.by_kind().items() if num_bytes}
+    for kind, num_bytes in by_kind.items():
         name = kind.removesuffix("_bytes")
         remark = " (estimate)" if name in ("activations", "gathered", "working") else ""
         screen.print_line(f"  {name:<14} {format_bytes(num_bytes)}{remark}")

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moesaic.base.errors import StoreError
+from moesaic.base.events import find_run_log
 from moesaic.report.loads import BalanceStats, Loads, read_balance_stats, read_loads
 from moesaic.report.log import (
     Checkpoint,
@@ -76,12 +77,7 @@ class RunStats:
     @classmethod
     def read(cls, run_dir: Path, now_s: float | None = None) -> RunStats:
         """Read `run_dir`; `now_s` (default: the clock) tells a silent run from a running one."""
-        log_path = run_dir / "events" / "rank-0.jsonl"
-        if not log_path.is_file():
-            raise StoreError(
-                f"there is no run directory '{run_dir}' with events/rank-0.jsonl: name one that "
-                "`moesaic train` wrote"
-            )
+        log_path = find_run_log(run_dir)
         job, plan, versions = (
             _read_json(run_dir / name) for name in ("job.json", "plan.json", "versions.json")
         )

@@ -47,6 +47,7 @@ def summary(run: RunStats) -> dict[str, Any]:
         "dropped": int(np.nansum(run.steps.dropped)),
         "num_replay_mismatches": int(np.nansum(run.steps.num_replay_mismatches)),
         "skipped": int(np.nansum(run.steps.skipped)),
+        "loss_scale": float(run.steps.loss_scale[-1]) if len(run.steps) else None,
         "experts": _experts(run),
         "balance": _balance(run),
         "experts_migrated": [asdict(one) for one in run.migrations],

@@ -315,22 +315,19 @@ def holds_checkpoint(run: Path) -> bool:
 def check_no_run(out: Path) -> None:
     """Raise if `out` cannot take a new run, because something is there already."""
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out '{out}' is a file: give a directory for the run")
+        raise ConfigError(f"'{out}' is a file: give a directory for the run")
     if holds_checkpoint(out):
-        raise ConfigError(
-            f"--out '{out}' already holds a run: add --resume to continue it, or give another "
-            "directory"
-        )
+        raise ConfigError(f"'{out}' already holds a run: resume it, or give another directory")
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     found = [name for name in names if name != LOCK]
     if "job.json" in found:
         raise ConfigError(
-            f"--out '{out}' holds a run without a checkpoint: remove the directory if the run has "
+            f"'{out}' holds a run without a checkpoint: remove the directory if the run has "
             "ended, or give another one"
         )
     if found:
         raise ConfigError(
-            f"--out '{out}' is not empty and holds no run (it has '{found[0]}'): give a new or an "
+            f"'{out}' is not empty and holds no run (it has '{found[0]}'): give a new or an "
             "empty directory"
         )
 
@@ -342,7 +339,7 @@ def check_writable(out: Path) -> None:
         with tempfile.TemporaryDirectory(dir=nearest):  # Leaves nothing behind.
             pass
     except OSError as error:
-        raise write_error(f"--out '{out}'", error) from None
+        raise write_error(f"'{out}'", error) from None
 
 
 def check_out_is_not_text(out: Path, job: Job) -> None:
@@ -359,7 +356,7 @@ def check_out_is_not_text(out: Path, job: Job) -> None:
             reads_run = "**" in path.parts and any(fnmatch(name, path.name) for name in _RUN_FILES)
         if reads_run and out.resolve().is_relative_to(root.resolve()):
             raise ConfigError(
-                f"--out '{out}' is inside data.{key} = {keys.show(value)}, so files of the run "
+                f"'{out}' is inside data.{key} = {keys.show(value)}, so files of the run "
                 "would become text: give a directory elsewhere"
             )
 

@@ -14,7 +14,7 @@ import torch
 
 import moesaic
 from moesaic.base.errors import StoreError, write_error
-from moesaic.base.events import EventLog
+from moesaic.base.events import RUN_LOG, EventLog
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan
@@ -37,14 +37,14 @@ def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[None
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(out / LOCK, refuse))
         except OSError as error:
-            raise write_error(f"--out '{out}'", error) from None
+            raise write_error(f"'{out}'", error) from None
         if fresh:
             check_no_run(out)
         return ""
 
     def refuse(holder: str) -> NoReturn:
         raise StoreError(
-            f"--out '{out}' is in use by {holder}: wait for its end, or name another directory"
+            f"'{out}' is in use by {holder}: wait for its end, or name another directory"
         )
 
     try:
@@ -81,7 +81,7 @@ def write_run_metadata(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
         except OSError as error:
-            raise write_error(f"--out '{out}'", error) from None
+            raise write_error(f"'{out}'", error) from None
         return ""
 
     world.run_on_rank_zero(write)
@@ -89,7 +89,7 @@ def write_run_metadata(
 
 def record_run_end(out: Path, reason: str) -> None:
     """Record in the log of the run at `out` why it ended, unless another run is writing there."""
-    log = out / "events" / "rank-0.jsonl"
+    log = out / RUN_LOG
     with suppress(LockHeld, OSError, StoreError):  # The user sees the reason in any case.
         if log.is_file():
             with file_lock(out / LOCK, fail_if_locked):

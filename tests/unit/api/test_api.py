@@ -13,7 +13,10 @@ import torch
 
 import moesaic
 from moesaic import Cluster, ConfigError, Job, Run
+from moesaic.api import cluster as cluster_api
+from moesaic.base.errors import StoreError
 from moesaic.base.events import read_events
+from moesaic.dist.probe.probe import ProbeResult
 from moesaic.facts.plan import load_plan
 
 TABLES: dict[str, Any] = {
@@ -113,13 +116,31 @@ def test_clusters() -> None:
     assert Cluster.load("cluster.toml").facts == cluster.facts
     with pytest.raises(ConfigError, match="no-such"):
         Cluster.preset("no-such")
+    with pytest.raises(StoreError, match=r"'cache' cannot be written \("):
+        cluster.save("cache")
 
 
-def test_a_probe_measures_this_machine() -> None:
+def test_a_probe_measures_this_machine(recwarn: pytest.WarningsRecorder) -> None:
     settings = {"seconds": 0.2, "largest_side": 64, "copy_bytes": 1 << 14, "links": False}
     cluster = Cluster.probe(1, **settings, disks=[], device="cpu")
+    assert all("the machine was not steady" in str(one.message) for one in recwarn)
     (device,) = cluster.facts.hosts[0].devices
     assert device.kind == "cpu"
+
+
+def test_a_probe_warns_of_an_unsteady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Cluster.preset("cpu").facts
+    result = ProbeResult(facts, [0.1, 0.3, 0.6], ["no disk"])
+
+    def launch_here(_module: str, task: str, _ranks: int) -> None:
+        monkeypatch.setattr("sys.argv", ["probe", task])
+        monkeypatch.setattr("moesaic.dist.probe.probe.probe", lambda *_: result)
+        assert not cluster_api.main()
+
+    monkeypatch.setattr(cluster_api, "launch", launch_here)
+    with pytest.warns(UserWarning, match="no disk|not steady.*repeats = 6") as warned:
+        assert Cluster.probe(1, repeats=3, device="cpu").facts == facts
+    assert len(warned) == 2
 
 
 def test_tables_of_a_run() -> None:
@@ -145,7 +166,8 @@ def test_decisions_of_a_run(tmp_path: Path) -> None:
     assert set(decisions["step"].to_pylist()) == {1, 2, 3, 4, 5}
     assert set(decisions["kind"].to_pylist()) == {"balance"}
     assert decisions["replicas"].to_pylist()[-1]
-    assert run.replay(policy="none")["speedup"] == 1.0
+    with pytest.warns(UserWarning, match=r"^min_replica_tokens has no effect: policy = "):
+        assert run.replay(policy="none", min_replica_tokens=2)["speedup"] == 1.0
 
 
 def test_a_model_is_loaded_changed_and_saved() -> None:
@@ -168,11 +190,11 @@ def test_a_model_is_loaded_changed_and_saved() -> None:
     [
         (lambda: Job.load("nowhere.toml"), "'nowhere.toml' cannot be read"),
         (lambda: Job.load({**TABLES, "trian": {}}), "unknown key 'trian'"),
-        (lambda: Job.load(TABLES).train(out="run"), "--out 'run' already holds a run"),
+        (lambda: Job.load(TABLES).train(out="run"), "'run' already holds a run: resume it"),
         (lambda: Job.load(TABLES).train(out="cache"), "is not empty and holds no run"),
         (lambda: Job.load(TABLES).train(nproc=0), "--nproc 0: give a number from 1"),
         (lambda: Job.load(TABLES).train(plan="none.json"), "'none.json' cannot be read"),
-        (lambda: Job.load(TABLES).train(resume="auto"), "--resume needs --out"),
+        (lambda: Job.load(TABLES).train(resume="auto"), "resume needs out, the directory"),
         (lambda: Run.open("cache"), "there is no run directory 'cache'"),
         (lambda: moesaic.load("cache"), "'cache' "),
         (lambda: moesaic.load("run", precision="fp23"), 'precision = "fp23" is not known'),

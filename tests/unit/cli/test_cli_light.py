@@ -227,6 +227,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert "parameters       1,927,296 in total, 747,648 active (39%)" in text
     assert "plan             2 ranks, experts over 2, tokens once per expert, dense" in text
     assert "memory per rank  " in text
+    assert " 0 B" not in text
     for kind in ("parameters", "gradients", "moments", "activations"):
         assert f"  {kind}" in text
     job = parse(Job, tomllib.loads(text.partition("\nparameters")[0]), "dry run")

@@ -248,7 +248,7 @@ def test_an_edited_plan_is_predicted(place: Path, capfd: pytest.CaptureFixture[s
     )
     (place / "other.toml").write_text(CLUSTER.replace("h100-8", "a100-8"))
     for flags, words in (
-        (["--nproc", "4"], "--plan 'edited.json' is for 8 ranks, but --nproc is 4: remove --nproc"),
+        (["--nproc", "4"], "--plan 'edited.json' is for 8 ranks, but nproc is 4: leave out nproc"),
         ([*layout_sets("ep=2")], "--set layout.ep=2 beside --plan 'edited.json', which has ep = 4"),
         (["--cluster", "other.toml"], "rank 0 is planned for a 'NVIDIA H100 SXM5', but it "),
     ):

@@ -92,7 +92,10 @@ def test_skipped_steps_are_reported(
     text = run("train job.toml --out over2 --set train.steps=20", capfd, *FP16)
     assert f", {skipped} of 20 steps skipped because fp16 overflowed: loss " in text
     line = f"train job.toml --out none --set train.steps={skipped}".split()
-    words = f"error: all {skipped} steps were skipped because fp16 overflowed, so nothing"
+    words = (
+        f"error: all {skipped} steps were skipped because fp16 overflowed, so nothing was learnt: "
+        f"the loss scale ({2 ** (31 - skipped):g} in the last step) halves"
+    )
     assert main([*line, *FP16]) == 2
     captured = capfd.readouterr()
     assert captured.err.splitlines()[-1].startswith(words)

@@ -138,7 +138,7 @@ def test_chat_with_the_template_of_an_export(
             assert ask(f"generate {model} --chat{more}", capfd) == expected, model
 
     for line, words in (
-        ("generate run --prompt x --set system=y", "add --chat"),
+        ("generate run --prompt x --set system=y", "ask for a chat"),
         ("generate run --prompt x --chat --set tokenizer=bytes", "the bytes tokenizer has none"),
     ):
         assert main(line.split()) == 2

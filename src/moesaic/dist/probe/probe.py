@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,7 +38,13 @@ class ProbeResult:
     relative_ranges: list[float]
     """Relative range over the repeats of every measured number, ascending."""
     notes: list[str]
-    """Sentences on what could not be measured."""
+    """Sentences on what could not be measured, or may be wrong."""
+
+    @property
+    def repeat_ranges(self) -> tuple[float, float]:
+        """Median and 90th percentile of the relative ranges."""
+        ranges = self.relative_ranges
+        return median(ranges), ranges[int(0.9 * (len(ranges) - 1))]
 
 
 def collective_timeout(config: ProbeConfig) -> timedelta:

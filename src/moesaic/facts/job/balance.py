@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -92,6 +92,9 @@ class BalanceConfig(Section):
     ranks, and replica gradients are added on the owner rank.
     """
 
+    key_prefix: ClassVar[str] = "balance."
+    """Prefix of these settings in error messages."""
+
     policy: Policy = "quota"
     """Policy that places expert replicas. quota (default): few replicas, near the tokens, each for
     an exact number of tokens. none: no replicas, and no memory for them. pro-prophet, eplb,
@@ -137,27 +140,29 @@ class BalanceConfig(Section):
 
     @model_validator(mode="after")
     def _check_memory_limits(self) -> BalanceConfig:
+        at = self.key_prefix
         for name in ("max_replicas", "max_replicas_sent"):
             limit = getattr(self, name)
             if limit is not None and not _TRAITS[self.policy].limits_replicas:
                 raise ValueError(
-                    f'balance.{name} = {limit} with balance.policy = "{self.policy}", which has '
+                    f'{at}{name} = {limit} with {at}policy = "{self.policy}", which has '
                     "no such limit: remove it, or use a policy that has one (quota, eplb)"
                 )
         return self
 
     @model_validator(mode="after")
     def _check_replanning(self) -> BalanceConfig:
+        at = self.key_prefix
         if self.replan_drift is not None and self.replan_every == 1:
             raise ValueError(
-                f"balance.replan_drift = {self.replan_drift} with balance.replan_every = 1, which "
-                "always plans anew: remove it, or raise balance.replan_every"
+                f"{at}replan_drift = {self.replan_drift} with {at}replan_every = 1, which always "
+                f"plans anew: remove it, or raise {at}replan_every"
             )
         if self.replan_every > 1 and self.policy != "none" and not self.uses_past_loads:
             raise ValueError(
-                f"balance.replan_every = {self.replan_every} with balance.policy = "
-                f'"{self.policy}", which plans by current loads: remove it, use a policy that '
-                "plans by earlier loads (pro-prophet, eplb), or set balance.prefetch = true"
+                f'{at}replan_every = {self.replan_every} with {at}policy = "{self.policy}", which '
+                "plans by current loads: remove it, use a policy that plans by earlier loads "
+                f"(pro-prophet, eplb), or set {at}prefetch = true"
             )
         return self
 

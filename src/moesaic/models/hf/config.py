@@ -47,6 +47,7 @@ NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts")
 LATENT_KEYS = tuple(LatentConfig.model_fields)
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
     "linear": ("factor",),
     "llama3": ("factor", ORIGINAL_LENGTH, "low_freq_factor", "high_freq_factor"),
     "yarn": (
@@ -56,6 +57,8 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Keys of a rotary table by `rope_type`; `model.rope_scaling` has fields of the same names, but
 `original_max_positions` for `ORIGINAL_LENGTH`."""
+ROPE_REQUIRED = ("factor", "low_freq_factor", "high_freq_factor")
+"""Keys that a rotary table must have if its `rope_type` knows them."""
 UNSET_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Keys of rotary tables that transformers treats as absent if they are 0."""
 
@@ -176,6 +179,10 @@ class _ConfigKeys:
         value = self.given.get(key)
         if value is None:
             raise ConfigError(f"{self._origin}: '{key}' is required and not given: add it")
+        return self._positive(key, value)
+
+    def _positive(self, key: str, value: Any) -> int:
+        """Return `value`; raise unless it is a positive whole number."""
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(
                 f"{self._origin}: {key} = {json.dumps(value)} is not a positive whole number"
@@ -286,16 +293,23 @@ class _ConfigKeys:
 
     def rope(self) -> dict[str, Any]:
         """Return base and scaling of the rotary embedding, from any of the keys that hold them."""
-        thetas, scalings = {"rope_theta": self.given.get("rope_theta")}, {}
+        thetas = {"rope_theta": self.given.get("rope_theta")}
+        scalings: dict[str, dict[str, Any]] = {}
         for key in ("rope_scaling", "rope_parameters"):
             table = self.given.get(key) or {}
             if not isinstance(table, dict):
                 raise ConfigError(f"{self._origin}: {key} = {json.dumps(table)} is no table")
             thetas[f"{key}.rope_theta"] = table.get("rope_theta")
-            scalings[key] = self._rope_scaling(key, table) if table else None
+            if table:
+                scalings[key] = self._rope_scaling(key, table)
+        scaling, *others = scalings.values() or ({},)
+        if any(other != scaling for other in others):
+            raise ConfigError(
+                f"{self._origin}: {' and '.join(scalings)} contradict each other: remove one"
+            )
         return {
             "rope_theta": self._agreed(thetas, self.optional("rope_theta")),
-            "rope_scaling": self._agreed(scalings, None) or None,
+            "rope_scaling": scaling or None,
         }
 
     def _rope_scaling(self, table_key: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,20 +318,33 @@ class _ConfigKeys:
             key: value for key, value in table.items()
             if value is not None and (value or key not in UNSET_BY_ZERO)
         }  # fmt: skip
-        kind = given.get("rope_type", given.get("type", "default"))
+        kind_key = "rope_type" if "rope_type" in given else "type"
+        kind = given.get(kind_key, "default")
+        self._check_value(f"{table_key}.{kind_key}", kind, tuple(ROPE_KINDS))
         partial = given.get("partial_rotary_factor")
         self._check_value(f"{table_key}.partial_rotary_factor", partial, (1.0,))
-        if kind == "default":
-            return {}
         for key in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
             given.pop(key, None)
-        if kind != "linear":
+        known = ROPE_KINDS[kind]
+        for key, value in given.items():
+            if key not in known:
+                raise ConfigError(
+                    f"{self._origin}: {table_key}.{key} = {json.dumps(value)} is not known for "
+                    f'{kind_key} = "{kind}": remove it'
+                )
+        for key in ROPE_REQUIRED:
+            if key in known and key not in given:
+                raise ConfigError(f"{self._origin}: {table_key} has no {key}: add it")
+        if kind == "default":
+            return {}
+        if ORIGINAL_LENGTH in known:
+            inner_key = f"{table_key}.{ORIGINAL_LENGTH}"
             lengths = {
                 ORIGINAL_LENGTH: self.given.get(ORIGINAL_LENGTH),
-                f"{table_key}.{ORIGINAL_LENGTH}": given.pop(ORIGINAL_LENGTH, None),
+                inner_key: given.pop(ORIGINAL_LENGTH, None),
             }
-            longest = self.optional("max_position_embeddings")
-            given["original_max_positions"] = self._agreed(lengths, longest)
+            length = self._agreed(lengths, self.optional("max_position_embeddings"))
+            given["original_max_positions"] = self._positive(inner_key, length)
         return {"kind": kind, **given}
 
 

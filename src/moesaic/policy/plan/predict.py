@@ -110,8 +110,8 @@ def _place_given_plan(
     """Return `plan` with places for its ranks on `cluster`, which must be those that it has."""
     if num_ranks not in (None, plan.ranks):
         raise ConfigError(
-            f"{origin} is for {plan.ranks} ranks, but --nproc is {num_ranks}: remove --nproc, or "
-            "remove --plan"
+            f"{origin} is for {plan.ranks} ranks, but nproc is {num_ranks}: leave out nproc "
+            "or the plan"
         )
     placed = assign_places(complete_plan(plan, job), cluster)
     mismatch = placement_mismatch(plan, placed.places)

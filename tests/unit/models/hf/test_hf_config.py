@@ -152,13 +152,31 @@ def test_both_spellings_of_the_rotary_base(family: str, keys: dict[str, Any]) ->
     [
         ({**LLAMA, "model_type": "gpt2"}, ('model_type = "gpt2"', "llama, mixtral, olmoe")),
         ({"vocab_size": 3}, ("model_type = null", "llama, mixtral, olmoe")),
-        ({**LLAMA, "rope_scaling": {"type": "dynamic"}}, ("rope_scaling.kind", '"dynamic"')),
-        ({**LLAMA, "rope_scaling": {"type": "linear"}}, ("rope_scaling.factor",)),
-        ({**LLAMA, "rope_scaling": {"type": "linear", **YARN}}, ("original_max_position",)),
+        ({**LLAMA, "rope_scaling": {"type": "dynamic"}}, ('rope_scaling.type = "dynamic"', "yarn")),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, ("rope_scaling has no factor",)),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "linear", **YARN}},
+            ("rope_scaling.original_max_position_embeddings = 32768", 'rope_type = "linear"'),
+        ),
+        ({**LLAMA, "rope_scaling": {**ROPE_YARN, "low_freq_factor": 1}}, ("low_freq_factor = 1",)),
+        (
+            {**LLAMA, "rope_scaling": {"type": "llama3", **LLAMA3, "mscale": 0.5}},
+            ("rope_scaling.mscale = 0.5", '"llama3"'),
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 16}},
+            ("rope_scaling.beta_fast = 16",),
+        ),
+        ({**LLAMA, "rope_parameters": {"factor": 2.0}}, ("rope_parameters.factor", '"default"')),
+        ({**LLAMA, "rope_scaling": {"type": "llama3", **YARN}}, ("has no low_freq_factor",)),
+        (
+            {**LLAMA, "rope_scaling": {**ROPE_YARN, "original_max_position_embeddings": "8k"}},
+            ('rope_scaling.original_max_position_embeddings = "8k"', "whole number"),
+        ),
         ({**LLAMA, "rope_scaling": {**ROPE_YARN, "beta_mid": 2}}, ("rope_scaling.beta_mid",)),
         (
             {**LLAMA, "rope_scaling": ROPE_YARN, "rope_parameters": {"rope_theta": 1e4}},
-            ("and rope_parameters = {} contradict",),
+            ("rope_scaling and rope_parameters contradict",),
         ),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, ("0.5", "1.0")),
         ({**LLAMA, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ("contradict",)),
