@@ -107,8 +107,8 @@ def test_a_run_follows_its_plan_and_records_measurements(
     layout = read_json("run/job.json")["layout"]
     assert layout == {
         "ep": 2, "dp_shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
-        "dispatch": planned["dispatch"], "dispatch_hosts": 1, "overlap_local": False,
-        "chunks": 1, "embedding": "whole",
+        "dispatch": planned["dispatch"], "dispatch_hosts": None, "overlap_local": "auto",
+        "chunks": "auto", "embedding": "auto",
     }  # fmt: skip
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
     measured = facts["prediction"]["measured"]

@@ -30,6 +30,7 @@ from moesaic.facts.plan import Plan, idle_ranks_warning, plan_from_job
 from moesaic.train.job_file import (
     LoadedJob,
     apply_plan,
+    blame_sets,
     check_inputs,
     check_no_run,
     check_out_is_not_text,
@@ -134,10 +135,9 @@ class Job:
         recorded = None
         if loads is not None:
             recorded = recorded_loads(Run.open(loads).directory, loaded.job)
-        with cluster.named_in_errors():
-            planned = plan_job(
-                loaded.job, cluster.facts, nproc, loaded.plan, loaded.plan_origin, recorded
-            )
+        origin = loaded.plan_origin or loaded.origin
+        with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
+            planned = plan_job(loaded.job, cluster.facts, nproc, loaded.plan, origin, recorded)
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
 
     def prepare(
@@ -159,7 +159,10 @@ class Job:
             directory = default_out(self._source)
         loaded = self._under(plan)
         ranks = _count_ranks(loaded, nproc, is_started=is_started)
-        used_plan = loaded.plan or plan_from_job(loaded.job, ranks)
+        used_plan = loaded.plan
+        if used_plan is None:
+            with blame_sets(loaded.origin, loaded.sets):
+                used_plan = plan_from_job(loaded.job, ranks, loaded.origin)
         if directory is not None:
             check_out_is_not_text(directory, loaded.job)
         check_inputs(loaded)

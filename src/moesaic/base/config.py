@@ -11,6 +11,7 @@ import copy
 import json
 import re
 import tomllib
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -196,8 +197,13 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
     except ValidationError as error:
         by_key: dict[str, str] = {}
         details = error.errors(include_url=False)
+        unknown = {one["loc"][:-1] for one in details if one["type"] == "extra_forbidden"}
         for detail in sorted(details, key=lambda one: one["type"] != "extra_forbidden"):
-            if detail["type"] != "default_factory_not_called":  # Another mistake caused it.
+            reason = detail["type"]
+            # A misspelt key is also missing under its right name.
+            is_misspelt = reason == "missing" and detail["loc"][:-1] in unknown
+            # Another mistake causes `default_factory_not_called`.
+            if reason != "default_factory_not_called" and not is_misspelt:
                 key, sentence = _describe_mistake(kind, detail)
                 by_key.setdefault(key, sentence)
     (key, sentence), *others = by_key.items()
@@ -208,8 +214,14 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
 
 
 def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:
-    """Return the origin of a mistake that involves several keys: `origin` and items of `--set`."""
+    """Return the origin of a mistake that involves several keys: `origin` and items of `--set`.
+
+    Without a file, items of the same table are named, such as a preset that set the key.
+    """
     named = [f"--set {s}" for s in sets if f"{s.partition('=')[0].strip()} = " in sentence]
+    if origin == SET_FLAG and not named:
+        table, dot, _ = sentence.partition(" ")[0].partition(".")
+        named = [f"--set {s}" for s in sets if dot and s.strip().startswith(f"{table}.")]
     if origin == SET_FLAG and named:
         return " and ".join(named)
     return f"{origin} with {' and '.join(named)}" if named else origin
@@ -238,7 +250,13 @@ def _describe_mistake(kind: type[BaseModel], detail: Any) -> tuple[str, str]:
     expected = keys.describe_type(field)
     if reason == "missing":
         meaning = keys.meaning(field).partition(". ")[0].rstrip(".")
-        return key, f"{key} is missing: give {expected} ({_lower_first(meaning)})"
+        section = keys.section_of(field.annotation)
+        remedy = f"give {expected}"
+        if section is not None and typing.get_origin(field.annotation) is not list:
+            remedy = f"add [{key}]{keys.describe_required(section)}"
+        return key, f"{key} is missing: {remedy} ({_lower_first(meaning)})"
+    if reason == "string_too_short":
+        expected = expected.replace("a string", "a non-empty string")
     choices = keys.choices(field.annotation)
     if choices and isinstance(value, str):
         return key, f"{shown} is not known: {keys.suggest_choice(value, choices, expected)}"

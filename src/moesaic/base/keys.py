@@ -141,8 +141,20 @@ def describe_type(field: FieldInfo) -> str:
     """Return the type of a field in words: `an integer from 1`, `"a", "b" or "c"`."""
     inner = section_of(field.annotation)
     if inner is not None:
-        return f"a {_table_kind(field)} with keys {', '.join(fields(inner))}"
+        kind = _table_kind(field)
+        if any(getattr(limit, "min_length", None) == 1 for limit in field.metadata):
+            kind = kind.replace("list of", "list of one or more")
+        return f"a {kind} with keys {', '.join(fields(inner))}"
     return _describe_annotation(field.annotation, field.metadata)
+
+
+def describe_required(section: type[BaseModel]) -> str:
+    """Return in words which keys make a section complete: ` with preset or all required keys`."""
+    also = getattr(section, "file_keys", None)
+    if also is not None:
+        return f" with {join_words([*fields(also), 'all required keys'])}"
+    own = [name for name, field in fields(section).items() if field.is_required()]
+    return f" with {join_words(own, 'and')}" if own else ""
 
 
 def is_table(annotation: object) -> bool:
@@ -257,11 +269,8 @@ def _describe_annotation(annotation: object, constraints: Iterable[Any]) -> str:
     if origin is typing.Annotated:
         inner = [extra for one in arguments[1:] for extra in getattr(one, "metadata", [one])]
         return _describe_annotation(arguments[0], inner)
-    if origin is typing.Literal:
-        return join_words([show(value) for value in arguments])
-    if origin in (types.UnionType, typing.Union):
-        kinds = [argument for argument in arguments if argument is not type(None)]
-        return join_words([_describe_annotation(kind, constraints) for kind in kinds])
+    if origin in (typing.Literal, types.UnionType, typing.Union):
+        return join_words(list(_alternatives(annotation, constraints)))
     if origin is dict and arguments[1] is not Any:
         return f"a table of values, each {_describe_annotation(arguments[1], ())}"
     if origin is list:
@@ -273,14 +282,28 @@ def _describe_annotation(annotation: object, constraints: Iterable[Any]) -> str:
     return names.get(annotation, "a table") + _describe_range(constraints)
 
 
+def _alternatives(annotation: object, constraints: Iterable[Any]) -> Iterator[str]:
+    """Yield what a type allows, in words; the literals of a union one by one."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        yield from map(show, arguments)
+    elif typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        for kind in arguments:
+            if kind is not type(None):
+                yield from _alternatives(kind, constraints)
+    else:
+        yield _describe_annotation(annotation, constraints)
+
+
 def _describe_list(kind: object, constraints: Iterable[Any]) -> str:
     shortest = [limit.min_length for limit in constraints if hasattr(limit, "min_length")]
     longest = [limit.max_length for limit in constraints if hasattr(limit, "max_length")]
     size = f"{shortest[0]} " if shortest and shortest == longest else ""
     one = _describe_annotation(kind, ()).removeprefix("an ").removeprefix("a ")
+    if shortest == [1] and not longest:
+        size = "one or more "
     if typing.get_origin(kind) is typing.Literal:
-        size = "one or more of " if shortest and not longest else size
-        return f"a list of {size}{one}"
+        return f"a list of {size}{'of ' if size else ''}{one}"
     word, space, rest = one.partition(" ")
     return f"a list of {size}{word}s{space}{rest}"
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 from moesaic.base import keys
 from moesaic.base.config import (
     apply_sets,
+    error_origin,
     parse,
     parse_toml,
     read_text,
@@ -122,16 +123,17 @@ def _resolve(
 
 @contextmanager
 def blame_sets(origin: str, sets: Sequence[str]) -> Iterator[None]:
-    """Let an error about `origin` name the item of `--set` that set the key."""
+    """Let an error about `origin` name the items of `--set` that set its keys."""
     try:
         yield
     except ConfigError as error:
         sentence = str(error).removeprefix(f"{origin}: ")
         named = sentence.split(maxsplit=1)[0].rstrip(":")
         items = [item for item in sets if item.partition("=")[0].strip() == named]
-        if not items or sentence == str(error):
+        if sentence == str(error):
             raise
-        raise ConfigError(f"--set {items[-1]}: {sentence}") from None
+        where = f"--set {items[-1]}" if items else error_origin(origin, sets, sentence)
+        raise ConfigError(f"{where}: {sentence}") from None
 
 
 def apply_plan(loaded: LoadedJob[Job], source: Path | Mapping[str, Any]) -> LoadedJob[Job]:
@@ -152,8 +154,8 @@ def apply_plan(loaded: LoadedJob[Job], source: Path | Mapping[str, Any]) -> Load
     if predicted_for not in (None, prediction_digest(job, plan)):
         notes = [
             *notes,
-            f"{origin}: its predictions are for another job, or the plan was edited since; they "
-            "are ignored, run moesaic plan again for new ones",
+            f"{origin}: its predictions are for another job or by another version, or the plan "
+            "was edited since; they are ignored, run moesaic plan again for new ones",
         ]
         plan = plan.model_copy(update={"predictions": None})
     notes = [*notes, *_plan_overrides(loaded.job, plan, loaded.sets, origin)]

@@ -42,7 +42,7 @@ class LanguageModelKind:
         """Return the given plan, or the job's own layout with the default dispatch method."""
         job = loaded.job
         plan = loaded.plan or resolve_dispatch(
-            plan_from_job(job, world.size), job, world, decisions
+            plan_from_job(job, world.size, loaded.origin), job, world, decisions
         )
         check_topology(plan, world, loaded.plan_origin)
         if loaded.plan is not None and job.model.experts:

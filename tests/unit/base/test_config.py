@@ -123,16 +123,41 @@ def test_mistake_is_reported_in_one_sentence(changes: dict[str, Any], sentence: 
     assert str(caught.value) == f"bike.toml: {sentence}"
 
 
+class Tyre(Section):
+    """A tyre."""
+
+    maker: str
+    """Maker."""
+    sizes: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    """Sizes."""
+    profile: Literal["auto"] | Literal["slick", "wide"] | None = None
+    """Profile."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"maker": ""}, 'maker = "": give a non-empty string'),
+        ({"sizes": []}, "sizes = []: give a list of one or more integers from 1"),
+        ({"profile": "x"}, 'profile = "x" is not known: give "auto", "slick" or "wide"'),
+    ],
+)
+def test_remedy_names_the_constraint(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Tyre, {"maker": "A", "sizes": [1], **changes}, "tyre.toml")
+    assert str(caught.value) == f"tyre.toml: {sentence}"
+
+
 def test_missing_keys_are_reported() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(Bicycle, {"gaers": 1}, "b")
+        parse(Bicycle, {"gaers": 1, "bell": 3}, "b")
     assert str(caught.value) == (
-        "b: unknown key 'gaers': did you mean 'gears'? (and 2 more mistakes)"
+        "b: unknown key 'gaers': did you mean 'gears'? (and 1 more mistake)"
     )
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, {"gears": 1}, "b")
     assert str(caught.value) == (
-        "b: wheel is missing: give a table with keys preset, from, radius, spokes (both wheels)"
+        "b: wheel is missing: add [wheel] with preset, from or all required keys (both wheels)"
     )
 
 
@@ -328,7 +353,7 @@ def test_any_lists_of_tables_round_trip(litres: list[list[float]]) -> None:
         ([{"pockets": POCKETS}], "bags[0].name is missing: give a string (its name)"),
         (
             [{"name": "a", "pockets": []}],
-            "bags[0].pockets = []: give a list of tables with keys zip, litres",
+            "bags[0].pockets = []: give a list of one or more tables with keys zip, litres",
         ),
         (
             [{"name": "a", "pockets": [*POCKETS, {"litres": 0}]}],

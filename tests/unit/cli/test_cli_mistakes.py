@@ -50,8 +50,8 @@ TRAIN = [
     ("train.precision=fp31", 'did you mean "fp32"'),
     ("train.micro_batches=3", "train.batch = 2 is not divisible by train.micro_batches = 3"),
     ("train.device=gpu", "train.device = 'gpu' is not a device"),
-    ("layout.ep=3", "layout: ep = 3 does not divide ranks = 1"),
-    ("layout.ep=2", "layout: ep = 2 does not divide ranks = 1"),
+    ("layout.ep=3", "layout.ep = 3 does not divide 1 rank: use 1, or another number of"),
+    ("layout.ep=2", "layout.ep = 2 does not divide 1 rank: use 1, or another number of"),
     ("model.preset=tiny", 'model.preset = "tiny" is not known'),
     ("model.from=old", 'model.from = "old" holds no config.json'),
     ("model.vocab=100", "model.vocab = 100 is less than the 257 ids"),
@@ -82,7 +82,7 @@ def test_a_wrong_job(item: str, words: str, place: Path, capfd: pytest.CaptureFi
 
 
 def test_a_mistake_in_a_set_names_it(capfd: pytest.CaptureFixture[str]) -> None:
-    for item in ("data.path=nowhere", "model.from=old", "model.preset=tiny"):
+    for item in ("data.path=nowhere", "model.from=old", "model.preset=tiny", "layout.tp=3"):
         assert main(["train", "job.toml", "--set", item]) == 2
         assert capfd.readouterr().err.startswith(f"error: --set {item}: ")
 
@@ -102,7 +102,12 @@ VERBS = [
     ("train old", "'old' cannot be read (Is a directory"),
     ("train job.toml --nproc 0", "--nproc 0: give a number from 1"),
     ("train job.toml --nproc two", "invalid value for '--nproc': Input should be a valid integer"),
-    ("train job.toml --nproc 3 --set layout.ep=2", "does not divide ranks = 3"),
+    ("train job.toml --nproc 3 --set layout.ep=2", "--set layout.ep=2: layout.ep = 2 does not"),
+    (
+        "train job.toml --nproc 2 --set layout.pp=2",
+        "job.toml with --set layout.pp=2: train.micro_batches = 1 is fewer than layout.pp = 2",
+    ),
+    ("train job.toml --nproc 2000000", "job.toml: --nproc = 2000000: give an integer from 1"),
     ("train job.toml --out old", "holds a run without a checkpoint: remove the directory"),
     (
         "train job.toml --out adapter",

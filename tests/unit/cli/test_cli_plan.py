@@ -235,9 +235,10 @@ def test_an_edited_plan_is_predicted(place: Path, capfd: pytest.CaptureFixture[s
     raw["recompute"], raw["expert_placement"] = True, raw["expert_placement"][::-1]
     (place / "edited.json").write_text(json.dumps(raw))
     assert main([*LINE, "--plan", "edited.json", "--out", "new.json"]) == 0
-    text = capfd.readouterr().out
+    text, warnings = capfd.readouterr()
     assert "8 ranks on two nodes" in text
     assert "experts over 4" in text
+    assert "predictions are for another job or by another version, or the plan was ed" in warnings
     new = load_plan(place / "new.json")
     assert new.predictions is not None
     assert new.predictions.step_s > before_s
@@ -413,11 +414,11 @@ def test_memory_is_compared_with_each_ranks_device(
         ("job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         ("CLUSTER --nproc 64", "error: cluster.toml: cluster"),
         ("CLUSTER --nproc 0", "'--nproc': Input should be greater than or equal to 1"),
-        ("CLUSTER --set layout.ep=3", "ep = 3 does not divide"),
+        ("CLUSTER --set layout.ep=3", "error: --set layout.ep=3: layout.ep = 3 does not"),
         (
             "CLUSTER --set layout.pp=2 --set layout.schedule=zero-bubble "
             "--set train.recompute=true",
-            "whose split backward would recompute every layer twice: change one of them",
+            "error: --set train.recompute=true: train.recompute = true with layout.schedule =",
         ),
         ("CLUSTER --set train.precision=fp64 --set model.experts=0", "experts"),
         ("CLUSTER --out no/where.json", "'no/where.json' is in a directory that"),

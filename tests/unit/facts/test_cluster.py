@@ -57,13 +57,14 @@ SUM = {"name": "all_reduce", "ranks": 2, "times": POINT}
 LINKED = [link("a", "b"), link("a", "a", 5e9)]
 RATES = dict.fromkeys(("read", "write", "random_read", "random_write", "mixed"), 1000000000.0)
 WRONG: list[tuple[list[Any], list[Any], str]] = [
-    ([], [], "hosts = []: give a list of tables with keys preset, name, memory_bytes, devices, "),
-    ([3], [], "hosts[0] = 3: hosts takes a list of tables with keys preset, name, memory_bytes, "),
+    ([], [], "hosts = []: give a list of one or more tables with keys preset, name, "),
+    ([3], [], "hosts[0] = 3: hosts takes a list of one or more tables with keys preset, name, "),
     ([host("a"), host("b"), host("a")], [],
      'two hosts are named "a": give each its own name'),
     ([host("a"), host("a-1"), host("a", replicas=2)], [],
      'two hosts are named "a-1": give each its own name'),
-    ([{"name": "a", "memory_bytes": 1}], [], "hosts[0].devices is missing: give a list of tables "),
+    ([{"name": "a", "memory_bytes": 1}], [],
+     "hosts[0].devices is missing: give a list of one or more tables "),
     ([{"name": "a", "devices": [DEVICE]}], [],
      "hosts[0].memory_bytes is missing: give a number above 0 (main memory, in bytes)"),
     ([host("a"), host("b", {**DEVICE, "kidn": "gpu"})], [],

@@ -137,7 +137,7 @@ def test_grid_is_exact_at_points(grid: Grid) -> None:
         (Curve, {"bytes": [1, 2], "seconds": [1, 2, 3]},
          "seconds holds 3 times for 2 points: give one for each"),
         (Curve, {"bytes": [1], "seconds": [0]}, "seconds holds 0.0: give times above 0"),
-        (Curve, {"bytes": [], "seconds": []}, "bytes = []: give a list of numbers"),
+        (Curve, {"bytes": [], "seconds": []}, "bytes = []: give a list of one or more numbers"),
         (AttentionTimes, {"head_dim": 8, "lengths": [1, 2], "forward": [1], "backward": [1, 2]},
          "forward holds 1 times for 2 points: give one for each"),
         (AttentionTimes, {"head_dim": 8, "lengths": [1, 2], "forward": [1, 2], "backward": [1, 0]},

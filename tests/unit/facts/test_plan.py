@@ -74,10 +74,11 @@ def test_layout_is_resolved() -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks", "sentence"),
     [
-        (LayoutConfig(ep=4), 2, "ep = 4 does not divide ranks = 2: choose a divisor, or another "),
-        (LayoutConfig(pp=2), 1, "tp * pp = 1 * 2 does not divide ranks = 1: choose divisors, or"),
-        (LayoutConfig(dp_shard=3), 4, "dp_shard = 3 does not divide ranks = 4: choose a divisor"),
-        (LayoutConfig(ep=3), 3, "ep = 3 does not divide experts = 16: choose a divisor"),
+        (LayoutConfig(ep=4), 2, "ep = 4 does not divide 2 ranks: use 1 or 2, or another number "),
+        (LayoutConfig(pp=2), 1, "pp = 2 does not divide 1 rank: use 1, or another number of ranks"),
+        (LayoutConfig(pp=2, tp=2), 2, "tp = 2 does not divide 1 rank of a stage: use 1, or"),
+        (LayoutConfig(dp_shard=3), 4, "dp_shard = 3 does not divide 4 ranks: use 1, 2 or 4, or"),
+        (LayoutConfig(ep=32), 32, "ep = 32 does not divide experts = 16: use 1, 2, 4, 8 or 16"),
         (LayoutConfig(tp=2, embedding="columns"), 4, 'embedding = "columns" with tp = 2, which'),
         (
             LayoutConfig(ep=2, dispatch="dedup", dispatch_hosts=3), 2,
@@ -90,6 +91,38 @@ def test_impossible_layout_is_rejected(layout: LayoutConfig, ranks: int, sentenc
     with pytest.raises(ConfigError) as caught:
         plan_from_layout(layout, MODEL, ranks)
     assert str(caught.value).startswith(f"layout: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "sentence"),
+    [
+        (
+            {"tp": 3}, 4,
+            "layout.tp = 3 does not divide 4 ranks: use 1, 2 or 4, or another number of ranks "
+            "(--nproc)",
+        ),
+        ({"ep": 16}, 16, "layout.ep = 16 does not divide model.experts = 8: use 1, 2, 4 or 8"),
+        ({}, 2_000_000, "--nproc = 2000000: give an integer from 1 and up to 1048576"),
+        (
+            {"embedding": "columns"}, 3,
+            'layout.embedding = "columns" splits model.hidden = 32 columns over the 3 ranks of a '
+            'pipeline stage: set layout.embedding = "whole", or use another number of ranks '
+            "(--nproc)",
+        ),
+        (
+            {"pp": 2}, 2,
+            'train.micro_batches = 1 is fewer than layout.pp = 2, but layout.schedule = "1f1b" '
+            "keeps that many in flight: raise train.micro_batches to 2, or set "
+            'layout.schedule = "gpipe"',
+        ),
+    ],
+)  # fmt: skip
+def test_mistake_in_a_layout_names_the_keys_of_the_job(
+    layout: dict[str, Any], ranks: int, sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_from_job(tiny_job(layout=layout), ranks, "j.toml")
+    assert str(caught.value) == f"j.toml: {sentence}"
 
 
 def test_embedding_columns_are_sharded_over_stage_ranks() -> None:
@@ -152,14 +185,13 @@ def test_layers_are_split_evenly() -> None:
             {"pp": 2, "schedule": "interleaved"}, {"micro_batches": 2},
             'schedule = "interleaved" splits the model into 4 stages, but model.layers = 2',
         ),
-        ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than pp = 2, but schedule"),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 5, "batch": 10},
-            "in equal rounds of pp = 2 or somewhat more: choose a multiple of 2",
+            "in equal rounds of layout.pp = 2 or somewhat more: choose a multiple of 2",
         ),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 2, "recompute": True},
-            'recompute = true with schedule = "zero-bubble", whose split backward',
+            'recompute every layer twice: set train.recompute = false, or layout.schedule = "1f1b"',
         ),
     ],
 )  # fmt: skip
@@ -222,7 +254,7 @@ def test_tensors_that_do_not_split_are_rejected(
         return
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         plan_from_job(job, 2)
-    assert str(caught.value).startswith("layout: ")
+    assert str(caught.value).startswith(("the job: layout.", "the job: optimizer.moments = "))
 
 
 @pytest.mark.parametrize(
@@ -266,11 +298,11 @@ def predictions(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"ep": 3}, "ep = 3 does not divide ranks = 4: choose a divisor"),
-        ({"dp_shard": 8}, "dp_shard = 8 does not divide ranks = 4: choose a divisor"),
+        ({"ep": 3}, "ep = 3 does not divide 4 ranks: use 1, 2 or 4, or another number of ranks"),
+        ({"dp_shard": 8}, "dp_shard = 8 does not divide 4 ranks: use 1, 2 or 4, or another"),
         ({"etp": 2}, "etp = 2 does not divide tp = 1, whose ranks split the experts"),
-        ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide ranks = 4: choose a divisor"),
-        ({"experts": 5}, "ep = 2 does not divide experts = 5: choose a divisor"),
+        ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide 4 ranks: use 1, 2 or 4"),
+        ({"experts": 5}, "ep = 2 does not divide experts = 5: use 1 or 5"),
         ({"ep": 1, "chunks": 2}, "chunks = 2 and overlap_local = false with ep = 1, where all"),
         ({"expert_placement": [[0, 1]]}, "expert_placement has expert 2 0 times: place every"),
         ({"expert_placement": [[0, 1], [1, 2]]}, "expert_placement has expert 1 2 times: place"),
@@ -315,7 +347,7 @@ def predictions(**change: Any) -> dict[str, Any]:
         ),
         (
             predictions(timeline=[{"rank": 0, "phases": []}]),
-            "predictions.timeline[0].phases = []: give a list of tables",
+            "predictions.timeline[0].phases = []: give a list of one or more tables",
         ),
         (
             predictions(timeline=[{"rank": 0, "phases": [{**PHASE, "waiting_s": -1.0}]}]),
@@ -479,10 +511,19 @@ def test_routed_tokens_follow_expert_placement() -> None:
 
 def test_plan_overrides_job() -> None:
     plan = Plan.model_validate({**RAW, "experts": 8, "recompute": True})
-    ruled = job_under_plan(tiny_job(layout={"ep": 4, "chunks": 2}), plan)
+    ruled = job_under_plan(tiny_job(layout={"ep": 4, "chunks": 2, "dispatch": "dedup"}), plan)
     assert (ruled.layout.ep, ruled.layout.dispatch, ruled.layout.chunks) == (2, "all_to_all", 1)
     assert ruled.train.recompute
-    assert job_under_plan(ruled, plan) == ruled == job_under_plan(tiny_job(), plan)
+    assert job_under_plan(ruled, plan) == ruled
+
+
+def test_plan_keeps_what_the_job_leaves_open() -> None:
+    job = tiny_job(layout={"ep": 2, "dp_shard": "all"})
+    assert job_under_plan(job, plan_from_job(job, 4)) == job
+    plan = Plan.model_validate({**RAW, "experts": 8, "dispatch": "dedup", "dispatch_hosts": 2})
+    assert job_under_plan(tiny_job(), plan).layout == LayoutConfig(
+        ep=2, dp_shard=plan.dp_shard, dispatch="dedup", dispatch_hosts=2
+    )
 
 
 def places(*hosts: str, device: str = "A CPU", kind: str = "cpu") -> list[RankPlace]:

@@ -141,7 +141,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
             change("blocks.1.name", "step"),
             "blocks has 'step', which is the name for work",
         ),
-        (change("blocks", []), "blocks = []: give a list of tables"),
+        (change("blocks", []), "blocks = []: give a list of one or more tables"),
         ({key: value for key, value in RAW.items() if key != "version"}, "version is missing"),
     ],
 )

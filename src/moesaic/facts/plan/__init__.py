@@ -8,7 +8,6 @@ from moesaic.facts.plan.checks import (
     check_places,
     check_plan,
     embedding_shard_error,
-    job_under_plan,
     load_plan,
     placement_mismatch,
     prediction_digest,
@@ -19,6 +18,7 @@ from moesaic.facts.plan.layout import (
     dispatch_summary,
     idle_ranks,
     idle_ranks_warning,
+    job_under_plan,
     plan_from_job,
     plan_from_layout,
 )

@@ -155,7 +155,7 @@ def pipeline_error(plan: Plan, job: Job) -> str | None:
     if schedule == "1f1b" and micro < pp:
         return (
             f'train.micro_batches = {micro} is fewer than pp = {pp}, but schedule = "1f1b" keeps '
-            'that many in flight: raise it, or set schedule = "gpipe"'
+            f'that many in flight: raise train.micro_batches to {pp}, or set schedule = "gpipe"'
         )
     if schedule in _ROUND_SCHEDULES and micro % max(1, micro // pp):
         return (
@@ -165,7 +165,7 @@ def pipeline_error(plan: Plan, job: Job) -> str | None:
     if schedule == "zero-bubble" and plan.recomputes(job):
         return (
             'recompute = true with schedule = "zero-bubble", whose split backward would recompute '
-            "every layer twice: change one of them"
+            'every layer twice: set recompute = false, or schedule = "1f1b"'
         )
     return None
 
@@ -176,13 +176,13 @@ def embedding_shard_error(plan: Plan, job: Job) -> str | None:
     if hidden % shards:
         return (
             f'embedding = "columns" splits model.hidden = {hidden} columns over the {shards} ranks '
-            'of a pipeline stage: set embedding to "whole", or use another number of ranks'
+            'of a pipeline stage: set embedding = "whole", or use another number of ranks'
         )
     if shards > 1 and job.optimizer.moments == "8bit" and hidden // shards % MOMENT_BLOCK:
         return (
             f'embedding = "columns" with optimizer.moments = "8bit", which has blocks of '
             f"{MOMENT_BLOCK} columns: a rank has {hidden // shards} columns, set optimizer.moments "
-            'to "bf16" or "full", or embedding to "whole"'
+            'to "bf16" or "full", or set embedding = "whole"'
         )
     return None
 
@@ -199,18 +199,6 @@ def _grouped_mm_error(plan: Plan, job: Job) -> str | None:
             "anew (moesaic plan)"
         )
     return grouped_mm_fault(planned, job.train)
-
-
-def job_under_plan(job: Job, plan: Plan) -> Job:
-    """Return `job` with the plan's decisions in place of its own."""
-    decided = plan.model_dump(include=set(type(job.layout).model_fields))
-    return job.model_copy(
-        update={
-            "layout": job.layout.model_copy(update=decided),
-            "kernels": job.kernels.model_copy(update={"grouped_mm": plan.grouped_mm}),
-            "train": job.train.model_copy(update={"recompute": plan.recomputes(job)}),
-        }
-    )
 
 
 def prediction_digest(job: Job, plan: Plan) -> str:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig
 from moesaic.facts.plan.checks import check_plan
 from moesaic.facts.plan.plan import Plan, stage_blocks
+
+_JOB_NAMES = {
+    **{key: f"layout.{key}" for key in LayoutConfig.model_fields},
+    "experts": "model.experts",
+    "grouped_mm": "kernels.grouped_mm",
+    "ranks": "--nproc",
+    "recompute": "train.recompute",
+    "another number of ranks": "another number of ranks (--nproc)",
+}
+"""Names in a job of what sentences about plans name."""
+_PLAN_NAMES = re.compile(
+    r"(?<![\w.])(?:another number of ranks|(?:ep|etp|tp|pp)\b"
+    rf"|(?:{'|'.join(_JOB_NAMES)})(?= = ))"
+)
+"""Names of settings in a sentence about a plan; `experts` and the like are also words."""
 
 
 def plan_from_layout(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
@@ -14,9 +33,14 @@ def plan_from_layout(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Pl
     A dispatch of "auto" becomes a flat all_to_all: a better choice depends on the hosts
     (`policy.plan.dispatch`).
     """
+    return parse(Plan, _decisions(layout, model, ranks), "layout")
+
+
+def _decisions(layout: LayoutConfig, model: ModelConfig, ranks: int) -> dict[str, Any]:
+    """Return the fields of the plan of `layout`, before any check."""
     dispatches, stage_ranks = layout.ep > 1, ranks // layout.pp
     is_flat = not dispatches or layout.dispatch == "auto" or layout.dispatch_hosts is None
-    chosen = {
+    return {
         **layout.model_dump(include={"ep", "tp", "etp", "pp", "schedule"}),
         "ranks": ranks,
         "experts": model.experts,
@@ -29,15 +53,39 @@ def plan_from_layout(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Pl
         "chunks": 1 if not dispatches or layout.chunks == "auto" else layout.chunks,
         "embedding": "columns" if layout.embedding == "columns" and stage_ranks > 1 else "whole",
     }
-    return parse(Plan, chosen, "layout")
 
 
-def plan_from_job(job: Job, ranks: int) -> Plan:
-    """Return the complete plan of `job` on `ranks` ranks; raise ConfigError if it has none."""
-    plan = plan_from_layout(job.layout, job.model, ranks)
-    plan = plan.model_copy(update={"grouped_mm": job.kernels.grouped_mm})
-    check_plan(plan, job, "layout")
+def plan_from_job(job: Job, ranks: int, origin: str = "the job") -> Plan:
+    """Return the complete plan of `job` on `ranks` ranks.
+
+    Raise ConfigError if it has none; the message starts with `origin` and has the job's keys.
+    """
+    try:
+        plan = plan_from_layout(job.layout, job.model, ranks)
+        plan = plan.model_copy(update={"grouped_mm": job.kernels.grouped_mm})
+        check_plan(plan, job, "layout")
+    except ConfigError as error:
+        sentence = str(error).removeprefix("layout: ")
+        named = _PLAN_NAMES.sub(lambda found: _JOB_NAMES[found[0]], sentence)
+        raise ConfigError(f"{origin}: {named}") from None
     return complete_plan(plan, job)
+
+
+def job_under_plan(job: Job, plan: Plan) -> Job:
+    """Return `job` with the plan's decisions in place of its own where they differ.
+
+    A value such as "auto" stays if the plan has what it stands for.
+    """
+    own = _decisions(job.layout, job.model, plan.ranks)
+    planned = plan.model_dump(include=set(LayoutConfig.model_fields))
+    changes = {key: value for key, value in planned.items() if value != own[key]}
+    return job.model_copy(
+        update={
+            "layout": job.layout.model_copy(update=changes),
+            "kernels": job.kernels.model_copy(update={"grouped_mm": plan.grouped_mm}),
+            "train": job.train.model_copy(update={"recompute": plan.recomputes(job)}),
+        }
+    )
 
 
 def complete_plan(plan: Plan, job: Job) -> Plan:

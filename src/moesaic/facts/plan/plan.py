@@ -26,6 +26,7 @@ from moesaic.facts.plan.predictions import Predictions
 MAX_RANKS = 1 << 20
 """Most ranks of a plan."""
 _LINE_WIDTH = 100
+_MAX_LISTED_DIVISORS = 12
 
 
 def _consecutive_experts(given: dict[str, Any]) -> list[list[int]]:
@@ -35,6 +36,12 @@ def _consecutive_experts(given: dict[str, Any]) -> list[list[int]]:
         return []
     share = experts // ep
     return [list(range(rank * share, (rank + 1) * share)) for rank in range(ep)]
+
+
+def _divisors(total: int) -> str:
+    """Return the divisors of `total` in words."""
+    found = [str(one) for one in range(1, total + 1) if total % one == 0]
+    return keys.join_words(found) if len(found) <= _MAX_LISTED_DIVISORS else "a divisor"
 
 
 class RankPlace(Section):
@@ -122,30 +129,28 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Plan:
-        if self.ranks % (self.tp * self.pp):
-            raise ValueError(
-                f"tp * pp = {self.tp} * {self.pp} does not divide ranks = {self.ranks}: "
-                "choose divisors, or another number of ranks"
-            )
         if self.tp % self.etp:
             raise ValueError(
                 f"etp = {self.etp} does not divide tp = {self.tp}, whose ranks split the experts: "
-                "choose a divisor"
+                f"use {_divisors(self.tp)}"
             )
         ep_name = "ep * etp" if self.etp > 1 else "ep"
-        for name, value, what, total in (
-            (ep_name, self.ep * self.etp, "ranks of a stage", self.ranks_per_stage),
-            ("dp_shard", self.dp_shard, "replicas", self.dp),
+        for name, value, total, noun in (
+            ("pp", self.pp, self.ranks, "rank{}"),
+            ("tp", self.tp, self.ranks_per_stage, "rank{} of a stage"),
+            (ep_name, self.ep * self.etp, self.ranks_per_stage, "rank{} of a stage"),
+            ("dp_shard", self.dp_shard, self.dp, "replica{}"),
         ):
             if total % value:
-                what = "ranks" if total == self.ranks else what
+                noun = "rank{}" if total == self.ranks else noun
                 raise ValueError(
-                    f"{name} = {value} does not divide {what} = {total}: choose a divisor, or "
-                    "another number of ranks"
+                    f"{name} = {value} does not divide {total} {noun.format('s' * (total != 1))}: "
+                    f"use {_divisors(total)}, or another number of ranks"
                 )
         if self.experts % self.ep:
             raise ValueError(
-                f"ep = {self.ep} does not divide experts = {self.experts}: choose a divisor"
+                f"ep = {self.ep} does not divide experts = {self.experts}: "
+                f"use {_divisors(self.experts)}"
             )
         if self.embedding == "columns" and self.tp > 1:
             raise ValueError(

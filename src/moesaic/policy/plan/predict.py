@@ -81,7 +81,7 @@ def plan_job(
     cluster: Cluster,
     num_ranks: int | None = None,
     given: Plan | None = None,
-    origin: str = "",
+    origin: str = "the job",
     loads: RecordedLoads | None = None,
 ) -> PlannedJob:
     """Return the plan of `job` on `cluster` and its predictions.
@@ -91,11 +91,12 @@ def plan_job(
         cluster: the cluster.
         num_ranks: number of ranks; None: that of `given`, else all that the cluster has room for.
         given: plan to predict as it is; None: choose the settings that the job leaves open.
-        origin: prefix of error messages about `given`.
+        origin: prefix of error messages about `given`, or about the job without one.
         loads: expert loads; None for even loads.
     """
     if given is None:
-        plan = assign_places(plan_from_job(job, num_ranks or max_ranks(cluster)), cluster)
+        plan = plan_from_job(job, num_ranks or max_ranks(cluster), origin)
+        plan = assign_places(plan, cluster)
     else:
         plan = _place_given_plan(given, job, cluster, num_ranks, origin)
     places = place_ranks(cluster, plan.ranks)
