@@ -89,7 +89,7 @@ class MoE(nn.Module):
         self.num_replicas = 0
         """Replicas of experts in the last forward pass in training."""
         self._aux: AuxLoss | None = None
-        device = torch.empty(0, device=device).device
+        device = _device(device)
         groups = DispatchGroups() if group is None else group.dispatch_groups(device)
         with device:
             self.router = Router(0, hidden, experts, top_k, renormalise=renormalise).to(dtype)
@@ -200,6 +200,16 @@ class MoE(nn.Module):
 
 
 _NO_ROTARY = Rotary(torch.empty(0), torch.empty(0))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        words = str(error).splitlines()[0]
+        raise ConfigError(
+            f"device = {str(device)!r} cannot be used ({words}): give a device of torch, such as cpu"
+        ) from None
 
 
 def _owned_experts(experts: int, groups: DispatchGroups) -> range:

@@ -143,6 +143,9 @@ def test_wrong_sizes(sizes: Any, said: str) -> None:
         moesaic.MoE(8, 8, 4, 2, capacity_factor=0)
     with pytest.raises(moesaic.ConfigError, match='balance = "eplb" is not known'):
         moesaic.MoE(8, 8, 4, 2, balance="eplb")  # type: ignore[arg-type]
+    for device in ("abacus", "cuda:99"):
+        with pytest.raises(moesaic.ConfigError, match=f"device = '{device}' cannot be used"):
+            moesaic.MoE(8, 8, 4, 2, device=device)
     with pytest.raises(moesaic.ConfigError, match="needs a group"):
         moesaic.MoE(8, 8, 4, 2, balance="quota")
     with pytest.raises(moesaic.ConfigError, match="activation = 'tanh' is not one of swiglu, "):
