@@ -208,7 +208,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         words = str(error).splitlines()[0]
         raise ConfigError(
-            f"device = {str(device)!r} cannot be used ({words}): give a device of torch, such as cpu"
+            f"device = {str(device)!r} cannot be used ({words}): give one such as cpu"
         ) from None
 
 
