@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import moesaic
 from moesaic.cli.main import main
+from moesaic.facts.cluster import load_cluster
 from moesaic.kernels import device
 from moesaic.testing.jobs import RUN_JOB
 
@@ -203,6 +205,8 @@ def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -
     assert "with them, of the same run, which tests nothing; give several runs" in output
     assert output.endswith("wrote cluster.toml\n")
     calibrated = Path("cluster.toml").read_text()
+    again = moesaic.Cluster.load("cluster.toml").calibrate("run").facts
+    assert again == load_cluster(Path("cluster.toml"))
     assert calibrated.startswith(original.rstrip())
     capfd.readouterr()
     again = plan(*loads)

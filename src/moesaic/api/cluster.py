@@ -84,6 +84,16 @@ class Cluster:
                 warnings.warn(note, stacklevel=2)
             return cls.load(Path(place) / "cluster.toml")
 
+    def calibrate(self, *runs: str | Path) -> Cluster:
+        """Return the cluster with factors that correct predictions, fitted to all `runs` at once;
+        each was trained by a plan for this cluster."""
+        from moesaic.api.calibration import fit_calibration
+
+        with self.named_in_errors():
+            places = [Path(run) for run in runs]
+            calibration, _ = fit_calibration(places, self.facts, self._origin)
+        return Cluster(self.facts.model_copy(update={"calibration": calibration}), self._origin)
+
     def save(self, path: str | Path) -> None:
         """Write a cluster file."""
         try:
