@@ -1,0 +1,161 @@
+"""Contents and integrity of runs, checkpoints and model directories, and samples of jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError, StoreError
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.workload import count_parameters
+
+
+def inspect_path(
+    path: Path,
+    *,
+    verify: bool = False,
+    samples: int | None = None,
+    log: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Return what `path` contains as plain data; `damaged` lists damage.
+
+    Args:
+        path: a run, a checkpoint, a Hugging Face directory, or a job file for its samples.
+        verify: read every file of a checkpoint and check its hash.
+        samples: samples of a job; 2 by default.
+        log: receives messages about tokenising.
+    """
+    is_job = path.suffix == ".toml"
+    if samples is not None and not is_job:
+        raise ConfigError(f"--samples needs a job file, and '{path}' is none: remove --samples")
+    if verify and (is_job or (path / "config.json").is_file()):
+        raise ConfigError(
+            f"--verify needs a run or checkpoint, and '{path}' is none: remove --verify"
+        )
+    return _inspect_job(path, samples or 2, log) if is_job else _inspect_directory(path, verify)
+
+
+def _inspect_directory(path: Path, verify: bool) -> dict[str, Any]:
+    """Return the contents of `path` as plain data; `damaged` lists damage."""
+    if (path / "config.json").is_file():
+        return _inspect_huggingface(path)
+    if (path / "manifest.json").is_file() or (path / "COMMIT").is_file():
+        return _inspect_checkpoint(path, verify)
+    if (path / "job.json").is_file() or (path / "checkpoints").is_dir():
+        return _inspect_run(path, verify)
+    from moesaic.models.hf.config import describe_path
+
+    hint = "; for a plan, workload or cluster use `moesaic plan`" if path.is_file() else ""
+    raise ConfigError(
+        f"'{path}' {describe_path(path)}: "
+        f"give a run, a checkpoint or a Hugging Face model directory{hint}"
+    )
+
+
+def _inspect_huggingface(path: Path) -> dict[str, Any]:
+    from moesaic.models.hf.config import read_config
+    from moesaic.models.hf.reader import HFSource, scan_weights
+
+    model, warnings = read_config(path)
+    source = HFSource(path, model)
+    stored = scan_weights(path)
+    files = sorted({tensor.file for tensor in stored.values()})
+    return {
+        "kind": "Hugging Face model", "path": str(path), **_describe_model(model),
+        "tensors": len(stored), "dtypes": sorted({tensor.dtype for tensor in stored.values()}),
+        "files": {file.name: file.stat().st_size for file in files},
+        "tokenizer": (path / "tokenizer.json").is_file(),
+        "warnings": [*warnings, *source.notes],
+    }  # fmt: skip
+
+
+def _inspect_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
+    from moesaic.dist.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify() if verify else checkpoint.check_sizes()
+    facts, tensors = checkpoint.facts, checkpoint.tensors
+    raw = (facts.get("job") or facts).get("model")
+    model = parse(ModelConfig, raw, f"checkpoint '{path}'") if isinstance(raw, dict) else None
+    return {
+        "kind": "checkpoint", "path": str(path), "step": checkpoint.step,
+        **(_describe_model(model) if model else {}),
+        "counters": checkpoint.counters, "tensors": len(tensors),
+        "tensor_kinds": sorted({key.partition("/")[0] for key in tensors}),
+        "dtypes": sorted({record.dtype for record in tensors.values()}),
+        "bytes": checkpoint.num_bytes, "plan": facts.get("plan"), "verified": verify,
+    }  # fmt: skip
+
+
+def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return the first samples of a job; tokenise its text if that was not done."""
+    from moesaic.dist.world import World
+    from moesaic.train.data.batch import split_documents
+    from moesaic.train.data.text_data import TextData
+    from moesaic.train.job_file import check_inputs, load_job
+
+    loaded = load_job(path)
+    job = loaded.job
+    check_inputs(loaded)
+    data = TextData.open(job.data, job.seed, World.solo(), log)
+    batch = data.train.batch(range(num_samples))
+    rows = []
+    for row in range(num_samples):
+        with_targets = [pair for pair in split_documents(batch, row) if any(pair[1])]
+        documents = [
+            [
+                {
+                    "in_loss": in_loss,
+                    "text": data.tokenizer.decode([t for _, t in span], with_special_tokens=True),
+                }
+                for in_loss, span in groupby(zip(mask, tokens, strict=True), itemgetter(0))
+            ]
+            for tokens, mask in with_targets
+        ]
+        targets = sum(sum(mask) for _, mask in with_targets)
+        rows.append({"targets": targets, "documents": documents})
+    return {
+        "kind": "job", "path": str(path), "sequence": job.data.sequence,
+        "num_samples": len(data.train), "samples": rows, "warnings": loaded.warnings,
+    }  # fmt: skip
+
+
+def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
+    from moesaic.dist.checkpoint import list_committed
+    from moesaic.report import RunStats, summary
+
+    rows: list[dict[str, Any]] = []
+    damaged: list[str] = []
+    head: dict[str, Any] = {}
+    try:
+        head = summary(RunStats.read(path))
+    except StoreError as error:
+        damaged.append(str(error))
+    for directory in list_committed(path / "checkpoints"):
+        try:
+            facts = _inspect_checkpoint(directory, verify)
+        except StoreError as error:
+            damaged.append(str(error))
+            continue
+        rows.append({key: facts[key] for key in ("step", "path", "bytes", "verified")})
+    names = (
+        "status", "step", "planned_steps", "loss", "validation_loss", "ranks", "device",
+        "parameters_total", "parameters_active",
+    )  # fmt: skip
+    return {
+        "kind": "run", "path": str(path), **{name: head.get(name) for name in names},
+        "checkpoints": rows, "damaged": damaged,
+    }  # fmt: skip
+
+
+def _describe_model(model: ModelConfig) -> dict[str, Any]:
+    counts = count_parameters(model)
+    return {
+        "family": model.family, "layers": model.layers, "hidden": model.hidden,
+        "experts": model.experts, "top_k": model.top_k, "vocab": model.vocab,
+        "parameters_total": counts.total, "parameters_active": counts.active,
+    }  # fmt: skip
