@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
+from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import GenerateConfig
 
 if TYPE_CHECKING:
@@ -215,6 +216,31 @@ def load(
         "device": device, "precision": precision, "grouped_mm": grouped_mm, "tokenizer": tokenizer,
     }  # fmt: skip
     return Model(open_origin(Path(directory)), parse(GenerateConfig, settings, "load"))
+
+
+def convert(
+    source: str | Path,
+    directory: str | Path,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    **settings: Any,
+) -> Origin:
+    """Write the model in `source` as a new directory, without loading it whole; return where it
+    came from, with warnings.
+
+    `settings` are those of `moesaic convert`, such as `to="adapter"`. `on_progress` receives the
+    bytes done and in total.
+    """
+    config = parse(ConvertConfig, settings, "convert")
+    import torch
+
+    from moesaic.kernels import device
+    from moesaic.models.hf.convert import convert as convert_model
+
+    device.activate(torch.device("cpu"))  # Reuse freed memory between tensors.
+    return convert_model(
+        Path(source), Path(directory), config.to, config.dtype, config.max_shard_bytes, on_progress
+    )
 
 
 def save(model: Model, directory: str | Path) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moesaic.api.layer_speed import measure_layer
 from moesaic.api.progress import probe_progress
-from moesaic.api.start import exit_on_interrupt
 from moesaic.base import keys
 from moesaic.base.config import SET_FLAG, apply_sets, parse
 from moesaic.base.errors import ConfigError
@@ -24,14 +24,11 @@ from moesaic.train.job_file import blame_sets, fill_pretrained
 if TYPE_CHECKING:
     from moesaic.models.expert_benchmark import (
         DeviceLimit,
-        ExpertLayerBenchmark,
         MeasuredSpeed,
         SkippedBatch,
     )
 
 WHAT = "layer"
-_LIMITS_FRACTION = 0.2
-"""Fraction of the time for the limits."""
 _TITLES = (
     "", "tokens", "per expert", "forward", "tokens/s", "of the limit", "with backward",
     "of the limit", "limit",
@@ -61,26 +58,21 @@ def bench(
         problem = "the subject is missing" if what is None else f"'{what}' cannot be measured"
         raise ConfigError(f"{problem}: use moesaic bench layer (see moesaic bench --help)")
     config = _settings(sets or ())
-    with exit_on_interrupt():
-        from moesaic.kernels import device as devices
-        from moesaic.kernels.grouped_mm import check_backend
-        from moesaic.models.expert_benchmark import ExpertLayerBenchmark
-    device = devices.resolve(config.device, key="device")
-    check_backend(config.grouped_mm, device, key="grouped_mm")
-    devices.activate(device)
-    layer = ExpertLayerBenchmark(config.model, device, config.grouped_mm)
-    limits, speeds, skipped = _measure(layer, config)
+    with probe_progress(is_shown=True, total=1 + len(config.dtypes) * len(config.tokens)) as start:
+        measured = measure_layer(config, start)
+    speeds = measured.speeds
     result: dict[str, Any] = {
-        "device": devices.describe(device), "backends": layer.grouped_mm_backends(config.dtypes),
+        "device": measured.device, "backends": measured.backends,
         "experts": _describe_experts(config),
-        "limits": [asdict(one) for one in limits], "speeds": [asdict(one) for one in speeds],
-        "left_out": [asdict(one) for one in skipped],
+        "limits": [asdict(one) for one in measured.limits],
+        "speeds": [asdict(one) for one in speeds],
+        "left_out": [asdict(one) for one in measured.skipped],
     }  # fmt: skip
     if as_json:
         screen.print_json(result)
     else:
-        _print_result(result, limits, speeds)
-        for line in _describe_skipped(skipped, layer.free_bytes):
+        _print_result(result, measured.limits, speeds)
+        for line in _describe_skipped(measured.skipped, measured.free_bytes):
             screen.print_line(line)
     for warning in _warnings(speeds):
         screen.print_warning(warning)
@@ -100,32 +92,6 @@ def _settings(sets: Sequence[str]) -> BenchConfig:
     for warning in warnings:
         screen.print_warning(warning)
     return parse(BenchConfig, raw, SET_FLAG, sets)
-
-
-def _measure(
-    layer: ExpertLayerBenchmark, config: BenchConfig
-) -> tuple[list[DeviceLimit], list[MeasuredSpeed], list[SkippedBatch]]:
-    """Return limits, speeds and skipped batches."""
-    from moesaic.models.expert_benchmark import MeasuredSpeed, measure_speeds
-
-    speeds: list[MeasuredSpeed] = []
-    skipped: list[SkippedBatch] = []
-    num_dtypes, limits_s = len(config.dtypes), _LIMITS_FRACTION * config.seconds
-    dtype_budget_s = (config.seconds - limits_s) / num_dtypes
-    with probe_progress(is_shown=True, total=1 + num_dtypes * len(config.tokens)) as start_progress:
-        start_progress("the limit")
-        limits = layer.measure_limits(config.dtypes, limits_s / (num_dtypes + 1))
-        for limit in limits:
-
-            def on_start(tokens: int, dtype: str = limit.dtype) -> None:
-                start_progress(f"{dtype}, {tokens:,} tokens")
-
-            for batch in measure_speeds(layer, limit, config.tokens, dtype_budget_s, on_start):
-                if isinstance(batch, MeasuredSpeed):
-                    speeds.append(batch)
-                else:
-                    skipped.append(batch)
-    return limits, speeds, skipped
 
 
 def _describe_skipped(skipped: Sequence[SkippedBatch], free_bytes: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moesaic.api.model import convert as convert_model
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_bytes
 from moesaic.cli import flags, screen
@@ -49,13 +50,6 @@ def convert(
         raise ConfigError("--out is missing: name a directory that does not exist yet")
     if ".." in out.parts:  # The directory is renamed at the end; resolve it now.
         out = Path(os.path.realpath(out))
-    import torch
-
-    from moesaic.kernels import device
-    from moesaic.models.hf.convert import convert as convert_model
-
-    device.activate(torch.device("cpu"))  # Reuse freed memory between tensors.
-
     with Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
         TimeRemainingColumn(compact=True), console=screen.err(), transient=True,
@@ -66,7 +60,7 @@ def convert(
         def move(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        origin = convert_model(path, out, config.to, config.dtype, config.max_shard_bytes, move)
+        origin = convert_model(path, out, on_progress=move, **config.model_dump())
     for warning in origin.warnings:
         screen.print_warning(warning)
     written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
