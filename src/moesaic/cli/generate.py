@@ -41,7 +41,6 @@ Chat = Annotated[
 
 _LOADING = {"device", "precision", "grouped_mm", "tokenizer"}
 """Settings of loading a model; the others are of generating text."""
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def generate(
@@ -102,7 +101,7 @@ class TextStreamer:
         del row
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        if not text.endswith(REPLACEMENT):
+        if not text.endswith(screen.REPLACEMENT):
             self._print(text)
 
     def close(self) -> None:
@@ -113,7 +112,6 @@ class TextStreamer:
     def _print(self, text: str) -> None:
         new = text[self._shown :]
         if sys.stdout.isatty():
-            # A byte-level model can generate terminal escape sequences.
-            new = "".join(c if c in "\n\t" or c.isprintable() else REPLACEMENT for c in new)
+            new = screen.printable(new)
         print(new, end="", flush=True)
         self._shown = len(text)

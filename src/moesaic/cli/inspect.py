@@ -24,9 +24,6 @@ Target = Annotated[
     ),
 ]  # fmt: skip
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
 Verify = Annotated[
     bool,
     typer.Option(
@@ -93,8 +90,7 @@ def _highlight_targets(document: list[dict[str, Any]]) -> Text:
     """Return a document with the tokens in the loss highlighted, by colour or in brackets."""
     coloured, text = screen.out().is_terminal, Text()
     for span in document:
-        # Text may contain terminal escape sequences.
-        shown = "".join(c if c in "\n\t" or c.isprintable() else REPLACEMENT for c in span["text"])
+        shown = screen.printable(span["text"])
         if not span["in_loss"]:
             text.append(shown, "dim")
         elif coloured:

@@ -15,6 +15,14 @@ from rich.text import Text
 
 from moesaic.api.progress import make_console
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Stands for a character that is not shown."""
+
+
+def printable(text: str) -> str:
+    """Return a model's text without characters that control a terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else REPLACEMENT for c in text)
+
 
 def out() -> Console:
     """Return a console of stdout."""
