@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _MINUTES_S, _LONG_S = 180.0, 2 * 3600.0
 
 
@@ -39,3 +41,17 @@ def format_clock(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+_UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size such as "2GB" or "1.5 GiB"; raise ValueError for other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f'"{text}" is not a size: write one such as "2GB" or "1500MiB"')
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -169,7 +169,7 @@ def _apply_fsdp(
         if isinstance(m, Embedding | LMHead) and m.column_shard.num_ranks > 1
     }
     reshard = None if plan.pp == 1 else False
-    for module in (*model.layers, *roots):
+    for module in dict.fromkeys((*model.layers, *roots)):
         sharded = fully_shard(
             module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshard
         )

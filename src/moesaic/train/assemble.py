@@ -7,9 +7,10 @@ state with the same results. `Run.state` holds everything that training resumes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
+from torch import nn
 
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
@@ -24,13 +25,11 @@ from moesaic.policy import balance as policies
 from moesaic.train import balancing
 from moesaic.train.expert_migration import ExpertMigration
 from moesaic.train.lm_stats import LMStepStats
+from moesaic.train.micro_batches import BlockWalk
 from moesaic.train.objectives.lm import LanguageModelObjective
 from moesaic.train.parts import make_part
 from moesaic.train.run import Run
-from moesaic.train.walk import MicroBatchWalk
-
-if TYPE_CHECKING:
-    from moesaic.train.pipeline import Pipeline
+from moesaic.train.walk import MicroBatchWalk, Walk
 
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64,
@@ -63,9 +62,8 @@ def assemble(
     model = build_model(job.model, dtype, plan, world.rank, ranks, job.routing, job.finetune)
     for layer in model.decoder_layers():
         layer.recompute = plan.recomputes(job)
-    pipeline = _make_pipeline(job, plan, world, model)
-    stages = [] if pipeline is None else list(pipeline.stages.values())
-    allocate_model(model, world.device, plan, ranks, stages)
+    walk, roots = _make_walk(job, plan, world, model)
+    allocate_model(model, world.device, plan, ranks, roots)
     devices.activate(world.device)
     part = make_part(
         model, plan, world, local_params(model, plan, world.rank), job,
@@ -75,8 +73,7 @@ def assemble(
     part.tied_weight_group = _tied_weight_group(job, plan, world)
     objective = LanguageModelObjective(job, world, part)
     run: LMRun = Run(
-        job, world, [part], objective,
-        pipeline or MicroBatchWalk(job.train.precision, world.device),
+        job, world, [part], objective, walk,
         unit_group=world.partition(plan.stage_groups()), counters=dict(counters or {}),
     )  # fmt: skip
     try:
@@ -102,9 +99,18 @@ def _tied_weight_group(job: Job, plan: Plan, world: World) -> Group | None:
     return world.partition([[chain[0], chain[-1]] for chain in plan.pp_groups()])
 
 
-def _make_pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> Pipeline | None:
-    if plan.pp == 1:
-        return None
-    from moesaic.train.pipeline import Pipeline  # Slow to import, and rarely used.
+def _make_walk(
+    job: Job, plan: Plan, world: World, model: LanguageModel
+) -> tuple[Walk[LanguageModelObjective], list[nn.Module]]:
+    """Return the walk over the micro-batches, and the modules that it calls; none if it calls the
+    whole model."""
+    precision = job.train.precision
+    if plan.pp > 1:
+        from moesaic.train.pipeline import Pipeline  # Slow to import, and rarely used.
 
-    return Pipeline(job, plan, world, model)
+        pipeline = Pipeline(job, plan, world, model)
+        return pipeline, list(pipeline.stages.values())
+    if job.is_by_block:
+        walk = BlockWalk(precision, world.device, group_size=job.train.micro_batches)
+        return walk, [block for _, block in model.blocks()]
+    return MicroBatchWalk(precision, world.device), []

@@ -4,6 +4,7 @@ from moesaic.facts.job.balance import BalanceConfig, Prices
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.job import Job
+from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import ModelConfig, Preset
 from moesaic.facts.job.routing import RoutingConfig
 from moesaic.facts.job.train import (
@@ -25,6 +26,7 @@ __all__ = [
     "KernelsConfig",
     "LayoutConfig",
     "LogConfig",
+    "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Preset",

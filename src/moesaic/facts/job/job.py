@@ -12,6 +12,7 @@ from moesaic.base.config import Section
 from moesaic.facts.job.balance import BalanceConfig, no_effect
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
+from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import PRESETS, ModelConfig
 from moesaic.facts.job.routing import RoutingConfig
 from moesaic.facts.job.train import (
@@ -55,6 +56,9 @@ class Job(Section):
     """Text, tokenizer and packing."""
     train: TrainConfig
     """Length, batch and precision."""
+    memory: MemoryConfig | None = None
+    """Budget of memory, and the drive for expert state beyond it; without this table all state is
+    in memory."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its settings."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -74,6 +78,7 @@ class Job(Section):
             )
         self._check_router()
         self._check_finetune()
+        self._check_block_order()
         error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
         if error and self.model.experts:
             raise ValueError(f"kernels.{error}")
@@ -134,6 +139,57 @@ class Job(Section):
                 'adapters of experts have no replicas, set balance.policy = "none", or remove '
                 '"experts"'
             )
+
+    @property
+    def is_by_block(self) -> bool:
+        """True if all micro-batches pass through one block before the next."""
+        order = self.train.micro_batch_order
+        return self.memory is not None if order == "auto" else order == "by_block"
+
+    def _check_block_order(self) -> None:
+        """Raise ValueError for settings that need another order of micro-batches, or all experts
+        in memory."""
+        if self.memory is not None:
+            self._check_memory()
+        if not self.is_by_block:
+            return
+        key = "[memory]" if self.memory is not None else 'train.micro_batch_order = "by_block"'
+        if self.layout.pp > 1:
+            raise ValueError(
+                f"layout.pp = {self.layout.pp} with {key}: pipeline ranks work on one micro-batch "
+                "at a time, set layout.pp = 1"
+            )
+        if "policy" in self.balance.non_default_fields and self.balance.uses_replicas:
+            raise ValueError(
+                f'balance.policy = "{self.balance.policy}" with {key}: replicas of experts are '
+                'sent for one micro-batch at a time, set balance.policy = "none"'
+            )
+        if self.model.tied and self.layout.dp_shard != 1:
+            raise ValueError(
+                f"layout.dp_shard = {keys.show(self.layout.dp_shard)} with {key} and a tied "
+                "embedding: FSDP2 cannot gather the shared weight with two blocks, set "
+                "layout.dp_shard = 1"
+            )
+
+    def _check_memory(self) -> None:
+        """Raise ValueError for settings that do not work with expert state on a drive."""
+        if not self.model.experts:
+            raise ValueError(
+                "[memory] keeps state of experts on a drive, but the model is dense "
+                "(model.experts = 0): remove the table"
+            )
+        refused = {
+            'train.micro_batch_order = "by_micro_batch"': not self.is_by_block,
+            f'optimizer.moments = "{self.optimizer.moments}"': self.optimizer.moments != "full",
+            "[finetune]": self.finetune is not None,
+            f"balance.migrate_every = {self.balance.migrate_every}": (
+                self.balance.migrate_every > 0
+            ),
+            f"layout.chunks = {self.layout.chunks}": self.layout.chunks not in ("auto", 1),
+        }
+        for setting, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(f"{setting} does not work with [memory]: remove one of them")
 
     def ineffective_settings(self, layout_keys: AbstractSet[str] | None = None) -> list[str]:
         """Return one sentence for each setting that was given, is not a default, and has no effect.

@@ -11,6 +11,9 @@ from moesaic.base.config import Section
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """Orders in which pipeline ranks process micro-batches."""
 
+MicroBatchOrder = Literal["by_micro_batch", "by_block"]
+"""Orders in which micro-batches pass through the blocks of a model."""
+
 DispatchMethod = Literal["all_to_all", "dedup"]
 """Methods of dispatching tokens to experts on other ranks."""
 
@@ -96,6 +99,11 @@ class TrainConfig(Section):
     micro_batches: int = Field(default=1, ge=1)
     """Micro-batches of a global batch (gradient accumulation); each is split over all ranks. Raise
     it for less activation memory."""
+    micro_batch_order: Literal["auto"] | MicroBatchOrder = "auto"
+    """Order of the passes of a step. by_micro_batch: each micro-batch passes through the whole
+    model before the next one. by_block: all micro-batches pass through one block before the next
+    block, which keeps the inputs of every block for all of them. auto: by_block with a `[memory]`
+    budget, which then reads a layer's experts once per step and direction; else by_micro_batch."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision of compute. bf16 and fp16 keep fp32 weights; fp16 also scales its loss. fp64 is for
     exact comparisons."""

@@ -26,6 +26,8 @@ def reason_not_to_balance(job: Job, plan: Plan) -> str | None:
     finetune, train = job.finetune, job.train
     if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
         return "LoRA adapters of experts cannot be replicated"
+    if job.is_by_block:
+        return "all micro-batches pass through one block before the next"
     if not job.balance.uses_replicas:
         return "balance.max_replicas = 0 leaves no room for replicas"
     tokens = train.batch // train.micro_batches * job.data.sequence

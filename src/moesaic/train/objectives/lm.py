@@ -3,7 +3,7 @@ routers' auxiliary losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -102,13 +102,20 @@ class LanguageModelObjective:
     ) -> tuple[Tensor, tuple[AuxLoss, ...]]:
         """Start to sum the counts of the MoE layers; return `x`, whose backward adds the gradients
         of their losses times `scale`, and these losses."""
-        found = moe_reports(reports)
-        if not found:
-            return x, ()
-        aux_loss, routing = AuxLoss(list(found.values()), self._counts_group), self.job.routing
-        factor = scale / self._num_aux_losses
-        x = aux_loss.attach(x, factor * routing.balance_loss, factor * routing.z_loss)
-        return x, (aux_loss,)
+        aux_losses = self.sum_aux_losses(moe_reports(reports).values())
+        for aux_loss in aux_losses:
+            x = aux_loss.attach(x, *self.aux_weights(scale))
+        return x, aux_losses
+
+    def sum_aux_losses(self, reports: Collection[MoEReport]) -> tuple[AuxLoss, ...]:
+        """Start to sum the counts of MoE layers; return their auxiliary losses, if there are any
+        layers."""
+        return (AuxLoss(list(reports), self._counts_group),) if reports else ()
+
+    def aux_weights(self, scale: float) -> tuple[float, float]:
+        """Return the weights of a micro-batch's balance losses and z-losses in backward."""
+        factor, routing = scale / self._num_aux_losses, self.job.routing
+        return factor * routing.balance_loss, factor * routing.z_loss
 
     @property
     def _num_aux_losses(self) -> int:
