@@ -14,7 +14,12 @@ elements the norm is 1% too small; for one block the error is below 1e-6."""
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of all elements of `tensors`, which share a device, in fp64."""
+    return block_norms(tensors).double().square().sum()
+
+
+def block_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norms of consecutive parts of `tensors`, whose squares add up to theirs."""
     blocks = list(tensors)
     if blocks[0].device.type == "cpu":
         blocks = [block for tensor in blocks for block in tensor.flatten().split(_BLOCK)]
-    return torch.stack(torch._foreach_norm(blocks)).double().square().sum()
+    return torch.stack(torch._foreach_norm(blocks))

@@ -7,7 +7,7 @@ fills in the values later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from moesaic.nn.attention import Linear
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.lora import Adapters
+from moesaic.nn.experts.places import Places
 from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 
@@ -57,14 +58,16 @@ def build_model(
     ranks: ModelRanks | None = None,
     routing: RoutingConfig | None = None,
     finetune: FinetuneConfig | None = None,
+    places: Mapping[int, Places] | None = None,
 ) -> LanguageModel:
     """Return the blocks of `rank` under `plan` on the meta device; without a plan, the whole
-    model. `finetune` freezes parameters and adds adapters."""
+    model. `finetune` freezes parameters and adds adapters. `places` have the expert state of each
+    layer, if not all of it is in memory."""
     ranks = ranks or ModelRanks()
     specs = None if plan is None else block_specs(config, plan, rank)
     with torch.device("meta"):
         model = LanguageModel(
-            config, specs, routing, plan, ranks.dispatch, ranks.tp, ranks.column_shard
+            config, specs, routing, plan, ranks.dispatch, ranks.tp, ranks.column_shard, places
         )
         if finetune is not None:
             _prepare_for_finetuning(model, finetune)

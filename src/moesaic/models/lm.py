@@ -6,7 +6,7 @@ The blocks are embed, layers.0 ... layers.N-1 and head. Parameter names are the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from moesaic.nn.attention import Attention, FeedForward
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.places import Places
 from moesaic.nn.inputs import Inputs, Rotary, compute_dtype
 from moesaic.nn.latent_attention import LatentAttention
 from moesaic.nn.loss import HeadLoss
@@ -156,10 +157,11 @@ class LanguageModel(nn.Module):
         ranks: DispatchGroups | None = None,
         tp: TensorParallel = NO_TP,
         column_shard: ShardedEmbedding = UNSHARDED,
+        places: Mapping[int, Places] | None = None,
     ) -> None:
         """Create the blocks of `specs`, in their order; None creates all, on one rank."""
         super().__init__()
-        self.config, self.tp = config, tp
+        self.config, self.tp, self._places = config, tp, places or {}
         plan = plan or Plan(ranks=1, ep=1, dp_shard=1, experts=config.experts)
         specs = block_specs(config, plan) if specs is None else specs
         self.block_names = list(dict.fromkeys(spec.model_block for spec in specs))
@@ -204,7 +206,10 @@ class LanguageModel(nn.Module):
             return self._make_attention(layer)
         if spec.kind == "ffn":
             return FeedForward(config.hidden, spec.inner_width, self.tp)
-        bank = ExpertBank(spec.experts, config.hidden, config.ffn, ranks.tp, plan.grouped_mm)
+        bank = ExpertBank(
+            spec.experts, config.hidden, config.ffn, ranks.tp, plan.grouped_mm,
+            self._places.get(layer),
+        )  # fmt: skip
         dispatcher = Dispatcher(
             config.experts, ranks, routing.capacity_factor, plan.slot_experts(layer),
             dedup=plan.dispatch == "dedup", num_chunks=plan.chunks,

@@ -14,7 +14,7 @@ from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.lora import Adapters
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import BlockKind, Places
 
 TP_DIM = "tp"
 """Name of the tensor-parallel dimension of a device mesh."""
@@ -63,16 +63,16 @@ class LocalParam:
         return local_tensor(self.parameter.grad)
 
     def grads(self) -> list[Tensor]:
-        """Return this rank's gradient: one tensor for each expert, or one in all."""
-        if self.places is not None:
-            return [self.places.gradient(slot) for slot in range(self.places.num_slots)]
+        """Return this rank's gradient: one tensor for each expert, or one in all. `places` have
+        their own."""
         return [self.grad] if self.bank is None else list(self.grad.unbind())
 
     def clear_grad(self) -> None:
         """Remove the gradient."""
         self.parameter.grad = None
         if self.places is not None:
-            self.places.clear_gradients()
+            for slot in list(self.places.touched):
+                self.places.drop_gradient(slot)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -90,12 +90,23 @@ class LocalParam:
         """Yield the values as tensor shards."""
         if self.places is None:
             yield from self.tensor_shards(PARAMETER, self.local, rank)
-            return
+        else:
+            yield from self.borrowed_shards(PARAMETER, BlockKind.PARAMETERS)
+
+    def borrowed_shards(self, kind: str, block: BlockKind) -> Iterator[TensorShard]:
+        """Yield the blocks of `places` as tensor shards of `kind`."""
         assert isinstance(self.bank, ExpertBank)
-        for expert, matrix, size, lend in self.bank.borrowed_matrices():
+        for expert, matrix, size, lend in self.bank.borrowed_matrices(block):
             boxes = self.bank.global_shape_and_offset(matrix, size)
             name, dtype = self._expert_name(expert, matrix), self.parameter.dtype
-            yield TensorShard(PARAMETER, name, *boxes, size, dtype, self.owners, lend)
+            yield TensorShard(kind, name, *boxes, size, dtype, self.owners, lend)
+
+    def grad_shards(self, rank: int) -> Iterator[TensorShard]:
+        """Yield the gradient as tensor shards."""
+        if self.places is None:
+            yield from self.tensor_shards(PARAMETER, self.grad, rank)
+        else:
+            yield from self.borrowed_shards(PARAMETER, BlockKind.GRADIENT)
 
     def tensor_shards(
         self, kind: str, values: Tensor | Sequence[Tensor], rank: int

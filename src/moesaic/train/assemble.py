@@ -29,6 +29,7 @@ from moesaic.train.micro_batches import BlockWalk
 from moesaic.train.objectives.lm import LanguageModelObjective
 from moesaic.train.parts import make_part
 from moesaic.train.run import Run
+from moesaic.train.tiers import ExpertTiers, make_tiers
 from moesaic.train.walk import MicroBatchWalk, Walk
 
 DTYPES = {
@@ -59,10 +60,14 @@ def assemble(
     needs_prices = migrates or policies.should_balance(job, plan)
     ranks = ModelRanks.by_plan(plan, world, replicas=needs_prices)
     dtype = DTYPES[job.train.precision]
-    model = build_model(job.model, dtype, plan, world.rank, ranks, job.routing, job.finetune)
+    tiers = make_tiers(job, plan, world, dtype)
+    model = build_model(
+        job.model, dtype, plan, world.rank, ranks, job.routing, job.finetune,
+        None if tiers is None else tiers.places,
+    )  # fmt: skip
     for layer in model.decoder_layers():
         layer.recompute = plan.recomputes(job)
-    walk, roots = _make_walk(job, plan, world, model)
+    walk, roots = _make_walk(job, plan, world, model, tiers)
     allocate_model(model, world.device, plan, ranks, roots)
     devices.activate(world.device)
     part = make_part(
@@ -70,6 +75,7 @@ def assemble(
         buffers=list(router_biases(model, plan, world.rank)),
         tp_group=model.tp.group,
     )  # fmt: skip
+    part.tiers = tiers
     part.tied_weight_group = _tied_weight_group(job, plan, world)
     objective = LanguageModelObjective(job, world, part)
     run: LMRun = Run(
@@ -100,7 +106,7 @@ def _tied_weight_group(job: Job, plan: Plan, world: World) -> Group | None:
 
 
 def _make_walk(
-    job: Job, plan: Plan, world: World, model: LanguageModel
+    job: Job, plan: Plan, world: World, model: LanguageModel, tiers: ExpertTiers | None
 ) -> tuple[Walk[LanguageModelObjective], list[nn.Module]]:
     """Return the walk over the micro-batches, and the modules that it calls; none if it calls the
     whole model."""
@@ -111,6 +117,7 @@ def _make_walk(
         pipeline = Pipeline(job, plan, world, model)
         return pipeline, list(pipeline.stages.values())
     if job.is_by_block:
-        walk = BlockWalk(precision, world.device, group_size=job.train.micro_batches)
+        group_size = job.train.micro_batches if tiers is None else tiers.num_micro_batches
+        walk = BlockWalk(precision, world.device, group_size, tiers)
         return walk, [block for _, block in model.blocks()]
     return MicroBatchWalk(precision, world.device), []

@@ -26,7 +26,6 @@ from moesaic.dist.state import (
     FIRST_CODES,
     FIRST_MOMENT,
     FIRST_SCALES,
-    PARAMETER,
     ROOT_CODES,
     ROOT_SCALES,
     SECOND_MOMENT,
@@ -80,9 +79,8 @@ class LowBitAdamW(AdamW):
             [one for one in flat_params if not one.has_weight_decay], rank, step, lr=lr, clip=clip
         )
         for item in (item for one in flat_params if one.has_weight_decay for item in one.params):
-            by_slot = item.grad if item.places is None else item.grads()
-            grads = item.tensor_shards(PARAMETER, by_slot, rank)
-            for values, lent_grad in zip(item.parameter_shards(rank), grads, strict=True):
+            shards = zip(item.parameter_shards(rank), item.grad_shards(rank), strict=True)
+            for values, lent_grad in shards:
                 with lent_grad.borrow() as grad:
                     self.update_matrix(values, grad, step, lr=lr, clip=clip)
 

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 class BlockObserver(Protocol):
     """Receiver of the walk's position, which prepares the state of coming blocks."""
 
-    def begin_step(self) -> None:
-        """Begin a step."""
-
     def begin_forward(self, block: str) -> None:
         """Begin the forward passes of a block over a group of micro-batches."""
 
@@ -88,8 +85,6 @@ class BlockWalk:
         """Run forward and backward of all micro-batches; return their losses."""
         del parts
         losses, model = list[lm.Losses](), objective.part.model
-        if self._observer is not None:
-            self._observer.begin_step()
         for start in range(0, len(batches), self._group_size):
             group = batches[start : start + self._group_size]
             is_last = start + len(group) == len(batches)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from moesaic.dist.buckets import FlatView
 from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, TensorShard
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.models.state import LocalParam
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import STATE, BlockKind, Places
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ class FlatParams:
 
     def zero_moments(self) -> tuple[Tensor, Tensor]:
         """Return zero first and second moments in the layout of all values."""
-        if self.places is None:
-            return zero_moments(self.values)
-        return zero_moments(self.params[0].local.new_empty(self.params[0].local_shape))
+        return zero_moments(self.values)
 
     def split(self, tensor: Tensor) -> Iterator[tuple[LocalParam, Tensor]]:
         """Yield each parameter and its view of `tensor`, which has the layout of `values`."""
@@ -133,10 +132,15 @@ class AdamW:
         """Moments by parameter name; those of flattened parameters are views of `_flat_moments`."""
         self._flat_moments: dict[str, tuple[Tensor, Tensor]] = {}
         """Moments by the first parameter's name of each `FlatParams`."""
+        self._updates: list[tuple[int, float]] = []
+        """Number and learning rate of each update of this process."""
 
     def init_moments(self, flat_params: FlatParams, rank: int) -> None:
         """Create zero moments for the parameters as `rank` stores them."""
         del rank
+        if flat_params.places is not None:
+            flat_params.places.apply_skipped = partial(self._apply_skipped, flat_params.places)
+            return
         first, second = flat_params.zero_moments()
         self._flat_moments[flat_params.params[0].name] = first, second
         for (item, first_view), (_, second_view) in zip(
@@ -147,6 +151,10 @@ class AdamW:
     def moment_shards(self, param: LocalParam, rank: int) -> Iterator[TensorShard]:
         """Yield a parameter's moments as state shards."""
         kinds = (FIRST_MOMENT, SECOND_MOMENT)
+        if param.places is not None:
+            for kind, block in zip(kinds, STATE[1:], strict=True):
+                yield from param.borrowed_shards(kind, block)
+            return
         for kind, tensor in zip(kinds, self.moments[param.name], strict=True):
             yield from param.tensor_shards(kind, tensor, rank)
 
@@ -160,7 +168,7 @@ class AdamW:
         del rank
         for one in flat_params:
             if one.places is not None:
-                self._update_places(one, step, lr=lr, clip=clip)
+                self.update_places(one.places, step, lr=lr, clip=clip)
         for decay in (True, False):
             selected = [
                 one for one in flat_params if one.places is None and one.has_weight_decay == decay
@@ -188,14 +196,39 @@ class AdamW:
         for row, grad, *row_moments in zip(*columns, strict=True):
             yield row, grad, tuple(row_moments)
 
-    def _update_places(self, flat_params: FlatParams, step: int, *, lr: float, clip: float) -> None:
-        """Update the experts of a bank with fewer places, each while it is in memory."""
-        assert flat_params.places is not None
-        moments = zip(*self._flat_moments[flat_params.params[0].name], strict=True)
-        for slot, expert_moments in enumerate(moments):
-            with flat_params.places.borrow(slot) as values:
-                grad = flat_params.places.gradient(slot)
-                self.update([values], [grad], [expert_moments], step, lr=lr, clip=clip, decay=True)
+    def update_places(
+        self, places: Places, step: int, *, lr: float, clip: float, keep_norms: bool = False
+    ) -> None:
+        """Update the experts of `places` that have a gradient, one by one, and drop the gradients.
+
+        The others skip the update; `_apply_skipped` applies it before they are used.
+
+        Args:
+            places: the experts' state.
+            step: number of the update, from 1.
+            lr: learning rate.
+            clip: factor on the gradients.
+            keep_norms: keep the norms of the gradients for the step's figures.
+        """
+        if not self._updates or self._updates[-1][0] != step:
+            self._updates.append((step, lr))
+        places.num_updates = len(self._updates)
+        for slot in sorted(places.touched):
+            with places.hold_blocks(slot, BlockKind) as (values, *moments, grad):
+                if keep_norms:
+                    places.keep_norm(slot, grad)
+                self.update([values], [grad], [tuple(moments)], step, lr=lr, clip=clip, decay=True)
+            places.drop_gradient(slot)
+            places.num_applied[slot] = places.num_updates
+
+    def _apply_skipped(self, places: Places, slot: int) -> None:
+        """Apply the updates that an expert has skipped, with a gradient of zero."""
+        skipped = self._updates[places.num_applied[slot] : places.num_updates]
+        places.num_applied[slot] = places.num_updates
+        with torch.no_grad(), places.hold_blocks(slot, STATE) as (values, *moments):
+            grad = torch.zeros_like(values)
+            for step, lr in skipped:
+                self.update([values], [grad], [tuple(moments)], step, lr=lr, clip=1.0, decay=True)
 
     def rename_params(self, names: Mapping[str, str]) -> None:
         """Rename the parameters of moments; `names` maps old names to new ones."""

@@ -21,12 +21,13 @@ from moesaic.dist.state import ExternalSnapshot, Source, SplitSource, TensorShar
 from moesaic.dist.world import Group, World
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
-from moesaic.kernels.norms import sum_of_squares
+from moesaic.kernels.norms import block_norms
 from moesaic.models.state import EMBED_WEIGHT, LocalParam
 from moesaic.train.kinds import AnyJob
 from moesaic.train.loss_scale import num_updates
 from moesaic.train.low_bit_adamw import LowBitAdamW
 from moesaic.train.optim import AdamW, FlatParams, flatten_params
+from moesaic.train.tiers import ExpertTiers
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -50,15 +51,14 @@ class Part(Generic[M]):
     optimizer: AdamW
     buckets: GradientBuckets
     """Buckets of the gradients that ranks reduce."""
-    expert_dp_group: Group | None
-    """Ranks that own the same experts. Gradients of experts without places of their own are reduced
-    over it after backward."""
     tp_group: Group | None = None
     """Tensor-parallel ranks, over which FSDP does not reduce unsharded parameters."""
     tied_weight_group: Group | None = None
     """First and last pipeline rank that both hold the tied weight."""
     buffers: list[TensorShard] = field(default_factory=list)
     """State that no optimizer updates, such as router biases."""
+    tiers: ExpertTiers | None = None
+    """Expert state on a drive; None if all state is in memory."""
     prefix: str = ""
     """Start of the logical names of the part's tensors; empty for the only part."""
     external_snapshot: ExternalSnapshot | None = None
@@ -83,6 +83,11 @@ class Part(Generic[M]):
             return shards
         return [replace(shard, name=f"{self.prefix}{shard.name}") for shard in shards]
 
+    def begin_step(self, number: int, lr: float) -> None:
+        """Prepare for a step that takes update `number`, from 1, with learning rate `lr`."""
+        if self.tiers is not None:
+            self.tiers.begin_step(self.optimizer, number, lr)
+
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Prepare for forward and backward of one micro-batch, the `is_last` or not of its step."""
         if self.plan.dp_shard > 1:
@@ -104,10 +109,6 @@ class Part(Generic[M]):
             ]
             all_reduce_buckets_(unsharded, self.tp_group)
         self.buckets.finish()
-        if self.expert_dp_group is not None:
-            with_places = (item for item in reversed(self.trainable) if item.places is not None)
-            grads = [grad for item in with_places for grad in item.grads()]
-            all_reduce_buckets_(grads, self.expert_dp_group)
         if self.tied_weight_group is not None:
             all_reduce_buckets_(
                 [item.grad for item in self.trainable if item.name == EMBED_WEIGHT],
@@ -121,15 +122,23 @@ class Part(Generic[M]):
         Experts count one by one, so the bits do not depend on those in memory.
         """
         own = (item for item in self.trainable if item.owners[0] == self.world.rank)
-        local = [grad for item in own for grad in item.grads()]
+        norms, local = list[Tensor](), list[Tensor]()
+        for item in own:
+            if item.places is None:
+                local += item.grads()
+                continue
+            norms += [block_norms(local)] if local else []
+            norms.append(item.places.pop_norms())
+            local = []
+        norms += [block_norms(local)] if local else []
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
-        if local:
-            total += sum_of_squares(local)
-        return total
+        return total + torch.cat(norms).double().square().sum() if norms else total
 
     def update(self, number: int, *, lr: float, clip: float) -> None:
         """Take update `number`, from 1, block by block; `clip` is a factor on the gradients, which
         are dropped."""
+        if self.tiers is not None:
+            self.tiers.begin_update()
         for _, block in groupby(self.flat_params, key=lambda flat: flat.block):
             group = list(block)
             self.optimizer.update_block(group, self.world.rank, number, lr=lr, clip=clip)
@@ -149,6 +158,8 @@ class Part(Generic[M]):
         self.buffers.clear()
         self.optimizer.close()
         self.buckets.close()
+        if self.tiers is not None:
+            self.tiers.close()
         del self.model
 
 
@@ -206,7 +217,6 @@ def make_part(
             model, plan, world, trainable,
             [item for item in params if not item.parameter.requires_grad],
             flat_params, _make_optimizer(job, world, flat_params), buckets,
-            expert_dp_group=world.partition(plan.expert_dp_groups(), purpose),
             tp_group=tp_group, buffers=list(buffers), prefix=prefix,
         )  # fmt: skip
     except BaseException:

@@ -87,6 +87,9 @@ class Run(Generic[ObjectiveT, StatsT]):
         phases = PhaseTimer(self.world.device, self.phase_hook)
         with phases("data"):
             batches, context = self._load_global_batch(samples)
+        lr, number = self._learning_rate(), loss_scale.num_updates(self.counters) + 1
+        for part in self.parts:
+            part.begin_step(self._update_number(part, number), lr)
         losses = self._forward_backward(batches, context, phases)
         with phases("reduce"):
             self._reduce_gradients()
@@ -94,10 +97,9 @@ class Run(Generic[ObjectiveT, StatsT]):
             grad_norm = self._grad_norm() / context.scale
             # All ranks get the same result, whichever overflowed.
             is_finite = math.isfinite(grad_norm)
-        lr = self._learning_rate()
         with phases("optimizer"):
             if is_finite:
-                self._update(grad_norm, context.scale, lr)
+                self._update(number, grad_norm, context.scale, lr)
                 self.objective.after_update(losses)
             else:
                 self._skip_update(grad_norm, losses)
@@ -159,15 +161,17 @@ class Run(Generic[ObjectiveT, StatsT]):
         total = torch.stack([part.squared_grad_norm() for part in self.parts]).sum(0)
         return math.sqrt(float(all_reduce_(total, self.world.group)))
 
-    def _update(self, norm: float, scale: float, lr: float) -> None:
-        """Update all parameters by gradients that are `scale` times too large."""
+    def _update(self, number: int, norm: float, scale: float, lr: float) -> None:
+        """Take update `number`, from 1, by gradients that are `scale` times too large."""
         train = self.job.train
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
-        number = loss_scale.num_updates(self.counters) + 1
         for part in self.parts:
-            before = self.counters.get(part.start_counter, 0)
-            part.update(number - before, lr=lr, clip=clip / scale)
+            part.update(self._update_number(part, number), lr=lr, clip=clip / scale)
         loss_scale.record_update(self.counters)
+
+    def _update_number(self, part: Part[Any], number: int) -> int:
+        """Return update `number` of the run, counted from the part's first one."""
+        return number - self.counters.get(part.start_counter, 0)
 
     def _skip_update(self, norm: float, losses: Sequence[Any]) -> None:
         """Skip the update after an overflow and back off the loss scale."""

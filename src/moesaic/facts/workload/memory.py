@@ -69,8 +69,9 @@ def memory(
     loads: Sequence[ArrayLike] | None = None,
     *,
     on_cpu: bool = True,
+    group_size: int | None = None,
 ) -> Memory:
-    """Return the memory of `rank` under `plan`.
+    """Return the memory of `rank` under `plan`; with a budget (`[memory]`), without expert state.
 
     Args:
         job: the job.
@@ -78,11 +79,13 @@ def memory(
         rank: the rank; None for the last, which has the most samples.
         loads: one load per expert layer, as `workload` takes them; None for even routing.
         on_cpu: whether rank and host share one memory, which then also has the staging copy.
+        group_size: micro-batches that pass through a block together, if the job goes block by
+            block; None: all.
     """
     params = RankParams.of_rank(job, plan, plan.ranks - 1 if rank is None else rank)
     num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense)
-    num_elements += sum(p.size for p in params.experts)
-    has_staging = job.checkpoint.asynchronous and on_cpu
+    num_elements += sum(p.size for p in params.experts_in_memory)
+    has_staging = job.checkpoint.asynchronous and on_cpu and job.memory is None
     lasting = Memory(
         parameters_bytes=num_elements * STORED_BYTES[job.train.precision]
         + sum(p.size for p in params.biases) * BIAS_BYTES,
@@ -91,7 +94,7 @@ def memory(
         gradients_bytes=0,
         activations_bytes=0,
     )
-    return _StepMemory(params, loads, on_cpu, lasting).run()
+    return _StepMemory(params, loads, on_cpu, lasting).run(group_size)
 
 
 @dataclass
@@ -142,7 +145,7 @@ class _StepMemory:
             elements = sum(p.size for p in dense if not p.is_column_shard)
             num_bytes = elements * self.sizes.stored_bytes
             self.dense_bytes[group] = self.dense_bytes.get(group, 0) + num_bytes
-        experts = [p for spec in params.blocks for p in spec.parameters if p.expert is not None]
+        experts = params.experts_in_memory
         trained = [p for p in experts if p.layer == experts[0].layer and params.is_trained(p)]
         self.arena_bytes = sum(p.size for p in trained) * self.sizes.stored_bytes
         """Bytes of the gradient of one layer's experts."""
@@ -163,7 +166,7 @@ class _StepMemory:
         elements = sum(
             p.size if p.expert is not None else local_size(p, num_shards)
             for p in spec.parameters
-            if self.params.is_trained(p)
+            if self.params.is_trained(p) and (p.expert is None or self.job.memory is None)
         )
         return elements * self.sizes.stored_bytes
 
@@ -217,13 +220,15 @@ class _StepMemory:
         expert_bytes = _expert_backward_bytes(s, self.routed[index])
         return self.stream_bytes + self.arena_bytes + expert_bytes
 
-    def run(self) -> Memory:
+    def run(self, group_size: int | None) -> Memory:
         """Walk over the step, and return the memory at its peak."""
         plan, micro_batches = self.plan, self.job.train.micro_batches
         names, pp_rank = stage_blocks(plan, self.job.model), plan.pp_rank(self.params.rank)
         stages = {n: self._stage(n, names[n]) for n in range(pp_rank, plan.num_stages, plan.pp)}
         kept = 0
-        if plan.pp == 1:
+        if self.job.is_by_block:
+            self._run_by_block(stages[0], group_size or micro_batches)
+        elif plan.pp == 1:
             for _ in range(min(micro_batches, 2)):  # Later ones are like the second.
                 self.current = self.angle_bytes
                 self._forward(stages[0])
@@ -234,6 +239,15 @@ class _StepMemory:
         buckets = [bucket for one in late for bucket in one.buckets if len(bucket.members) > 1]
         self._record(self.made + max((one.num_bytes for one in buckets), default=0), kept)
         return self.peak
+
+    def _run_by_block(self, stage: _Stage, group_size: int) -> None:
+        """Walk over a group of micro-batches, whose activations all exist at once."""
+        self.current = group_size * self.angle_bytes
+        stage.saved = {name: group_size * num_bytes for name, num_bytes in stage.saved.items()}
+        for _ in range(min(self.job.train.micro_batches // group_size, 2)):
+            self._forward(stage)
+            self._backward(stage)
+            self.current = group_size * self.angle_bytes
 
     def _run_pipeline(self, stages: Mapping[int, _Stage]) -> int:
         """Walk over all micro-batches, and return the bytes kept until the end of the step.

@@ -99,10 +99,15 @@ class RankParams:
             parameter.tp_dim is not None or not self.rank % plan.tp
         )
 
+    @property
+    def experts_in_memory(self) -> list[Parameter]:
+        """Matrices of experts whose state is always in memory: all or, with a budget, none."""
+        return self.experts if self.job.memory is None else []
+
     def moments_bytes(self) -> int:
-        """Return bytes of the optimizer's moments."""
+        """Return bytes of the optimizer's moments that are always in memory."""
         sizes = [(p, self.unpadded_local_size(p)) for p in self.trainable_dense]
-        sizes += [(p, p.size) for p in self.experts if self.is_trained(p)]
+        sizes += [(p, p.size) for p in self.experts_in_memory if self.is_trained(p)]
         return sum(sum(moment_bytes(p, size, self.job)) for p, size in sizes)
 
     def checkpoint_bytes(self) -> int:

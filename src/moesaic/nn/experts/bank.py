@@ -4,9 +4,9 @@ Each slot of the arena holds one expert, at an equal stride. FSDP does not see t
 gradient is one tensor of the same shape. Replicas of other ranks' experts follow the own slots, for
 one forward pass and its backward.
 
-With fewer places than experts, `Places` has the memory, the gradients and the evicted experts. The
-arena then has no rows, but stays the parameter that graph, optimizer and state refer to. A forward
-pass and its backward use experts through a lease.
+With fewer places than experts, `Places` has parameters, moments and gradients. The arena then has
+no rows, but stays the parameter that graph, optimizer and state refer to. A forward pass and its
+backward use experts through a lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import FORWARD, GatedExperts, gated_experts
 from moesaic.nn.experts.lease import Lease, PlacesLease, arena_views
 from moesaic.nn.experts.lora import AdaptedExperts, Adapters, AdapterShape
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import BlockKind, Places
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 
@@ -49,7 +49,7 @@ class ExpertBank(nn.Module):
         ffn: int,
         tp: TensorParallel = NO_TP,
         backend: Literal["auto"] | MatmulBackend = "auto",
-        places: int | None = None,
+        places: Places | None = None,
     ) -> None:
         """Create the slots of `experts`.
 
@@ -59,17 +59,15 @@ class ExpertBank(nn.Module):
             ffn: FFN channels of an expert over all TP ranks.
             tp: TP ranks that share the experts.
             backend: the grouped matmul on a GPU (see `choose_backend`).
-            places: experts that memory holds at a time; None: all.
+            places: the experts' state, if not all of it is in memory.
         """
         super().__init__()
         self.experts, self.tp, self.backend = list(experts), tp, backend
         self.hidden, self.ffn, self.names = hidden, ffn // tp.size, ("gate", "up", "down")
         width, num_experts = 3 * self.ffn * hidden, len(self.experts)
-        self.places: Places | None = None
-        """Memory of some experts; None if the arena has all of them."""
-        if places is not None and places < num_experts:
-            self.places = Places(places, num_experts, width)
-        self.arena = nn.Parameter(torch.empty(num_experts if self.places is None else 0, width))
+        self.places = places
+        """State of the experts; None if the arena has all of them."""
+        self.arena = nn.Parameter(torch.empty(num_experts if places is None else 0, width))
         self.adapters: Adapters | None = None
 
     def add_adapters(self, rank: int, scale: float) -> None:
@@ -92,7 +90,7 @@ class ExpertBank(nn.Module):
         if self.places is not None:
             raise ConfigError(
                 f"expert replicas need all {len(self.experts)} experts of a layer in memory, which "
-                f'has places for {len(self.places)}: set balance.policy = "none"'
+                'has a budget ([memory]): set balance.policy = "none"'
             )
         return self.arena
 
@@ -169,25 +167,20 @@ class ExpertBank(nn.Module):
         return {"gate": gate_up[: self.ffn], "up": gate_up[self.ffn :], "down": down}
 
     @contextmanager
-    def borrow(self, slot: int) -> Iterator[Tensor]:
-        """Yield the parameters of one expert, in one dimension, to read or to write."""
-        if self.places is None:
-            yield self.arena.detach()[slot]
-        else:
-            with self.places.borrow(slot) as row:
-                yield row
-
-    @contextmanager
-    def _borrow_matrix(self, slot: int, matrix: str) -> Iterator[Tensor]:
-        with self.borrow(slot) as row:
+    def _borrow_matrix(self, slot: int, kind: BlockKind, matrix: str) -> Iterator[Tensor]:
+        assert self.places is not None
+        with self.places.borrow(slot, kind) as row:
             yield self._views(row)[matrix]
 
-    def borrowed_matrices(self) -> Iterator[tuple[int, str, tuple[int, int], BorrowMatrix]]:
-        """Yield (expert, matrix, shape, function that lends it) for every matrix of the bank."""
+    def borrowed_matrices(
+        self, kind: BlockKind
+    ) -> Iterator[tuple[int, str, tuple[int, int], BorrowMatrix]]:
+        """Yield (expert, matrix, shape, function that lends it) for every matrix in the blocks of
+        `kind`."""
         gate, down = (self.ffn, self.hidden), (self.hidden, self.ffn)
         for slot, expert in enumerate(self.experts):
             for matrix, shape in (("gate", gate), ("up", gate), ("down", down)):
-                yield expert, matrix, shape, partial(self._borrow_matrix, slot, matrix)
+                yield expert, matrix, shape, partial(self._borrow_matrix, slot, kind, matrix)
 
     def global_shape_and_offset(
         self, matrix: str, local_shape: Sequence[int]

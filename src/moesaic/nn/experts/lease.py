@@ -186,6 +186,9 @@ class PlacesLease(Lease):
         self._num_ended = 0
         self._grad_rows: dict[int, Tensor] = {}
         """Gradients of this pass by slot, [1, parameters of an expert]."""
+        self._targets: dict[int, Tensor] = {}
+        """Gradients of all passes by slot, while a wave computes; empty if the pass has several
+        calls."""
 
     def name(self, slots: Iterable[int]) -> None:
         """Add the experts of `slots` to those that this pass uses."""
@@ -233,11 +236,15 @@ class PlacesLease(Lease):
     ) -> None:
         """Call `compute` with the index of each range, in waves that fit the places."""
         del between, replicas_first  # There are no replicas.
-        size = len(self._places)
+        size = self._places.wave_size
         for first in range(0, len(ranges), size):
             wave = list(range(first, min(first + size, len(ranges))))
             slots = [slot for index in wave for slot in ranges[index].slot_indices]
-            with self._places.hold(slots) as place_of_slot:
+            in_place = slots if self._num_backward == self._num_calls == 1 else []
+            with (
+                self._places.hold(slots) as place_of_slot,
+                self._places.hold_gradients(in_place) as self._targets,
+            ):
                 for index in wave:
                     found = [place_of_slot[slot] for slot in ranges[index].slot_indices]
                     places = slice(found[0], found[0] + 1) if found else slice(0, 0)
@@ -248,15 +255,25 @@ class PlacesLease(Lease):
         """Prepare for the gradients of one more call."""
         self._num_backward += 1
 
+    def add_gate_up(self, slot_range: SlotRange, grad: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the range's gate and up matrices, the last ones of its slot."""
+        super().add_gate_up(slot_range, grad, rows)
+        for slot in slot_range.slot_indices:
+            if slot in self._targets and slot in self._grad_rows:
+                self._targets[slot] += self._grad_rows.pop(slot)[0]
+
     def _gradient_views(self, slot_range: SlotRange) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate-up and down of the range, which has one slot or none."""
         memory, slots = self._places.memory, slot_range.slot_indices
         if not slots:
             return arena_views(memory[:0], self.ffn)
-        if slots[0] not in self._grad_rows:
+        slot = slots[0]
+        if slot in self._targets and slot not in self._places.touched:
+            return arena_views(self._targets[slot][None], self.ffn)
+        if slot not in self._grad_rows:
             make = torch.empty_like if self._num_backward == 1 else torch.zeros_like
-            self._grad_rows[slots[0]] = make(memory[:1])
-        return arena_views(self._grad_rows[slots[0]], self.ffn)
+            self._grad_rows[slot] = make(memory[:1], memory_format=torch.contiguous_format)
+        return arena_views(self._grad_rows[slot], self.ffn)
 
     def finish_backward(self) -> Tensor | None:
         """Add the gradients where they live after the last call, and return the empty arena's."""

@@ -1,103 +1,163 @@
 """Places of a bank that holds fewer experts in memory than the rank owns.
 
-The other experts' parameters wait on the host. An expert returns to any free place with the same
-bits. The least recently used expert leaves, one that no lease names if possible, and never one in
-use. Gradients of touched experts live here, because the arena holds no row for an evicted expert.
+The state of each expert is four blocks of equal size: parameters, two moments and the gradient. A
+cache, which the banks of all layers share, holds some of them in memory and the others on a drive.
+A block returns to any place with the same bits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moesaic.base.errors import ConfigError
+from moesaic.kernels.norms import block_norms
+from moesaic.store.cache import BlockCache
+from moesaic.store.file import checksum
 
 
-class Places(nn.Module):
-    """Memory of some of a bank's experts. A slot is an owned expert's index in its bank."""
+class BlockKind(IntEnum):
+    """Kind of a block of an expert's state."""
+
+    PARAMETERS = 0
+    FIRST_MOMENT = 1
+    SECOND_MOMENT = 2
+    GRADIENT = 3
+
+
+STATE = (BlockKind.PARAMETERS, BlockKind.FIRST_MOMENT, BlockKind.SECOND_MOMENT)
+"""Blocks that last from step to step."""
+
+MIN_PLACES = len(BlockKind)
+"""Places that the update of one expert needs at once."""
+
+
+class Places:
+    """State of the experts of one bank. A slot is an owned expert's index in its bank."""
 
     memory: Tensor
-    """Parameters of the experts in memory, [places, parameters of an expert]."""
+    """All places of the cache, [places, parameters of an expert]."""
 
-    def __init__(self, num_places: int, num_slots: int, width: int) -> None:
-        super().__init__()
-        if num_places < 1:
-            raise ConfigError(f"places = {num_places} holds no expert: give at least 1")
-        self.num_slots = num_slots
-        self.register_buffer("memory", torch.empty(num_places, width), persistent=False)
+    def __init__(
+        self, cache: BlockCache, first_block: int, num_slots: int, width: int, dtype: torch.dtype
+    ) -> None:
+        """Name the blocks of `num_slots` experts from `first_block` on, each of `width` numbers."""
+        self.num_slots, self._cache, self._first_block = num_slots, cache, first_block
+        self.memory = torch.from_numpy(cache.memory).view(dtype)[:, :width]
         self.leased = Counter[int]()
         """Leases that name each slot, from forward through backward."""
-        self._place_of_slot: dict[int, int] = {}
-        """Place of each expert in memory, least recently used first."""
-        self._evicted: dict[int, Tensor] = {}
-        self._num_holds = Counter[int]()
-        self._gradients: dict[int, Tensor] = {}
+        self.touched = set[int]()
+        """Slots that have a gradient."""
+        self.num_updates = 0
+        """Updates of the bank's experts so far."""
+        self.num_applied = [0] * num_slots
+        """Updates that each expert has; it skips those for which it has no gradient."""
+        self.apply_skipped: Callable[[int], None] | None = None
+        """The optimizer's function that applies the updates which an expert has skipped."""
+        self._norms: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
-        """Return the number of places."""
+        """Return the number of places of the cache."""
         return self.memory.shape[0]
 
-    def is_in_memory(self, slot: int) -> bool:
-        """Return whether the expert of `slot` has a place now."""
-        return slot in self._place_of_slot
+    @property
+    def wave_size(self) -> int:
+        """Experts that a pass computes at once. The other places are for reading ahead."""
+        return max(len(self) // MIN_PLACES, 1)
+
+    def block(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> int:
+        """Return the number of a block; blocks of one kind are neighbours on the drive."""
+        return self._first_block + kind * self.num_slots + slot
+
+    def is_in_memory(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> bool:
+        """Return whether a block has a place now."""
+        return self._cache.is_in_memory(self.block(slot, kind))
 
     @contextmanager
-    def hold(self, slots: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Load the experts of `slots`, and yield the place of each; they stay until the end."""
-        slots = tuple(slots)
-        self._num_holds.update(slots)
-        try:
-            yield {slot: self._load(slot) for slot in slots}
-        finally:
-            self._num_holds.subtract(slots)
+    def hold(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Load the parameters of `slots`, and yield the place of each; they stay until the end."""
+        for slot in slots:
+            self._catch_up(slot)
+        with self._cache.hold([self.block(slot) for slot in slots]) as places:
+            yield {slot: places[self.block(slot)] for slot in slots}
 
     @contextmanager
-    def borrow(self, slot: int) -> Iterator[Tensor]:
-        """Yield the parameters of one expert, in one dimension, to read or to write."""
-        with self.hold([slot]) as places:
-            yield self.memory[places[slot]]
+    def hold_blocks(self, slot: int, kinds: Iterable[BlockKind]) -> Iterator[list[Tensor]]:
+        """Load some blocks of one expert, and yield them to be written."""
+        blocks = [self.block(slot, kind) for kind in kinds]
+        with self._cache.hold(blocks) as places:
+            yield [self.memory[places[block]] for block in blocks]
+            for block in blocks:
+                self._cache.mark_dirty(block)
+
+    @contextmanager
+    def borrow(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> Iterator[Tensor]:
+        """Yield a block, in one dimension, to read or to write."""
+        self._catch_up(slot)
+        block = self.block(slot, kind)
+        with self._cache.hold([block]) as places:
+            raw = self._cache.memory[places[block]]
+            before = checksum(raw)
+            try:
+                yield self.memory[places[block]]
+            finally:
+                if checksum(raw) != before:
+                    self._cache.mark_dirty(block)
+
+    @contextmanager
+    def hold_gradients(self, slots: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Load the gradients of `slots`, and yield them to be written by slot. Those of slots that
+        were not `touched` before have no values yet."""
+        blocks = {slot: self.block(slot, BlockKind.GRADIENT) for slot in slots}
+        with self._cache.hold(list(blocks.values())) as places:
+            yield {slot: self.memory[places[block]] for slot, block in blocks.items()}
+            for block in blocks.values():
+                self._cache.mark_dirty(block)
+        self.touched.update(slots)
 
     @torch.no_grad()
-    def _load(self, slot: int) -> int:
-        """Return the place of an expert after it has been read, if it was evicted."""
-        place = self._place_of_slot.pop(slot, None)
-        if place is None:
-            place = self._find_place()
-            if slot in self._evicted:
-                self.memory[place].copy_(self._evicted.pop(slot))
-        self._place_of_slot[slot] = place
-        return place
-
-    def _find_place(self) -> int:
-        """Return a free place; evict an expert if there is none."""
-        if len(self._place_of_slot) < len(self):
-            return len(self._place_of_slot)
-        idle = [slot for slot in self._place_of_slot if not self._num_holds[slot]]
-        if not idle:
-            raise RuntimeError(f"all {len(self)} places are in use: hold fewer experts at once")
-        victim = min(idle, key=lambda slot: self.leased[slot] > 0)
-        place = self._place_of_slot.pop(victim)
-        self._evicted[victim] = self.memory[place].to("cpu", copy=True)
-        return place
-
-    def gradient(self, slot: int) -> Tensor:
-        """Return the gradient of one expert, writable in place; zeros if backward has not reached
-        it."""
-        if slot not in self._gradients:
-            self._gradients[slot] = torch.zeros_like(self.memory[0])
-        return self._gradients[slot]
-
     def add_gradient(self, slot: int, gradient: Tensor) -> None:
-        """Add to the gradient of one expert; the caller gives `gradient` away."""
-        if slot in self._gradients:
-            self._gradients[slot] += gradient
-        else:
-            self._gradients[slot] = gradient
+        """Add to the gradient of one expert."""
+        with self.hold_gradients([slot]) as targets:
+            if slot in self.touched:
+                targets[slot] += gradient
+            else:
+                targets[slot].copy_(gradient)
 
-    def clear_gradients(self) -> None:
-        """Remove all gradients."""
-        self._gradients.clear()
+    def keep_norm(self, slot: int, gradient: Tensor) -> None:
+        """Count the gradient of one expert in the next `pop_norms`, though it is dropped before."""
+        self._norms[slot] = block_norms([gradient])
+
+    def drop_gradient(self, slot: int) -> None:
+        """Remove the gradient of one expert."""
+        self.touched.remove(slot)
+        self._cache.discard(self.block(slot, BlockKind.GRADIENT))
+
+    def pop_norms(self) -> Tensor:
+        """Return the norms of the gradients' parts, expert by expert, as `block_norms` does."""
+        norms = [
+            self._norms[slot] if slot in self._norms else self._norm(slot)
+            for slot in range(self.num_slots)
+        ]
+        self._norms.clear()
+        return torch.cat(norms)
+
+    def _norm(self, slot: int) -> Tensor:
+        if slot not in self.touched:
+            return block_norms([torch.zeros_like(self.memory[0])])
+        with self._cache.hold([self.block(slot, BlockKind.GRADIENT)]) as places:
+            (place,) = places.values()
+            return block_norms([self.memory[place]])
+
+    def is_behind(self, slot: int) -> bool:
+        """Return whether an expert has skipped updates."""
+        return self.num_applied[slot] < self.num_updates
+
+    def _catch_up(self, slot: int) -> None:
+        if self.is_behind(slot):
+            assert self.apply_skipped is not None
+            self.apply_skipped(slot)

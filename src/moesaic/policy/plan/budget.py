@@ -1,0 +1,81 @@
+"""Division of a rank's memory budget: micro-batches that go together, and expert state in memory.
+
+Micro-batches that pass through a block together read its experts once, but keep their activations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import memory
+from moesaic.facts.workload.rank_params import RankParams
+from moesaic.facts.workload.sizes import STORED_BYTES
+
+BLOCKS_PER_EXPERT = 4
+"""Blocks of an expert's state: parameters, two moments, gradient."""
+MIN_BLOCKS = BLOCKS_PER_EXPERT
+"""Blocks in memory that the update of one expert needs."""
+_ALIGNMENT = 4096
+
+
+class BudgetFacts(NamedTuple):
+    """Sizes of one rank."""
+
+    host_bytes: int
+    """The budget."""
+    other_bytes: dict[int, int]
+    """Peak of everything but expert state, by micro-batches that pass through a block together."""
+    width: int
+    """Numbers in one block: the parameters of an expert."""
+    block_bytes: int
+    """Bytes of one block in memory and on the drive."""
+    experts_per_layer: int
+    num_experts: int
+    """Experts of all layers."""
+
+
+class Budget(NamedTuple):
+    """Division of the budget."""
+
+    group_size: int
+    """Micro-batches that pass through a block together."""
+    num_blocks: int
+    """Blocks of expert state in memory."""
+
+
+def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFacts:
+    """Return the sizes of `rank` for a job with a `[memory]` table."""
+    experts = RankParams.of_rank(job, plan, rank).experts
+    per_layer = plan.experts // plan.ep
+    num_experts = per_layer * len(job.model.expert_layers)
+    width = sum(p.size for p in experts) // num_experts
+    num_bytes = width * STORED_BYTES[job.train.precision]
+    groups = [n for n in range(1, job.train.micro_batches + 1) if job.train.micro_batches % n == 0]
+    return BudgetFacts(
+        host_bytes,
+        {n: memory(job, plan, rank, group_size=n).peak_bytes for n in groups},
+        width,
+        -(-num_bytes // _ALIGNMENT) * _ALIGNMENT,
+        per_layer,
+        num_experts,
+    )
+
+
+def divide_budget(facts: BudgetFacts) -> Budget:
+    """Return the largest group of micro-batches beside which the parameters of two layers fit, for
+    computing one while the other is read; else the smallest group."""
+    all_blocks = BLOCKS_PER_EXPERT * facts.num_experts
+    wanted = min(2 * facts.experts_per_layer + MIN_BLOCKS, all_blocks)
+    for group_size in sorted(facts.other_bytes, reverse=True):
+        free = facts.host_bytes - facts.other_bytes[group_size]
+        num_blocks = min(free // facts.block_bytes, all_blocks)
+        if num_blocks >= wanted:
+            return Budget(group_size, num_blocks)
+    return Budget(min(facts.other_bytes), num_blocks)
+
+
+def smallest_budget(facts: BudgetFacts) -> int:
+    """Return the bytes of the smallest budget that works."""
+    return min(facts.other_bytes.values()) + MIN_BLOCKS * facts.block_bytes

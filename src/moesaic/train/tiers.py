@@ -1,0 +1,267 @@
+"""Memory tiers: expert state on a drive, its part in memory, and the order in which steps need it.
+
+The walk goes block by block (`train.micro_batches`), so the coming accesses of a step are known:
+parameters of each layer in forward and backward, then the whole state for the update. Without
+clipping, a layer's experts are updated right behind its backward. With it, gradients wait in the
+cache, and on the drive if they do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moesaic.base.decisions import Decision, decide
+from moesaic.base.errors import ConfigError
+from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
+from moesaic.base.units import format_bytes
+from moesaic.dist.collectives import all_gather
+from moesaic.dist.world import World
+from moesaic.facts.job import Job, MemoryConfig
+from moesaic.facts.plan import Plan
+from moesaic.kernels import device as devices
+from moesaic.nn.experts.places import STATE, BlockKind, Places
+from moesaic.policy.plan.budget import (
+    Budget,
+    BudgetFacts,
+    budget_facts,
+    divide_budget,
+    smallest_budget,
+)
+from moesaic.policy.residency import make_residency
+from moesaic.store.cache import BlockCache, CacheStats, Residency
+from moesaic.store.file import BlockFile
+from moesaic.train.optim import AdamW
+from moesaic.train.topology import gather_places
+
+_AUTO_FRACTION = 0.8
+"""Part of the free memory that `memory.host = "auto"` takes."""
+_LOOKAHEAD = 4
+"""Coming accesses that the cache knows, in multiples of its places."""
+
+
+def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> ExpertTiers | None:
+    """Return the tiers of this rank, whose state has `dtype`, or None if the job has no `[memory]`
+    table. Every rank of the world must call this."""
+    if job.memory is None:
+        return None
+    if plan.ep * plan.etp != plan.ranks:
+        raise ConfigError(
+            f"layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert must have one "
+            f"owner, set layout.ep = {plan.ranks // plan.etp}"
+        )
+    if world.device.type != "cpu":
+        raise ConfigError(
+            f'[memory] with train.device = "{world.device.type}": expert state on a drive is for '
+            "CPU ranks, remove the table"
+        )
+    # All ranks must divide alike, and the last one has the most samples.
+    facts = budget_facts(job, plan, plan.ranks - 1, _host_bytes(job.memory, world))
+    smallest = smallest_budget(facts)
+    if facts.host_bytes < smallest:
+        raise ConfigError(
+            f'memory.host = "{job.memory.host}" is too small for this job, which needs '
+            f'{format_bytes(smallest)}: set memory.host = "{-(-smallest >> 20)}MiB" or more; '
+            "train.recompute and more train.micro_batches need less"
+        )
+    decisions = list[Decision[BudgetFacts, Budget]]()
+    budget = decide(divide_budget, facts, decisions)
+    experts = dict.fromkeys(job.model.expert_layers, facts.experts_per_layer)
+    tiers = ExpertTiers(
+        Path(job.memory.ssd) / f"experts-rank-{world.rank}.blocks",
+        ExpertSizes(experts, facts.width, dtype),
+        budget.num_blocks,
+        make_residency(job.memory.residency),
+        num_micro_batches=budget.group_size,
+        updates_early=not job.train.clip and job.train.precision != "fp16",
+        period=job.memory.period,
+    )
+    tiers.decisions = decisions
+    return tiers
+
+
+def _host_bytes(config: MemoryConfig, world: World) -> int:
+    """Return the smallest budget of any rank; raise if a host has less memory than its ranks may
+    use."""
+    hosts = [place.host for place in gather_places(world)]
+    num_ranks = hosts.count(hosts[world.rank])
+    free = devices.free_host_memory_bytes() // num_ranks
+    wanted = int(free * _AUTO_FRACTION) if config.host_bytes is None else config.host_bytes
+    if wanted > free:
+        raise ConfigError(
+            f'memory.host = "{config.host}" for each of {num_ranks} ranks is more than the '
+            f'{format_bytes(free)} that each can have: set it to "{free >> 20}MiB" or less'
+        )
+    smallest = torch.tensor([wanted])
+    return int(all_gather(smallest, world.group).min())
+
+
+class ExpertSizes(NamedTuple):
+    """Expert state of one rank."""
+
+    experts: dict[int, int]
+    """Number of experts by layer."""
+    width: int
+    """Numbers in one expert's parameters."""
+    dtype: torch.dtype
+    """Dtype of parameters, moments and gradients."""
+
+
+class ExpertTiers:
+    """Expert state of one rank, in memory and on a drive, as the observer of a walk."""
+
+    def __init__(
+        self,
+        path: Path,
+        sizes: ExpertSizes,
+        num_places: int,
+        residency: Residency,
+        *,
+        num_micro_batches: int,
+        updates_early: bool,
+        period: int = 0,
+    ) -> None:
+        """Create an empty scratch file, and the cache over it.
+
+        Args:
+            path: scratch file on a drive, of this rank alone.
+            sizes: the expert state.
+            num_places: blocks in memory.
+            residency: policy that chooses the blocks that leave memory.
+            num_micro_batches: micro-batches that pass through a layer together.
+            updates_early: update a layer's experts right behind its backward.
+            period: steps between writes of all changed blocks; 0: none.
+        """
+        self.num_micro_batches, self._updates_early = num_micro_batches, updates_early
+        self._period, self._num_steps = period, 0
+        self._update: tuple[AdamW, int, float] | None = None
+        self.decisions = list[Decision[BudgetFacts, Budget]]()
+        """Division of the budget, if it was decided from a job."""
+        with ExitStack() as stack:
+            stack.enter_context(_locked(path))
+            num_blocks = len(BlockKind) * sum(sizes.experts.values())
+            file = BlockFile(path, num_blocks, sizes.width * sizes.dtype.itemsize)
+            stack.callback(file.close)
+            self.cache = BlockCache(file, min(num_places, num_blocks), residency)
+            stack.callback(self.cache.close)
+            self._resources = stack.pop_all()
+        self.places, first = dict[int, Places](), 0
+        for layer, number in sizes.experts.items():
+            self.places[layer] = Places(self.cache, first, number, sizes.width, sizes.dtype)
+            first += len(BlockKind) * number
+        self._used = {layer: list(range(number)) for layer, number in sizes.experts.items()}
+        """Slots that each layer used in its last pass; at first all."""
+
+    def begin_step(self, optimizer: AdamW, number: int, lr: float) -> None:
+        """Begin a step, which takes update `number` with learning rate `lr`."""
+        self._update = optimizer, number, lr
+        self._num_steps += 1
+
+    def begin_forward(self, block: str) -> None:
+        """Read ahead for the forward passes of a block and what follows."""
+        self._expect(self._forward_order(_layer(block)))
+
+    def begin_backward(self, block: str) -> None:
+        """Read ahead for the backward passes of a block and what follows."""
+        places = self.places.get(_layer(block))
+        if places is not None:
+            self._used[_layer(block)] = sorted(+places.leased)
+        self._expect(self._backward_order(_layer(block)))
+
+    def end_backward(self, block: str, *, is_last: bool) -> None:
+        """Update the experts of a block whose gradients are complete."""
+        places = self.places.get(_layer(block))
+        if places is None or not is_last or not self._updates_early:
+            return
+        assert self._update is not None
+        optimizer, number, lr = self._update
+        optimizer.update_places(places, number, lr=lr, clip=1.0, keep_norms=True)
+
+    def begin_update(self) -> None:
+        """Read ahead for the update of experts that were not updated behind their backward."""
+        if not self._updates_early:
+            self._expect(self._update_order(self.places))
+
+    def end_step(self) -> CacheStats:
+        """Write changed blocks if it is due, and return the traffic of the step."""
+        if self._period and self._num_steps % self._period == 0:
+            self.cache.flush()
+        return self.cache.take_stats()
+
+    def close(self) -> None:
+        """Free the memory and remove the scratch file."""
+        self._resources.close()
+
+    def _expect(self, blocks: Iterable[int]) -> None:
+        self.cache.expect(list(islice(blocks, _LOOKAHEAD * self.cache.num_slots)))
+
+    def _forward_order(self, start: int) -> Iterator[int]:
+        """Yield the accesses from the forward passes of layer `start` on."""
+        for layer, places in self.places.items():
+            if layer >= start:
+                yield from self._parameters(places, self._used[layer])
+        yield from self._backward_order(max(self.places))
+
+    def _backward_order(self, start: int) -> Iterator[int]:
+        """Yield the accesses from the backward passes of layer `start` on, to the next forward."""
+        for layer, places in reversed(self.places.items()):
+            if layer > start:
+                continue
+            for _ in range(self.num_micro_batches):
+                for slot in self._used[layer]:
+                    yield places.block(slot)
+                    yield places.block(slot, BlockKind.GRADIENT)
+            if self._updates_early:
+                yield from self._update_order([layer])
+        if not self._updates_early:
+            yield from self._update_order(self.places)
+        for layer, places in self.places.items():
+            yield from self._parameters(places, self._used[layer])
+
+    def _update_order(self, layers: Iterable[int]) -> Iterator[int]:
+        for layer in layers:
+            for slot in self._used[layer]:
+                for kind in BlockKind:
+                    yield self.places[layer].block(slot, kind)
+
+    def _parameters(self, places: Places, slots: Sequence[int]) -> Iterator[int]:
+        for slot in slots:
+            if places.is_behind(slot):
+                yield from (places.block(slot, kind) for kind in STATE)
+        for _ in range(self.num_micro_batches):
+            yield from (places.block(slot) for slot in slots)
+
+
+def _layer(block: str) -> int:
+    """Return the layer of a block; -1 for the embedding, and a large number for the head."""
+    if block.startswith("layers."):
+        return int(block.removeprefix("layers."))
+    return -1 if block == "embed" else 1 << 30
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a scratch file, in a directory that is created if it is missing, and remove
+    what a killed run has left."""
+    directory = path.parent
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(file_lock(path.with_suffix(".lock"), fail_if_locked))
+            path.unlink(missing_ok=True)
+        except LockHeld as error:
+            raise ConfigError(
+                f"memory.ssd = '{directory}' is in use by {error}: give each run a directory of "
+                "its own"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"memory.ssd = '{directory}' cannot be written ({error.strerror}): give a "
+                "directory on a drive of this machine"
+            ) from None
+        yield
