@@ -210,7 +210,8 @@ class RandomReplicas:
 
 
 def plain(shard: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
-    return shard.key, shard.shape, shard.offset, live_values(shard).clone().numpy()
+    with shard.borrow() as values:
+        return shard.key, shard.shape, shard.offset, values.detach().clone().numpy()
 
 
 def first_gradients(run: Any, rank: int) -> list[Any]:

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from moesaic.dist.checkpoint.manifest import (
 )
 from moesaic.dist.checkpoint.staging import DataFile, RankFiles, Staging, live_values
 from moesaic.dist.checkpoint.store_channel import StoreChannel
-from moesaic.dist.state import State, TensorShard
+from moesaic.dist.state import State
 from moesaic.dist.world import World
 
 PHASES = (
@@ -66,6 +66,8 @@ class _Save:
     counters: dict[str, int]
     facts: dict[str, Any]
     rank_files: RankFiles
+    is_staged: bool
+    """True if a copy of the state is written; else the live state."""
     state: State
     """Live state, valid until `wait_for_copy` returns, or throughout a blocking save."""
     versions: list[int | None]
@@ -128,7 +130,7 @@ class Saver:
     def prepare(self, state: State) -> None:
         """Allocate the host buffer for `state`, to speed up the first save."""
         self.wait()
-        if self._asynchronous:
+        if self._is_staged(state):
             self._staging.prepare(self._staging.plan_files(state.shards))
 
     def save(
@@ -148,11 +150,8 @@ class Saver:
         start_s = time.perf_counter()
         self.wait()
         self._num_saves += 1
-        overlap = (
-            overlap and self._asynchronous and all(s.version is not None for s in state.shards)
-        )
-        save = self._begin(state, step, facts, overlap, start_s)
-        if not self._asynchronous:
+        save = self._begin(state, step, facts, overlap and self._is_staged(state), start_s)
+        if not save.is_staged:
             self._run_save(save)
             return time.perf_counter() - start_s
         self._waited_s = time.perf_counter() - start_s
@@ -161,6 +160,11 @@ class Saver:
             self._pending_copy = self._copier.submit(self._copy_overlapped, save)
         self._pending_save = self._writer.submit(self._run_save, save, self._pending_copy)
         return time.perf_counter() - start_s
+
+    def _is_staged(self, state: State) -> bool:
+        """Return whether a save copies `state` first. State that is not always in memory does not
+        fit there twice, so it is written while training waits."""
+        return self._asynchronous and all(shard.version is not None for shard in state.shards)
 
     def wait_for_copy(self) -> float:
         """Wait until the state may change; return the seconds blocked."""
@@ -191,17 +195,18 @@ class Saver:
     ) -> _Save:
         with self._post_failure(self._num_saves):
             rank_files = self._staging.plan_files(state.shards)
-            if self._asynchronous:
+            is_staged = self._is_staged(state)
+            if is_staged:
                 self._staging.reserve(rank_files)
             versions = [shard.version for shard in state.shards] if overlap else []
             save = _Save(
                 self._num_saves, step, checkpoints.new_checkpoint_path(self._directory, step),
                 dict(state.counters), json.loads(json.dumps(dict(facts), allow_nan=False)),
-                rank_files, state, versions, start_s,
+                rank_files, is_staged, state, versions, start_s,
                 {prefix: one.begin(step) for prefix, one in state.snapshots.items()},
             )  # fmt: skip
             if not overlap:
-                if self._asynchronous:
+                if is_staged:
                     self._staging.copy(state.shards)
                 self._phase("staged")
         return save
@@ -274,7 +279,7 @@ class Saver:
         seconds = time.perf_counter() - save.start_s
         self._emit(
             "checkpoint_done", step=save.step, path=str(path), bytes=num_bytes, seconds=seconds,
-            blocking_s=self._waited_s if self._asynchronous else seconds,
+            blocking_s=self._waited_s if save.is_staged else seconds,
         )  # fmt: skip
         self._remove_old()
 
@@ -365,7 +370,7 @@ class Saver:
         """Write this rank's files and wait for its external snapshots; return its announcement."""
         files: dict[str, Any] = {}
         for data_file in save.rank_files.files:
-            files[data_file.file] = self._write_data_file(path, data_file, save.state.shards)
+            files[data_file.file] = self._write_data_file(path, data_file, save)
             self._phase("file_written")
         safetensors_file.sync_directory(path)
         self._phase("files_written")
@@ -373,13 +378,11 @@ class Saver:
         snapshots = {prefix: wait() for prefix, wait in save.snapshots.items()}
         return {"files": files, "tensors": tensors, "snapshots": snapshots}
 
-    def _write_data_file(
-        self, path: Path, data_file: DataFile, shards: Sequence[TensorShard]
-    ) -> dict[str, Any]:
+    def _write_data_file(self, path: Path, data_file: DataFile, save: _Save) -> dict[str, Any]:
         buffers = (
             self._staging.staged_values(data_file)
-            if self._asynchronous
-            else live_values(data_file, shards)
+            if save.is_staged
+            else live_values(data_file, save.state.shards)
         )
         file, digest = path / data_file.file, hashlib.sha256()
         direct_io.write(

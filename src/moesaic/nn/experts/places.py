@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moesaic.kernels.norms import block_norms
 from moesaic.store.cache import BlockCache
-from moesaic.store.file import checksum
 
 
 class BlockKind(IntEnum):
@@ -100,12 +99,11 @@ class Places:
         self._catch_up(slot)
         block = self.block(slot, kind)
         with self._cache.hold([block]) as places:
-            raw = self._cache.memory[places[block]]
-            before = checksum(raw)
+            before = self._cache.checksum(block)
             try:
                 yield self.memory[places[block]]
             finally:
-                if checksum(raw) != before:
+                if self._cache.checksum(block) != before:
                     self._cache.mark_dirty(block)
 
     @contextmanager

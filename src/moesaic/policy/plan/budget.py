@@ -65,15 +65,15 @@ def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFact
 
 def divide_budget(facts: BudgetFacts) -> Budget:
     """Return the largest group of micro-batches beside which the parameters of two layers fit, for
-    computing one while the other is read; else the smallest group."""
+    computing one while the other is read; else the group that leaves most blocks."""
     all_blocks = BLOCKS_PER_EXPERT * facts.num_experts
     wanted = min(2 * facts.experts_per_layer + MIN_BLOCKS, all_blocks)
-    for group_size in sorted(facts.other_bytes, reverse=True):
-        free = facts.host_bytes - facts.other_bytes[group_size]
-        num_blocks = min(free // facts.block_bytes, all_blocks)
-        if num_blocks >= wanted:
-            return Budget(group_size, num_blocks)
-    return Budget(min(facts.other_bytes), num_blocks)
+    budgets = [
+        Budget(group_size, min((facts.host_bytes - other) // facts.block_bytes, all_blocks))
+        for group_size, other in sorted(facts.other_bytes.items(), reverse=True)
+    ]
+    roomy = (one for one in budgets if one.num_blocks >= wanted)
+    return next(roomy, max(budgets, key=lambda one: one.num_blocks))
 
 
 def smallest_budget(facts: BudgetFacts) -> int:

@@ -1,0 +1,98 @@
+"""Expert state on a drive: the bits of a run with all state in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from layouts import SIGMOID, plain
+
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
+from moesaic.policy.plan import budget
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.ranks import RankPool
+from moesaic.train.assemble import assemble
+
+STEPS = 4
+WIDE = {"ffn": 32}
+"""Rows of whole cache lines: otherwise the last digit depends on alignment."""
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "clipped": (1, {}),
+    "not clipped": (1, {"train": {"clip": 0.0}}),
+    "micro-batches": (1, {"train": {"micro_batches": 4}}),
+    "micro-batches, not clipped": (1, {"train": {"micro_batches": 4, "clip": 0.0}}),
+    "recompute": (1, {"train": {"micro_batches": 2, "recompute": True}}),
+    "bf16": (1, {"train": {"precision": "bf16", "clip": 0.0}}),
+    "fp16": (1, {"train": {"precision": "fp16", "clip": 0.0}}),
+    "fp64": (1, {"train": {"precision": "fp64"}}),
+    "sigmoid router, shared expert": (1, {**SIGMOID, "train": {"clip": 0.0}}),
+    "few touched": (1, {"model": {"top_k": 1}, "train": {"batch": 1, "clip": 0.0}}),
+    "few touched, clipped": (1, {"model": {"top_k": 1}, "train": {"batch": 1}}),
+    "ep2": (2, {"layout": {"ep": 2}, "train": {"clip": 0.0}}),
+    "ep2, sharded": (2, {"layout": {"ep": 2, "dp_shard": 2}, "train": {"clip": 0.0}}),
+    "ep2, clipped": (2, {"layout": {"ep": 2}, "train": {"micro_batches": 2}}),
+    "tp": (2, {"layout": {"tp": 2, "etp": 2}, "model": {"vocab": 64}}),
+}
+
+
+def merged(tables: dict[str, Any], **memory: Any) -> Job:
+    """Return a tiny job in block order; with `memory` it has a budget."""
+    result: dict[str, Any] = {
+        "train": {"precision": "fp32", "clip": 0.1, "micro_batch_order": "by_block"},
+        "model": dict(WIDE),
+    }
+    for table, keys in tables.items():
+        result[table] = {**result.get(table, {}), **keys}
+    if memory:
+        result["memory"] = memory
+    return tiny_job(**result)
+
+
+def trained(
+    world: World, job: Job, num_blocks: int | None
+) -> tuple[list[Any], list[Any], list[dict[str, float]]]:
+    """Return facts of some steps, the last state, and the figures of each step."""
+    with mock.patch.object(budget, "MIN_BLOCKS", num_blocks or budget.MIN_BLOCKS):
+        plan = plan_from_layout(job.layout, job.model, world.size)
+        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    if num_blocks is not None:
+        assert run.part.tiers is not None
+    samples, facts, figures = RandomSamples(job.model.vocab, job.data.sequence), [], []
+    for number in range(STEPS):
+        step = run.step(samples)
+        facts.append((step.loss, step.balance_loss, step.z_loss, step.grad_norm, step.is_skipped))
+        if number == 1:
+            facts.append(run.validate(samples, 4))
+        figures.append(step.figures(1.0))
+    state = [plain(shard) for shard in run.state().shards]
+    run.close()
+    return facts, state, figures
+
+
+def smallest(job: Job, blocks: int, ranks: int) -> str:
+    """Return a budget that leaves room for `blocks` blocks of expert state."""
+    plan = plan_from_layout(job.layout, job.model, ranks)
+    facts = budget.budget_facts(job, plan, ranks - 1, 0)
+    return f"{min(facts.other_bytes.values()) + blocks * facts.block_bytes}B"
+
+
+@pytest.mark.parametrize("blocks", [4, 9, 20])
+@pytest.mark.parametrize("name", CASES)
+def test_tiers_change_no_bit(ranks: RankPool, tmp_path: Path, name: str, blocks: int) -> None:
+    size, tables = CASES[name]
+    full = ranks.run(size, trained, merged(tables), None)
+    ssd = str(tmp_path)
+    host = smallest(merged(tables, ssd=ssd), blocks, size)
+    few = ranks.run(size, trained, merged(tables, ssd=ssd, host=host), blocks)
+    for (expected_facts, expected, _), (facts, state, _) in zip(full, few, strict=True):
+        assert facts == expected_facts
+        assert [one[:3] for one in state] == [one[:3] for one in expected]
+        for (key, *_, found), (*_, wanted) in zip(state, expected, strict=True):
+            assert np.array_equal(found, wanted), key
+    assert not list(tmp_path.glob("*.blocks")), "the scratch file stays"
