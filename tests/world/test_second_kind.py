@@ -116,6 +116,10 @@ class VectorStats:
             "samples": self.samples, "samples_per_s": self.samples / max(step_s, 1e-9),
         }  # fmt: skip
 
+    def rank_figures(self) -> dict[str, float]:
+        """Return scalars of this rank alone."""
+        return {}
+
     def write(self, record: Recorder) -> None:
         """Write nothing more."""
 

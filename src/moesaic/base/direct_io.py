@@ -152,9 +152,7 @@ def read_at(file: FileIO, buffer: memoryview, offset: int) -> int:
     def transfer(data: memoryview) -> int:
         return os.preadv(file.fileno(), [data], offset + filled)
 
-    while filled < len(buffer) and (
-        count := _with_cache_fallback(file, transfer, buffer[filled:])
-    ):
+    while filled < len(buffer) and (count := _with_cache_fallback(file, transfer, buffer[filled:])):
         filled += count
     return filled
 

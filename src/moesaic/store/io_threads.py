@@ -67,9 +67,7 @@ class IOThreads:
     Otherwise urgent ones start first, then the oldest. After the first error no transfer starts.
     """
 
-    def __init__(
-        self, storage: BlockStorage, memory: NDArray[np.uint8], num_threads: int
-    ) -> None:
+    def __init__(self, storage: BlockStorage, memory: NDArray[np.uint8], num_threads: int) -> None:
         self._storage = storage
         self._memory = memory
         self._changed = threading.Condition()

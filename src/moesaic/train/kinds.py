@@ -68,6 +68,9 @@ class StepStats(Protocol):
     def figures(self, step_s: float) -> dict[str, float]:
         """Return scalars of a step that took `step_s` seconds, by name."""
 
+    def rank_figures(self) -> dict[str, float]:
+        """Return scalars of this rank alone, by name."""
+
     def write(self, record: Recorder) -> None:
         """Write events and tables beyond the figures."""
 

@@ -16,6 +16,7 @@ from moesaic.policy.balance import BalanceStats, LayerDecision
 from moesaic.train.balancing import LayerBalance
 from moesaic.train.expert_migration import LayerMigration
 from moesaic.train.kinds import Recorder
+from moesaic.train.tiers import TierStats
 
 LOADS_SCHEMA = pa.schema(
     [
@@ -65,6 +66,8 @@ class LMStepStats:
     """True if the gradient overflowed and the update was skipped."""
     balance: dict[int, LayerBalance] = field(default_factory=dict)
     """Balance decisions and statistics by layer, for layers and EP groups of this rank."""
+    memory: TierStats | None = None
+    """Traffic of this rank's expert state between memory and drive; None without a budget."""
     migrations: Sequence[LayerMigration] = ()
     """Experts of all layers that migrated after this step."""
 
@@ -78,11 +81,16 @@ class LMStepStats:
             "dropped": sum(self.dropped.values()),
             "num_replay_mismatches": self.num_replay_mismatches,
         }  # fmt: skip
+        figures |= self.rank_figures()
         if self.balance:
             figures |= _balance_figures([one.stats for one in self.balance.values()])
         if self.loss_scale is not None:
             figures |= {"loss_scale": self.loss_scale, "skipped": float(self.is_skipped)}
         return figures
+
+    def rank_figures(self) -> dict[str, float]:
+        """Return scalars of this rank alone."""
+        return {} if self.memory is None else self.memory.figures()
 
     def write(self, record: Recorder) -> None:
         """Write decisions, expert loads and balance statistics."""
@@ -95,6 +103,8 @@ class LMStepStats:
             ]
         if self.migrations:
             decisions["migration"] = [_migration_record(one) for one in self.migrations]
+        if self.memory is not None and record.is_sampled(self.step):
+            decisions["memory"] = [self.memory.record()]
         if decisions:
             record.write_event("decisions", step=self.step, **decisions)
         none = torch.zeros(0, dtype=torch.int64)  # For layers of other pipeline ranks.

@@ -143,8 +143,9 @@ class RunRecord:
         device = self._world.device
         used, peak = devices.used_bytes(device), devices.peak_bytes(device)
         self._events.emit(
-            "rank_step", step=stats.step, phases=stats.phases, memory_bytes=used, peak_bytes=peak
-        )
+            "rank_step", step=stats.step, phases=stats.phases, memory_bytes=used, peak_bytes=peak,
+            **stats.rank_figures(),
+        )  # fmt: skip
         figures = {**stats.figures(step_s), "step_s": step_s, "memory_bytes": used}
         if not self._world.is_rank_zero:
             return figures

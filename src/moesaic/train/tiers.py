@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,13 @@ from moesaic.policy.plan.budget import (
     divide_budget,
     smallest_budget,
 )
-from moesaic.policy.residency import make_residency
-from moesaic.store.cache import BlockCache, CacheStats, Residency
+from moesaic.policy.residency import (
+    Residency,
+    ResidencyDecision,
+    ResidencyFacts,
+    make_residency,
+)
+from moesaic.store.cache import BlockCache, CacheStats
 from moesaic.store.file import BlockFile
 from moesaic.train.optim import AdamW
 from moesaic.train.topology import gather_places
@@ -76,7 +81,7 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
         Path(job.memory.ssd) / f"experts-rank-{world.rank}.blocks",
         ExpertSizes(experts, facts.width, dtype),
         budget.num_blocks,
-        make_residency(job.memory.residency),
+        job.memory.residency,
         num_micro_batches=budget.group_size,
         updates_early=not job.train.clip and job.train.precision != "fp16",
         period=job.memory.period,
@@ -101,6 +106,35 @@ def _host_bytes(config: MemoryConfig, world: World) -> int:
     return int(all_gather(smallest, world.group).min())
 
 
+ResidencyLog = Decision[ResidencyFacts, ResidencyDecision]
+"""Blocks that left memory in one step."""
+
+
+class TierStats(NamedTuple):
+    """Traffic between memory and drive in one step of this rank."""
+
+    traffic: CacheStats
+    decision: ResidencyLog
+
+    def figures(self) -> dict[str, float]:
+        """Return the traffic as figures of the step."""
+        traffic = self.traffic
+        return {
+            "memory_accesses": traffic.accesses, "memory_reads": traffic.reads,
+            "memory_hit_rate": 1 - traffic.reads / max(traffic.accesses, 1),
+            "memory_stall_s": traffic.stall_s,
+            "memory_read_bytes": traffic.read_bytes, "memory_written_bytes": traffic.written_bytes,
+            "memory_read_s": traffic.read_s, "memory_write_s": traffic.write_s,
+        }  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        """Return the policy's decision as JSON."""
+        return {
+            **self.decision.facts._asdict(), **self.decision.outcome._asdict(),
+            "planning_s": self.decision.seconds,
+        }  # fmt: skip
+
+
 class ExpertSizes(NamedTuple):
     """Expert state of one rank."""
 
@@ -120,7 +154,7 @@ class ExpertTiers:
         path: Path,
         sizes: ExpertSizes,
         num_places: int,
-        residency: Residency,
+        residency: str,
         *,
         num_micro_batches: int,
         updates_early: bool,
@@ -132,13 +166,15 @@ class ExpertTiers:
             path: scratch file on a drive, of this rank alone.
             sizes: the expert state.
             num_places: blocks in memory.
-            residency: policy that chooses the blocks that leave memory.
+            residency: name of the policy that chooses the blocks that leave memory.
             num_micro_batches: micro-batches that pass through a layer together.
             updates_early: update a layer's experts right behind its backward.
             period: steps between writes of all changed blocks; 0: none.
         """
         self.num_micro_batches, self._updates_early = num_micro_batches, updates_early
         self._period, self._num_steps = period, 0
+        self._residency: Residency = make_residency(residency)
+        self._residency_name = residency
         self._update: tuple[AdamW, int, float] | None = None
         self.decisions = list[Decision[BudgetFacts, Budget]]()
         """Division of the budget, if it was decided from a job."""
@@ -147,7 +183,7 @@ class ExpertTiers:
             num_blocks = len(BlockKind) * sum(sizes.experts.values())
             file = BlockFile(path, num_blocks, sizes.width * sizes.dtype.itemsize)
             stack.callback(file.close)
-            self.cache = BlockCache(file, min(num_places, num_blocks), residency)
+            self.cache = BlockCache(file, min(num_places, num_blocks), self._residency)
             stack.callback(self.cache.close)
             self._resources = stack.pop_all()
         self.places, first = dict[int, Places](), 0
@@ -187,11 +223,16 @@ class ExpertTiers:
         if not self._updates_early:
             self._expect(self._update_order(self.places))
 
-    def end_step(self) -> CacheStats:
+    def end_step(self) -> TierStats:
         """Write changed blocks if it is due, and return the traffic of the step."""
         if self._period and self._num_steps % self._period == 0:
             self.cache.flush()
-        return self.cache.take_stats()
+        traffic, log = self.cache.take_stats(), list[ResidencyLog]()
+        facts = ResidencyFacts(
+            self._residency_name, self.cache.num_slots, traffic.accesses, traffic.reads
+        )
+        decide(self._residency.end_step, facts, log)
+        return TierStats(traffic, log[0])
 
     def close(self) -> None:
         """Free the memory and remove the scratch file."""

@@ -160,7 +160,9 @@ class LanguageModelObjective:
                 for layer, moe in self.part.model.expert_layers()
                 if isinstance(moe.balancer, LayerBalancer)
             }
-            stats = replace(self._step_stats(result, phases), balance=balance)
+            tiers = self.part.tiers
+            memory = None if tiers is None else tiers.end_step()
+            stats = replace(self._step_stats(result, phases), balance=balance, memory=memory)
         return replace(stats, migrations=self._migrate_experts(stats, phases))
 
     def state_shards(self) -> list[TensorShard]:
