@@ -25,7 +25,7 @@ from moesaic.train import balancing
 from moesaic.train.expert_migration import ExpertMigration
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.objectives.lm import LanguageModelObjective
-from moesaic.train.parts import make_part
+from moesaic.train.parts import PartPlacement, make_part
 from moesaic.train.run import Run
 from moesaic.train.walk import MicroBatchWalk
 
@@ -67,15 +67,16 @@ def assemble(
     stages = [] if pipeline is None else list(pipeline.stages.values())
     allocate_model(model, world.device, plan, ranks, stages)
     devices.activate(world.device)
+    placement = PartPlacement("", plan, range(world.size))
     part = make_part(
-        model, plan, world, local_params(model, plan, world.rank), job,
+        model, placement, world, local_params(model, plan, world.rank), job,
         buffers=list(router_biases(model, plan, world.rank)),
         tp_group=model.tp.group,
     )  # fmt: skip
     part.tied_weight_group = _tied_weight_group(job, plan, world)
     objective = LanguageModelObjective(job, world, part)
     run: LMRun = Run(
-        job, world, [part], objective,
+        job, world, [placement], [part], objective,
         pipeline or MicroBatchWalk(job.train.precision, world.device),
         unit_group=world.partition(plan.stage_groups()), counters=dict(counters or {}),
     )  # fmt: skip
