@@ -162,8 +162,9 @@ def _train(
 
 
 def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
-    """Yield the layout of each part for the user, with its ranks if there are several parts."""
-    if len(run.placements) == 1:
+    """Yield the layout of each part for the user, with its ranks unless it is the only one, on all
+    ranks."""
+    if [len(part.ranks) for part in run.placements] == [run.world.size]:
         yield f"plan: {describe_plan(run.plan)}"
         return
     for part in run.placements:
