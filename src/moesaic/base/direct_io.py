@@ -95,7 +95,7 @@ def read(path: Path, start: int, count: int) -> memoryview:
     before = start % _ALIGNMENT
     buffer = aligned_buffer(before + count)
     with _raise_store_error(path), path.open("rb", buffering=0) as file:
-        _set_direct_io(file, True)
+        set_direct_io(file, True)
         file.seek(start - before)
         if _read_all(file, buffer) < before + count:
             raise StoreError(f"'{path}' ends before byte {start + count}: restore it")
@@ -110,7 +110,7 @@ def read_blocks(path: Path, buffer: memoryview) -> Iterator[memoryview]:
     with _raise_store_error(path):
         file = path.open("rb", buffering=0)
     with file:
-        _set_direct_io(file, True)
+        set_direct_io(file, True)
         try:
             size = os.fstat(file.fileno()).st_size
             blocks = [slice(at, at + _BLOCK_BYTES) for at in range(0, size, _BLOCK_BYTES)]
@@ -126,13 +126,60 @@ def read_blocks(path: Path, buffer: memoryview) -> Iterator[memoryview]:
             pool.shutdown(cancel_futures=True)
 
 
+def align(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to the alignment of direct I/O."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def reserve(file: FileIO, num_bytes: int) -> None:
+    """Reserve disk space for the first `num_bytes` of a file that is open without direct I/O.
+
+    File systems that cannot reserve space get a sparse file."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+        os.ftruncate(file.fileno(), num_bytes)
+
+
+def read_at(file: FileIO, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset` on and return the number of bytes read; threads may share `file`.
+
+    With direct I/O the buffer and the offset are aligned."""
+    filled = 0
+
+    def transfer(data: memoryview) -> int:
+        return os.preadv(file.fileno(), [data], offset + filled)
+
+    while filled < len(buffer) and (count := _with_cache_fallback(file, transfer, buffer[filled:])):
+        filled += count
+    return filled
+
+
+def write_at(file: FileIO, data: memoryview, offset: int) -> None:
+    """Write `data` from `offset` on; threads may share `file`.
+
+    With direct I/O the data and the offset are aligned."""
+
+    def transfer(left: memoryview) -> int:
+        return os.pwritev(file.fileno(), [left], offset + len(data) - len(left))
+
+    left = data
+    while left:
+        count = _with_cache_fallback(file, transfer, left)
+        if not count:
+            raise OSError(errno.EIO, "nothing more was written")
+        left = left[count:]
+
+
 def aligned_buffer(num_bytes: int) -> memoryview:
     """Return a buffer of at least `num_bytes` for direct I/O.
 
     It comes from malloc, which reuses freed memory: faulting in new pages takes longer than
     reading.
     """
-    size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    size = align(num_bytes)
     values = np.empty(size + _ALIGNMENT, np.uint8)
     first = -values.ctypes.data % _ALIGNMENT
     data: memoryview = values.data
@@ -154,22 +201,23 @@ def _as_array(data: memoryview) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-def _set_direct_io(file: FileIO, direct: bool) -> None:
-    """Turn direct I/O on or off for later calls, where the file system supports it."""
+def set_direct_io(file: FileIO, direct: bool) -> bool:
+    """Turn direct I/O on or off for later calls; return False if the file system lacks it."""
     if not hasattr(os, "O_DIRECT"):
-        return
+        return not direct
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
     if wanted == flags:
-        return
+        return True
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, wanted)
-    except OSError:
-        return  # A file system without direct I/O (tmpfs).
+    except OSError:  # tmpfs of older kernels, for example.
+        return False
+    return True
 
 
 def _write_all(file: FileIO, data: memoryview, direct: bool) -> None:
-    _set_direct_io(file, direct)
+    set_direct_io(file, direct)
     while data:
         data = data[_with_cache_fallback(file, file.write, data) :]
 
@@ -193,5 +241,5 @@ def _with_cache_fallback(
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    _set_direct_io(file, False)
+    set_direct_io(file, False)
     return transfer(data)
