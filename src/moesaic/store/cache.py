@@ -101,6 +101,19 @@ class BlockCache:
     ) -> None:  # fmt: skip
         self.close()
 
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return len(self.memory)
+
+    def is_in_memory(self, block: int) -> bool:
+        """Return True if a slot holds the block, or will once its read ends."""
+        return block in self._slots
+
+    def checksum(self, block: int) -> int:
+        """Return a checksum of a held block, to find out later if it has changed."""
+        return self._file.checksum(self.memory[self._slots[block]])
+
     @contextmanager
     def hold(self, blocks: Sequence[int]) -> Iterator[dict[int, int]]:
         """Yield the slot of each block; the blocks stay in memory until the end.
@@ -110,9 +123,9 @@ class BlockCache:
         self._check_usable()
         wanted = list(dict.fromkeys(blocks))
         num_pinned = len(self._pins.keys() | set(wanted))
-        if num_pinned > len(self.memory):
+        if num_pinned > self.num_slots:
             raise RuntimeError(
-                f"{num_pinned} blocks are held at once, and there are {len(self.memory)} slots"
+                f"{num_pinned} blocks are held at once, and there are {self.num_slots} slots"
             )
         self._pins.update(wanted)
         try:
