@@ -133,6 +133,13 @@ def test_all_missing_blocks_are_read_at_once(tmp_path: Path) -> None:
     cache.close()
 
 
+def test_missing_blocks_are_read_in_the_order_of_the_file(tmp_path: Path) -> None:
+    storage = Recorder(new_file(tmp_path))
+    with filled(storage, 4, num_threads=1) as cache, cache.hold([9, 3, 7, 1]) as slots:
+        assert list(slots) == [9, 3, 7, 1]
+    assert storage.transfers[-4:] == [("read", 1), ("read", 3), ("read", 7), ("read", 9)]
+
+
 def test_an_evicted_block_that_is_wanted_again_waits_for_its_write(tmp_path: Path) -> None:
     storage = Gated(tmp_path, 2)
     storage.hold_and_change(1)

@@ -200,6 +200,16 @@ def test_close_hides_no_error_and_raises_none(
     assert not (tmp_path / "blocks").exists()
 
 
+def test_nothing_starts_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(new_file(tmp_path))
+    with filled(recorder, 4, num_threads=1) as cache:
+        recorder.transfers.clear()
+        fail_after(monkeypatch, "preadv", 0, errno.EIO)
+        cache.expect([3, 2, 1])
+        wait_for_error(cache)
+    assert recorder.transfers == [("read", 3)]
+
+
 def test_another_exception_of_a_thread_comes_as_it_is(tmp_path: Path) -> None:
     class Broken(Recorder):
         def write(self, block: int, memory: object) -> None:
