@@ -129,7 +129,7 @@ class SeMoe(Residency):
 
     - (a) The block with the fewest hits leaves, of those that reach the threshold. If none reaches
       it, the block with the fewest hits leaves all the same; the computation needs the new block.
-    - (b) An admitted block has one hit. Of several with the fewest hits, the first admitted leaves.
+    - (b) An admitted block has one hit. The first admitted leaves where several have the fewest.
     - (c) The cache uses all of its slots; the paper's comparison leaves one empty.
     - (d) Prefetched blocks are guesses: a block that was read ahead and not used yet has one hit.
       Reads that were not guessed block the computation, so that results do not depend on guesses.

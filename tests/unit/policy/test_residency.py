@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 import pytest
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job.memory import MemoryConfig
+from moesaic.facts.job.memory import MemoryConfig, ResidencyName
 from moesaic.policy.residency import (
     RESIDENCIES,
     LeastFrequentlyUsed,
@@ -146,9 +147,8 @@ def test_a_step_is_one_decision(name: str) -> None:
 
 
 def test_names_are_those_of_the_job() -> None:
-    for name in RESIDENCIES:
-        assert MemoryConfig(ssd="x", residency=name).residency == name
-    assert MemoryConfig(ssd="x").residency == "next-use"
+    assert set(RESIDENCIES) == set(get_args(ResidencyName))
+    assert isinstance(make_residency(MemoryConfig(ssd="x").residency), NextUse)
     with pytest.raises(ConfigError, match=r'residency = "lrv" is not known: did you mean "lru"'):
         make_residency("lrv")
 
