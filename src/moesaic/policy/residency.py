@@ -196,9 +196,9 @@ class NextUse(Residency):
     """Evict the block that training needs last.
 
     Blocks without an expected access leave first: by the last steps, the one whose next use is
-    furthest. Steps pass through the layers in the same order, so a block returns at its last
-    position, in the next step or as many steps later as its frequency of use says. Then the block
-    with the furthest expected access leaves. Ties go to the lower block.
+    furthest. A block returns at the position of its last use, as steps pass through the layers in
+    the same order. The frequency of its use says how many steps later. Then the block with the
+    furthest expected access leaves. Ties go to the lower block.
     """
 
     def __init__(self) -> None:
