@@ -207,6 +207,8 @@ class NextUse(Residency):
         self._step = self._position = self._length = 0
         self._weight = 1.0
         """Sum of the weights of all steps, with the present one."""
+        self._order = dict[int, tuple[float, int]]()
+        """Order in which blocks leave, the largest first: cached until their use or a new step."""
 
     def access(self, block: int) -> None:
         """Record the first use in this step."""
@@ -214,6 +216,7 @@ class NextUse(Residency):
         if used is None or used.step < self._step:
             weight = 1.0 if used is None else 1.0 + self._decayed(used)
             self._usage[block] = _Usage(weight, self._step, self._position)
+            self._order.pop(block, None)
         self._position += 1
 
     def _decayed(self, used: _Usage) -> float:
@@ -222,8 +225,11 @@ class NextUse(Residency):
     def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
         unexpected = [block for block in candidates if block not in coming]
         if not unexpected:
-            return max(candidates, key=lambda block: (coming[block], -block))
-        return max(unexpected, key=lambda block: (self._next_use(block), -block))
+            return max(candidates, key=coming.__getitem__)
+        for block in unexpected:
+            if block not in self._order:
+                self._order[block] = (self._next_use(block), -block)
+        return max(unexpected, key=self._order.__getitem__)
 
     def _next_use(self, block: int) -> float:
         """Return the likely position of the next use, in accesses from the start of this step."""
@@ -231,7 +237,7 @@ class NextUse(Residency):
         if used is None:
             return float("inf")
         steps = self._weight / self._decayed(used)
-        return steps * max(self._length, self._position) + used.position
+        return steps * self._length + used.position
 
     def removed(self, block: int) -> None:
         """Keep the block's usage: it may return."""
@@ -239,6 +245,7 @@ class NextUse(Residency):
     def end_step(self, facts: ResidencyFacts) -> ResidencyDecision:
         """Return the evictions of the step, and begin the next one."""
         self._length, self._position = facts.num_accesses, 0
+        self._order.clear()
         self._step += 1
         self._weight = 1.0 + self._weight * _STEP_DECAY
         return super().end_step(facts)
