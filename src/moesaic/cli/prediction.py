@@ -73,10 +73,14 @@ def print_largest_model(figures: Mapping[str, Any]) -> None:
     )  # fmt: skip
     rows = [
         ("active experts", f"{figures['active_fraction']:.0%} per step under even routing"),
-        ("micro-batches", f"{figures['micro_batches_at_once']} of {figures['micro_batches']} pass "
-         "through a block together"),
         ("memory per rank", f"{format_bytes(figures['budget_bytes'])} at most"),
-    ]  # fmt: skip
+    ]
+    divided = figures["divided"]
+    if divided is not None:
+        rows.append((
+            "in memory", f"{divided['num_blocks']:,} blocks of experts per rank, four per expert; "
+            f"{divided['group_size']} of {figures['micro_batches']} micro-batches together",
+        ))  # fmt: skip
     rows += [(f"larger: {one['method']}", one["remedy"]) for one in figures["largest"]]
     screen.print_line("")
     _print_rows(rows, _WIDTH)

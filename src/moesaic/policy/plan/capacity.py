@@ -1,8 +1,8 @@
 """Largest model of a job's shape that a cluster can train with expert state on drives.
 
 The shape is fixed, except for the experts per layer. Two methods stand side by side: the capacity
-equations of SE-MoE (Shen et al. 2022) for its three tiers, and moesaic's own storage, where a rank
-keeps the dense state and few experts in memory. Nothing is measured.
+equations of SE-MoE (Shen et al. 2022) for its three tiers, and moesaic's own storage, where CPU
+ranks keep the dense state and few blocks of experts in memory. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,17 +17,23 @@ from typing import Any, NamedTuple
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_bytes
-from moesaic.facts.cluster import Cluster, Device, device_at, place_ranks
+from moesaic.facts.cluster import Cluster, device_at, place_ranks
+from moesaic.facts.expert_blocks import BlockKind
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.model import MAX_EXPERTS
 from moesaic.facts.plan import Plan, plan_from_job
-from moesaic.facts.workload import STORED_BYTES, count_parameters, parameters, workload
-from moesaic.facts.workload.parameters import local_size, moment_bytes
-from moesaic.facts.workload.sizes import BIAS_BYTES, LOSS_CHUNK_TOKENS, Sizes
+from moesaic.facts.workload import STORED_BYTES, count_parameters, parameters
+from moesaic.facts.workload.parameters import local_size
+from moesaic.facts.workload.sizes import BIAS_BYTES
+from moesaic.policy.plan.budget import (
+    Budget,
+    BudgetFacts,
+    budget_facts,
+    divide_budget,
+    smallest_budget,
+)
 from moesaic.policy.plan.mapping import max_ranks
 
-_RESIDENT_EXPERTS = 2
-"""Experts of a rank in memory, at least: one that is computed or updated, one that is read."""
 _AUTO_FRACTION = 0.8
 """Part of a rank's memory that `memory.host = "auto"` takes."""
 _GPU, _HOST, _RANK, _DRIVE, _NUMBERS = (
@@ -96,97 +101,48 @@ def active_fraction(job: Job) -> float:
 
 @dataclass(frozen=True)
 class RankStorage:
-    """Memory and drive of a rank that keeps expert state on a drive."""
+    """Memory and drive of a CPU rank that keeps expert state on a drive."""
 
     job: Job
     plan: Plan
-    on_cpu: bool
-    """True if the rank computes on a CPU."""
 
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of a stored number."""
-        return STORED_BYTES[self.job.train.precision]
-
-    @property
-    def expert_size(self) -> int:
-        """Parameters of one expert on this rank."""
-        return _expert_size(self.job.model) // self.plan.etp
+    @cached_property
+    def _facts(self) -> BudgetFacts:
+        """Sizes of the last rank, which has the most samples, with the job's own experts."""
+        return budget_facts(self.job, self.plan, self.plan.ranks - 1, 0)
 
     def drive_bytes(self, experts: int) -> int:
-        """Return the bytes on the drive with `experts` per layer: parameters and two moments.
+        """Return the bytes of the scratch file with `experts` per layer."""
+        return len(BlockKind) * self._num_experts(experts) * self._facts.block_bytes
 
-        With `train.clip`, gradients wait there too, until the norm of all is known.
-        """
-        arrays = 4 if self.job.train.clip else 3
-        num_experts = experts // self.plan.ep * len(self.job.model.expert_layers)
-        return num_experts * self.expert_size * arrays * self.element_bytes
+    def memory_bytes(self, experts: int) -> int:
+        """Return the smallest budget with `experts` per layer; routers grow with them."""
+        return smallest_budget(self._facts) + self._growth_bytes(experts)
 
-    def memory_bytes(self, experts: int, micro_batches: int = 1) -> int:
-        """Return the least bytes of memory with `experts` per layer.
+    def divide(self, experts: int, budget: float) -> Budget:
+        """Return how the engine divides `budget` bytes with `experts` per layer."""
+        facts = self._facts._replace(
+            host_bytes=int(budget) - self._growth_bytes(experts),
+            experts_per_layer=experts // self.plan.ep, num_experts=self._num_experts(experts),
+        )  # fmt: skip
+        return divide_budget(facts)
 
-        `micro_batches` pass through a block together, and the inputs of all blocks are kept.
-        """
-        resident = _RESIDENT_EXPERTS * 4 * self.expert_size * self.element_bytes
-        kept = micro_batches * self.kept_bytes
-        return self.dense_bytes(experts) + resident + self._working_bytes + kept
+    def _num_experts(self, experts: int) -> int:
+        return experts // self.plan.ep * len(self.job.model.expert_layers)
 
-    def dense_bytes(self, experts: int) -> int:
-        """Return bytes of dense parameters, gradients and moments; routers grow with `experts`."""
-        plan, total = self.plan, 0
+    def _growth_bytes(self, experts: int) -> int:
+        """Return the bytes of routers beyond those of the job's own experts."""
+        return self._router_bytes(experts) - self._router_bytes(self.job.model.experts)
+
+    def _router_bytes(self, experts: int) -> int:
+        """Return bytes of parameters, gradients and moments of all routers."""
+        element_bytes, total = STORED_BYTES[self.job.train.precision], 0
         for p in parameters(_with_experts(self.job.model, experts), lambda _: ()):
-            if p.kind == "embedding":
-                p = p.column_shard(plan.embedding_shards)
             if p.kind == "bias":
                 total += p.size * BIAS_BYTES
-                continue
-            size = local_size(p.tp_shard(plan.tp), plan.dp_shard)
-            total += 2 * size * self.element_bytes + sum(moment_bytes(p, size, self.job))
+            elif p.kind == "router":
+                total += 4 * local_size(p, self.plan.dp_shard) * element_bytes
         return total
-
-    @cached_property
-    def _sizes(self) -> Sizes:
-        return Sizes.of_rank(self.job, self.plan, self.plan.ranks - 1, on_cpu=self.on_cpu)
-
-    @cached_property
-    def _saved_bytes(self) -> dict[str, int]:
-        """Bytes that autograd saves in each layer, and in embedding and head, per micro-batch."""
-        saved = Counter[str]()
-        rank = self.plan.ranks - 1  # It has the most samples.
-        for block in workload(self.job, self.plan, rank, on_cpu=self.on_cpu):
-            saved[block.spec.model_block] += block.saved_bytes
-        return saved
-
-    @cached_property
-    def kept_bytes(self) -> int:
-        """Bytes of one micro-batch between forward and backward: inputs of blocks, and without
-        recomputation all activations."""
-        if self.plan.recomputes(self.job):
-            inputs = self.job.model.layers + 1
-            return inputs * self._sizes.stream_elements * self.element_bytes
-        return sum(self._saved_bytes.values())
-
-    @cached_property
-    def _working_bytes(self) -> int:
-        """Bytes of temporaries, of a recomputed layer, and of parameters that FSDP gathers.
-
-        Backward of a layer needs about as many bytes for gradients as forward has saved; the loss
-        needs logits of a chunk.
-        """
-        sizes, largest = self._sizes, max(self._saved_bytes.values())
-        logits = 2 * min(sizes.tokens, LOSS_CHUNK_TOKENS) * sizes.vocab * self.element_bytes
-        recomputed = largest if self.plan.recomputes(self.job) else 0
-        return max(logits, largest) + recomputed + self._gathered_bytes()
-
-    def _gathered_bytes(self) -> int:
-        """Return bytes of gathered embedding and head, and of three layers around backward."""
-        if self.plan.dp_shard == 1:
-            return 0
-        groups = Counter[int | None]()
-        for p in parameters(self.job.model, lambda _: ()):
-            groups[p.layer] += p.tp_shard(self.plan.tp).size * self.element_bytes
-        outside = groups.pop(None)
-        return outside + 3 * max(groups.values())
 
 
 def largest_model(
@@ -211,13 +167,19 @@ def largest_model(
             "add it with a directory, such as --set memory.ssd=/data/scratch"
         )
     plan = plan_from_job(job, num_ranks or max_ranks(cluster), origin)
+    if plan.ep * plan.etp != plan.ranks:
+        raise ConfigError(
+            f"{origin}: layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert "
+            f"must have one owner, set layout.ep = {plan.ranks // plan.etp} or change nproc"
+        )
     places = place_ranks(cluster, plan.ranks)
     devices, hosts = [device_at(cluster, one) for one in places], Counter(p.host for p in places)
     gpu_bytes = sum(device.memory_bytes for device in devices if device.kind != "cpu")
     host_bytes = sum(cluster.by_name[name].memory_bytes for name in hosts)
     capacity = Capacity(gpu_bytes or None, host_bytes, ssd_bytes * len(hosts))
-    storage, active = RankStorage(job, plan, not gpu_bytes), active_fraction(job)
-    budget = _budget_bytes(job, devices, origin)
+    storage, active = RankStorage(job, plan), active_fraction(job)
+    free = min(cluster.by_name[name].memory_bytes / number for name, number in hosts.items())
+    budget = _budget_bytes(job, free, origin)
     limits = [
         *_se_moe(job.model, capacity, active),
         *_moesaic(storage, budget, ssd_bytes / max(hosts.values())),
@@ -232,7 +194,7 @@ def largest_model(
         "devices": dict(Counter(device.model for device in devices)),
         "ssd_bytes": ssd_bytes, "budget_bytes": budget, "active_fraction": active,
         "micro_batches": job.train.micro_batches,
-        "micro_batches_at_once": _micro_batches_at_once(storage, tightest[1].experts, budget),
+        "divided": _divided(storage, tightest[1].experts, budget),
         "limits": [_limit_figures(job.model, one) for one in limits],
         "largest": [
             {**_limit_figures(job.model, one), "remedy": remedy}
@@ -241,17 +203,16 @@ def largest_model(
     }  # fmt: skip
 
 
-def _budget_bytes(job: Job, devices: Sequence[Device], origin: str) -> float:
-    """Return the memory that each rank may use."""
+def _budget_bytes(job: Job, free: float, origin: str) -> float:
+    """Return the memory that each rank may use, of `free` bytes."""
     assert job.memory is not None
-    smallest = min(devices, key=lambda device: device.memory_bytes)
     given = job.memory.host_bytes
     if given is None:
-        return _AUTO_FRACTION * smallest.memory_bytes
-    if given > smallest.memory_bytes:
+        return _AUTO_FRACTION * free
+    if given > free:
         raise ConfigError(
-            f'{origin}: memory.host = "{job.memory.host}" is more than a rank has on '
-            f"{smallest.model}, {format_bytes(smallest.memory_bytes)}: lower it, or use fewer ranks"
+            f'{origin}: memory.host = "{job.memory.host}" is more than the {format_bytes(free)} '
+            "that each rank can have: lower it, or use fewer ranks per host"
         )
     return given
 
@@ -283,10 +244,9 @@ def _expert_step(storage: RankStorage) -> int:
     return math.lcm(storage.plan.ep, storage.job.model.expert_groups)
 
 
-def _micro_batches_at_once(storage: RankStorage, experts: int, budget: float) -> int:
-    """Return the micro-batches that pass through a block together, 0 if none fits."""
-    counts = range(1, storage.job.train.micro_batches + 1)
-    return bisect_right(counts, budget, key=lambda n: storage.memory_bytes(experts, n))
+def _divided(storage: RankStorage, experts: int, budget: float) -> dict[str, int] | None:
+    """Return the division of the budget for the largest model, if there is one."""
+    return storage.divide(experts, budget)._asdict() if experts else None
 
 
 def _remedy(storage: RankStorage, tightest: Limit, budget: float) -> str:
@@ -294,9 +254,6 @@ def _remedy(storage: RankStorage, tightest: Limit, budget: float) -> str:
     if tightest.resource == _NUMBERS:
         return "raise model.layers or model.ffn: experts of a layer have numbers of two bytes"
     if tightest.resource == _DRIVE:
-        copies = storage.plan.ranks // (storage.plan.ep * storage.plan.etp)
-        if copies > 1:
-            return f"raise layout.ep: each expert is on {copies} ranks"
         return "add space on the drives, or hosts with drives and a larger layout.ep"
     return _memory_remedy(storage, tightest.experts + _expert_step(storage), budget)
 
@@ -314,7 +271,7 @@ def _memory_remedy(storage: RankStorage, experts: int, budget: float) -> str:
         changed = job.model_copy(update={name: section})
         if changed.train.batch % changed.train.micro_batches == 0 and _can_shard(changed):
             plan = plan_from_job(changed, storage.plan.ranks)
-            bytes_then = RankStorage(changed, plan, storage.on_cpu).memory_bytes(experts)
+            bytes_then = RankStorage(changed, plan).memory_bytes(experts)
             remedies.append((bytes_then, f"{key} = {keys.toml(value)}"))
     text = f"more experts need {format_bytes(needed)} of {format_bytes(budget)} per rank"
     least, change = min(remedies, default=(needed, ""))
