@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from itertools import accumulate
 
 
@@ -38,6 +39,11 @@ def wave_size(num_places: int) -> int:
     return max(num_places // MIN_BLOCKS, 1)
 
 
+def lookahead(num_places: int) -> int:
+    """Return how many coming accesses the cache is told, given the blocks that fit in memory."""
+    return 4 * num_places
+
+
 @dataclass(frozen=True)
 class ExpertBlocks:
     """Expert state of one rank. A slot is the index of an expert among the rank's own in a
@@ -55,14 +61,15 @@ class ExpertBlocks:
         """Number of all blocks."""
         return len(BlockKind) * sum(self.experts.values())
 
+    @cached_property
     def first_blocks(self) -> dict[int, int]:
-        """Return the first block of each layer."""
+        """First block of each layer."""
         sizes = [len(BlockKind) * number for number in self.experts.values()]
         return dict(zip(self.experts, accumulate(sizes, initial=0), strict=False))
 
     def block(self, layer: int, slot: int, kind: BlockKind) -> int:
         """Return the number of a block; blocks of one layer and kind are neighbours."""
-        return self.first_blocks()[layer] + kind * self.experts[layer] + slot
+        return self.first_blocks[layer] + kind * self.experts[layer] + slot
 
     def forward_order(
         self, start: int, used: Used, behind: Mapping[int, Iterable[int]]

@@ -22,7 +22,7 @@ from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.base.units import format_bytes
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
-from moesaic.facts.expert_blocks import ExpertBlocks
+from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
@@ -48,8 +48,6 @@ from moesaic.train.topology import gather_places
 
 _AUTO_FRACTION = 0.8
 """Part of the free memory that `memory.host = "auto"` takes."""
-_LOOKAHEAD = 4
-"""Coming accesses that the cache knows, in multiples of its places."""
 
 
 def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> ExpertTiers | None:
@@ -177,7 +175,7 @@ class ExpertTiers:
             self._resources = stack.pop_all()
         self.places = {
             layer: Places(self.cache, first, blocks.experts[layer], width, dtype)
-            for layer, first in blocks.first_blocks().items()
+            for layer, first in blocks.first_blocks.items()
         }
         self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
         """Slots that each layer used in its last pass; at first all."""
@@ -191,6 +189,7 @@ class ExpertTiers:
         """Begin a step, which takes update `number` with learning rate `lr`."""
         self._update = optimizer, number, lr
         self._num_steps += 1
+        self.cache.take_stats()  # Drop the traffic of checkpoints and validation.
 
     def begin_forward(self, block: str) -> None:
         """Read ahead for the forward passes of a block and what follows."""
@@ -237,7 +236,7 @@ class ExpertTiers:
         self._resources.close()
 
     def _expect(self, blocks: Iterable[int]) -> None:
-        self.cache.expect(list(islice(blocks, _LOOKAHEAD * self.cache.num_slots)))
+        self.cache.expect(list(islice(blocks, lookahead(self.cache.num_slots))))
 
 
 def _layer(block: str) -> int:
