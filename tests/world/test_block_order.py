@@ -86,7 +86,7 @@ def test_one_rank_gets_the_same_bits(ranks: RankPool, precision: str) -> None:
         assert np.array_equal(found, wanted), key
 
 
-class _GatherCounter(TorchDispatchMode):
+class GatherCounter(TorchDispatchMode):
     """Count all-gathers into one tensor."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def gathers(world: World, job: Job) -> int:
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.step(samples)
-    with _GatherCounter() as counter:
+    with GatherCounter() as counter:
         run.step(samples)
     run.close()
     return sum(n for name, n in counter.counts.items() if "_allgather_base" in name)
