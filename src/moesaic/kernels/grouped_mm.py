@@ -20,8 +20,8 @@ from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import cpu_gemm, fused, threads
 from moesaic.kernels import device as devices
 
-_MIN_CAPABILITY = {"triton": (8, 0), "fp8": (8, 9)}
-"""Minimum compute capability of the Triton kernels, by backend."""
+_MIN_CAPABILITY = (8, 0)
+"""Minimum compute capability of the Triton kernels."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` would do, but its first call imports torch's compiler, which takes a
 # second, and each call costs five times as much.
@@ -89,7 +89,7 @@ def _grouped_mm_into(
     if backend != "torch" and _supports_triton(rows, weight):
         from moesaic.kernels import triton_gemm
 
-        triton_gemm.grouped_mm(rows, weight, counts, transposed, out, fp8=backend == "fp8")
+        triton_gemm.grouped_mm(rows, weight, counts, transposed, out)
         return
     if backend != "torch" and _uses_torch_grouped_mm(rows, weight):
         out.copy_(_grouped_mm(rows, weight, counts, transposed))
@@ -108,7 +108,7 @@ def _grouped_swiglu(
     if _supports_triton(rows, gate_up):
         from moesaic.kernels import triton_gemm
 
-        triton_gemm.grouped_swiglu(rows, gate_up, counts, inner, activated, fp8=backend == "fp8")
+        triton_gemm.grouped_swiglu(rows, gate_up, counts, inner, activated)
         return
     result = _grouped_mm(rows, gate_up, counts, True, backend)
     if inner is not None:
@@ -211,13 +211,12 @@ def reason_not_to_run(backend: MatmulBackend, device: torch.device) -> str | Non
         return None
     if device.type == "cpu":
         return "needs a GPU, and this run computes on the CPU: remove the setting"
-    capability, least = devices.compute_capability(device), _MIN_CAPABILITY[backend]
-    if capability < least:
-        others = "torch" if capability < _MIN_CAPABILITY["triton"] else 'triton" or "torch'
+    capability = devices.compute_capability(device)
+    if capability < _MIN_CAPABILITY:
         has = _dotted(capability) if any(capability) else "none"
         return (
-            f"needs an NVIDIA GPU of compute capability {_dotted(least)} or more, and this one has "
-            f'{has}: set it to "{others}"'
+            f"needs an NVIDIA GPU of compute capability {_dotted(_MIN_CAPABILITY)} or more, and "
+            f'this one has {has}: set it to "torch"'
         )
     why = fused.triton_error()
     if why is None:
@@ -301,7 +300,7 @@ def describe_backend(
         capability = devices.compute_capability(device)
         has = f" (capability {_dotted(capability)})" if any(capability) else ""
         if kind != "torch" and dtype in devices.KERNEL_DTYPES:
-            kernels = "Triton grouped matmul" + " in fp8" * (kind == "fp8")
+            kernels = "Triton grouped matmul"
         else:
             kernels = "torch.grouped_mm" if dtype == torch.bfloat16 else "torch.mm per expert"
         return f"{kernels} on {device}{has}"

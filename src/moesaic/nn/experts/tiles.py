@@ -79,9 +79,8 @@ class SlotRange:
 
     @property
     def of_adapters(self) -> SlotRange:
-        """This range of adapters: they are all in memory, and have no FP8 matmuls."""
-        backend = "triton" if self.backend == "fp8" else self.backend
-        return replace(self, backend=backend, places=None)
+        """This range of adapters, which are all in memory."""
+        return replace(self, places=None)
 
     def mlp(self, rows: Tensor, gate_up: Matrices, down: Matrices, out: Tensor | None) -> Tensor:
         """Return the range's `rows` through the networks of their slots, in the dtype of `rows`."""
