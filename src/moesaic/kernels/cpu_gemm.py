@@ -53,18 +53,6 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, o
             start = stop
 
 
-def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor) -> None:
-    """Write down[s] @ (silu(gate[s] @ row) * (up[s] @ row)) to `out` for each row of slot s."""
-    start = 0
-    for slot, count in enumerate(counts.tolist()):
-        if count:
-            stop = start + count
-            matrices = gate_up[slot].to(rows.dtype), down[slot].to(rows.dtype)
-            for first in range(start, stop, _MAX_ROWS):
-                _mlp_transposed(rows, slice(first, min(first + _MAX_ROWS, stop)), *matrices, out)
-            start = stop
-
-
 def grouped_wgrad(
     left: Tensor, right: Tensor, counts: Tensor, out: Tensor, accumulate: bool
 ) -> None:
@@ -139,15 +127,6 @@ def _pad_rows(rows: Tensor, size: int) -> Tensor:
     return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
 
 
-def _mlp_transposed(rows: Tensor, own: slice, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
-    """Write the MLP of rows[own] to out[own]. All operands are transposed, so that both matrices
-    are left factors and are read in place."""
-    rows, first = _padded_window(rows, own)
-    gate, up = (gate_up @ rows.T).chunk(2)
-    results = down @ F.silu(gate).mul_(up)
-    out[own] = results.T[own.start - first : own.stop - first]
-
-
 def _wgrad(left: Tensor, right: Tensor, out: Tensor, accumulate: bool) -> None:
     """Write left.T @ right to `out`, or add it; the zero rows of the padding add nothing."""
     padded = _uses_padded_onednn(left, len(left), out, transposed=False)
@@ -217,16 +196,3 @@ def onednn_supports(dtype: torch.dtype) -> bool:
     if dtype == torch.float32:
         return devices.prefers_onednn()
     return dtype == torch.bfloat16 and devices.supports_bf16_matmul()
-
-
-def prefers_transposed(rows: Tensor, matrices: Tensor, counts: Tensor) -> bool:
-    """Return whether `grouped_mlp` is faster for `counts` such rows and matrices of this shape.
-
-    It needs AMX, bf16 and large matrices, and is slower where most slots are memory-bound."""
-    large = matrices.shape[1] * matrices.shape[2] * _MIN_LEFT_ROWS >= _MIN_ONEDNN_MACS
-    if not large or not devices.has_amx():
-        return False
-    if rows.device.type != "cpu" or rows.dtype != torch.bfloat16:
-        return False
-    busy = int(counts.count_nonzero())
-    return busy > 0 and not cpu_gemv.is_memory_bound(rows, matrices, int(counts.sum()) // busy)

@@ -36,10 +36,6 @@ _OPS.define(
     " str backend='torch') -> ()"
 )
 _OPS.define(
-    "grouped_mlp_into(Tensor rows, Tensor gate_up, Tensor down, Tensor counts, Tensor(a!) out)"
-    " -> ()"
-)
-_OPS.define(
     "grouped_swiglu(Tensor rows, Tensor gate_up, Tensor counts, Tensor(a!)? inner,"
     " Tensor(b!) activated, str backend) -> ()"
 )
@@ -159,7 +155,6 @@ for _name, _op, _fake in (
     ("matmul_into", _matmul_into, _fake_into),
     ("grouped_mm", _grouped_mm, _fake_grouped_mm),
     ("grouped_mm_into", _grouped_mm_into, _fake_into),
-    ("grouped_mlp_into", cpu_gemm.grouped_mlp, _fake_into),
     ("grouped_swiglu", _grouped_swiglu, _fake_into),
     ("grouped_wgrad", _grouped_wgrad, _fake_into),
 ):
@@ -262,13 +257,6 @@ def grouped_swiglu(
     torch.ops.moesaic.grouped_swiglu.default(rows, gate_up, counts, inner, activated, backend)
 
 
-def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor) -> None:
-    """Write down[s] @ (silu(gate[s] @ row) * (up[s] @ row)) to `out` for the rows of every slot s.
-    `gate_up[s]` stacks gate over up."""
-    _check_no_grad(rows, gate_up, down)
-    torch.ops.moesaic.grouped_mlp_into.default(rows, gate_up, down, counts, out)
-
-
 def grouped_wgrad(
     left: Tensor,
     right: Tensor,
@@ -338,13 +326,6 @@ def _grouped_swiglu_flops(
     rows: tuple[int, ...], gate_up: tuple[int, ...], *_: Any, **__: Any
 ) -> int:
     return 2 * rows[0] * gate_up[1] * gate_up[2]
-
-
-@register_flop_formula(torch.ops.moesaic.grouped_mlp_into)
-def _grouped_mlp_flops(
-    rows: tuple[int, ...], gate_up: tuple[int, ...], down: tuple[int, ...], *_: Any, **__: Any
-) -> int:
-    return 2 * rows[0] * (gate_up[1] * gate_up[2] + down[1] * down[2])
 
 
 @register_flop_formula(torch.ops.moesaic.grouped_wgrad)

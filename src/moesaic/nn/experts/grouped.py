@@ -15,7 +15,6 @@ from torch import Tensor
 from moesaic.dist.clock import timed
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
-from moesaic.kernels.cpu_gemm import prefers_transposed
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.lease import Lease
 from moesaic.nn.experts.tiles import (
@@ -136,28 +135,16 @@ def gated_experts(
     *,
     keep_inners: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of `GatedExperts`, and the output of gate and up if `keep_inners`.
-
-    Otherwise intermediate results are transposed, on processors that gain by it.
-    """
+    """Return the results of `GatedExperts`, and the output of gate and up if `keep_inners`."""
     gate_up, down = lease.matrices()
     ranges = lease.split(tokens, permutation, is_forward=True)
     inners = RangeResults(ranges, tokens, 2 * lease.ffn, keep=keep_inners)
     results = TokenResults(ranges, tokens, permutation)
     token_rows = PermutedRows(tokens, permutation, lease.backend)
-    transposed = (
-        not keep_inners
-        and lease.backend == "torch"
-        and prefers_transposed(tokens, down[0], permutation.counts)
-    )
 
     def compute(index: int) -> None:
         slot_range = ranges[index]
         rows = token_rows[slot_range]
-        if transposed:
-            out = results.output_view(slot_range)
-            results.store(slot_range, slot_range.mlp(rows, gate_up, down, out))
-            return
         if slot_range.backend == "torch":
             activated = swiglu(inners.matmul(slot_range, rows, gate_up, transposed=True))
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused, threads
 from moesaic.kernels.cpu_gemv import is_memory_bound
-from moesaic.kernels.grouped_mm import grouped_mlp, grouped_mm, grouped_swiglu, grouped_wgrad
+from moesaic.kernels.grouped_mm import grouped_mm, grouped_swiglu, grouped_wgrad
 from moesaic.nn.dispatch.permute import Permutation
 
 _RANGE_BYTES = 1 << 20
@@ -81,12 +81,6 @@ class SlotRange:
     def of_adapters(self) -> SlotRange:
         """This range of adapters, which are all in memory."""
         return replace(self, places=None)
-
-    def mlp(self, rows: Tensor, gate_up: Matrices, down: Matrices, out: Tensor | None) -> Tensor:
-        """Return the range's `rows` through the networks of their slots, in the dtype of `rows`."""
-        out = torch.empty_like(rows) if out is None else out
-        grouped_mlp(rows, self.select(gate_up), self.select(down), self.counts, out)
-        return out
 
 
 class RangeResults:
