@@ -15,11 +15,6 @@ from moesaic.kernels import device as devices
 
 _MIN_ONEDNN_MACS = 1 << 20
 """Multiply-accumulates per slot above which oneDNN outweighs its cost per call."""
-_MIN_ONEDNN_ELEMENTS = 1 << 19
-"""Elements per matrix above which oneDNN still pays if its result has to be copied, on CPUs where
-it gains little."""
-_MAX_PADDING_RATIO = 16
-"""Rows of a slot per row of padding, at least, on CPUs where oneDNN gains little."""
 _ROW_MULTIPLE = 8
 _MIN_LEFT_ROWS, _MAX_LEFT_ROWS = 16, 64
 _MAX_ROWS = 256
@@ -130,8 +125,6 @@ def _pad_rows(rows: Tensor, size: int) -> Tensor:
 def _wgrad(left: Tensor, right: Tensor, out: Tensor, accumulate: bool) -> None:
     """Write left.T @ right to `out`, or add it; the zero rows of the padding add nothing."""
     padded = _uses_padded_onednn(left, len(left), out, transposed=False)
-    if left.dtype == torch.float32:
-        padded = padded and devices.prefers_onednn_with_copy()
     if padded and left.dtype == torch.float32:
         right = _pad_rows(right, _round_up_rows(len(right)))
         for first in range(0, left.shape[1], _MAX_ROWS):
@@ -168,27 +161,11 @@ def uses_onednn(rows: Tensor, weight: Tensor) -> bool:
 def _uses_padded_onednn(rows: Tensor, count: int, matrix: Tensor, *, transposed: bool) -> bool:
     """Return whether oneDNN multiplies `count` rows of a slot by its matrix, in padded row counts.
 
-    Where oneDNN gains little (fp32), it takes only large matrices and row counts that need little
-    padding. In bf16 torch calls it anyway."""
+    In bf16 torch calls it anyway."""
     single = count == 1 and not transposed  # MKL is faster at that.
     if rows.device.type != "cpu" or single or count * matrix.numel() < _MIN_ONEDNN_MACS:
         return False
-    if (
-        rows.dtype == torch.float32
-        and devices.prefers_onednn()
-        and not devices.prefers_onednn_with_copy()
-    ):
-        return (
-            matrix.numel() >= _MIN_ONEDNN_ELEMENTS
-            and _num_padding_rows(count) * _MAX_PADDING_RATIO <= count
-        )
     return onednn_supports(rows.dtype)
-
-
-def _num_padding_rows(count: int) -> int:
-    """Return the padding rows for `count` rows of a slot."""
-    last = count % _MAX_ROWS
-    return _round_up_rows(last) - last if last else 0
 
 
 def onednn_supports(dtype: torch.dtype) -> bool:

@@ -55,7 +55,7 @@ def _matmul(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _matmul_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -> None:
-    if cpu_gemm.uses_onednn(rows, weight) and devices.prefers_onednn_with_copy():
+    if cpu_gemm.uses_onednn(rows, weight):
         out.copy_(_matmul(rows, weight, transposed))
     else:
         torch.mm(rows, weight.T if transposed else weight, out=out)

@@ -17,19 +17,16 @@ from moesaic.nn.experts.lease import arena_views
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0], [40, 0, 17], [2, 131, 3]]
 
 
-@pytest.fixture(params=["torch", "onednn", "onednn without copies"])
+@pytest.fixture(params=["torch", "onednn"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Select the CPU library for slots with two rows or more."""
     onednn = request.param != "torch"
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(devices, "prefers_onednn", lambda: onednn)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: request.param == "onednn")
     monkeypatch.setattr(devices, "supports_bf16_matmul", lambda: onednn)
-    monkeypatch.setattr(devices, "has_amx", lambda: request.param == "onednn")
+    monkeypatch.setattr(devices, "has_amx", lambda: onednn)
     monkeypatch.setattr(cpu_gemm, "_MIN_ONEDNN_MACS", 0)
-    monkeypatch.setattr(cpu_gemm, "_MIN_ONEDNN_ELEMENTS", 0)
-    monkeypatch.setattr(cpu_gemm, "_MAX_PADDING_RATIO", 0)
     monkeypatch.setattr(cpu_gemm, "_MIN_COPY_COLUMNS", 0)
     return str(request.param)
 
