@@ -86,11 +86,10 @@ _GROUPED_MM, _GROUPED_WGRAD = (
     _CompiledKernel(triton_kernels.grouped_mm),
     _CompiledKernel(triton_kernels.grouped_wgrad),
 )
-_SWIGLU, _SWIGLU_BACKWARD, _UNPERMUTE = map(
+_SWIGLU_BACKWARD, _PERMUTE, _UNPERMUTE = map(
     _CompiledKernel,
-    (triton_kernels.swiglu, triton_kernels.swiglu_backward, triton_kernels.unpermute),
+    (triton_kernels.swiglu_backward, triton_kernels.permute, triton_kernels.unpermute),
 )
-_PERMUTE = _CompiledKernel(triton_kernels.permute)
 
 
 class TileSize(NamedTuple):
@@ -271,17 +270,6 @@ def grouped_wgrad(
         fixed=(accumulate, _PRECISION, size.rows, size.columns, size.depth),
         warps=size.warps, stages=size.stages,
     )  # fmt: skip
-
-
-def swiglu(inner: Tensor) -> Tensor:
-    """Return silu(gate) * up, [rows, ffn], for `inner` = [gate | up], [rows, 2 * ffn]."""
-    rows, ffn = len(inner), inner.shape[1] // 2
-    activated = inner.new_empty((rows, ffn))
-    width = min(_ELEMENTWISE_BLOCK, triton.next_power_of_2(ffn))
-    if activated.numel():
-        grid = rows, triton.cdiv(ffn, width)
-        _SWIGLU(grid, inner, activated, ffn, inner.stride(0), fixed=(width,))
-    return activated
 
 
 def swiglu_backward(

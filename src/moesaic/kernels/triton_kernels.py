@@ -128,17 +128,6 @@ def grouped_wgrad(
 
 
 @triton.jit
-def swiglu(inner, activated, ffn, inner_r, WIDE: tl.constexpr):
-    """Compute silu(gate) * up for a row of [gate | up]."""
-    row, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    gates, inside = inner + row * inner_r + f, f < ffn
-    gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gates + ffn, mask=inside, other=0.0).to(tl.float32)
-    product = _silu_times(gate, up).to(activated.dtype.element_ty)
-    tl.store(activated + row * ffn + f, product, mask=inside)
-
-
-@triton.jit
 def swiglu_backward(
     inner, grad, weights, order, grad_inner, activated, grad_weights, ffn, inner_r, grad_r,
     WEIGHTED: tl.constexpr, WIDE: tl.constexpr,

@@ -88,7 +88,7 @@ def test_nan_stays_in_its_slot(kernels: Any) -> None:
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_swiglu_equals_fp64(kernels: Any, counts: list[int], dtype: torch.dtype) -> None:
-    """With and without `inner`, and equal to the separate SwiGLU kernel."""
+    """With and without `inner`."""
     weight = torch.randn(3, 144, 40, device=DEVICE).to(dtype)
     rows = torch.randn(sum(counts), 40, device=DEVICE).to(dtype)
     inner, (activated, alone) = rows.new_empty(len(rows), 144), rows.new_empty(2, len(rows), 72)
@@ -98,7 +98,6 @@ def test_grouped_swiglu_equals_fp64(kernels: Any, counts: list[int], dtype: torc
     gate, up = inner.double().chunk(2, dim=1)
     torch.testing.assert_close(activated, (F.silu(gate) * up).to(dtype))
     assert torch.equal(activated, alone)
-    assert torch.equal(activated, kernels.swiglu(inner))
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist.clock import timed
-from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.lease import Lease
@@ -104,7 +103,7 @@ class GatedExperts(torch.autograd.Function):
                     slot_range, grad, inner, down, row_weights
                 )
             else:
-                activated, is_weighted = swiglu(inner, lease.backend), False
+                activated, is_weighted = swiglu(inner), False
             if needs_arena:
                 if not is_weighted:
                     row_weights.scale(slot_range, activated)
@@ -179,10 +178,8 @@ class SplitBackwardState(NamedTuple):
         return self.grad.is_set_to(grad) and self.version == grad._version
 
 
-def swiglu(inner: Tensor, backend: MatmulBackend = "torch") -> Tensor:
+def swiglu(inner: Tensor) -> Tensor:
     """Return silu(gate) * up, given gate and up side by side."""
-    if fused.is_supported(inner, backend):
-        return fused.swiglu(inner)
     gate, up = inner.chunk(2, dim=1)
     return F.silu(gate).mul_(up)
 

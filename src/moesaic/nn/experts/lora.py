@@ -134,7 +134,7 @@ class AdaptedExperts(torch.autograd.Function):
             gate_pair.add(slot_range, rows, gate)
             up_pair.add(slot_range, rows, up)
             del rows
-            activated = swiglu(inner, lease.backend)
+            activated = swiglu(inner)
             result = slot_range.matmul(
                 activated, down, transposed=True, out=results.output_view(slot_range)
             )
