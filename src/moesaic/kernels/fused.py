@@ -1,8 +1,8 @@
 """Fused elementwise and permutation kernels for the experts, as custom ops over Triton.
 
-They compute the gradient of SwiGLU, permute tokens into slot order, and unpermute. Custom ops are opaque to torch's
-compiler and profiler. Call `is_supported` first: with the torch backend, and for dtypes without
-kernels, torch's own operations do the same.
+They compute the gradient of SwiGLU, sort and permute tokens into slot order, and unpermute. Custom
+ops are opaque to torch's compiler and profiler. Call `is_supported` first: with the torch backend,
+and for dtypes without kernels, torch's own operations do the same.
 """
 
 from __future__ import annotations
