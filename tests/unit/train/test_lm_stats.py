@@ -52,6 +52,7 @@ def test_counts_on_the_device_give_the_same_step(
     biases and state, bit for bit."""
     tables = {"train": {"micro_batches": 2, "recompute": recompute}}
     tables |= {"model": model, "routing": {"bias_update_rate": 0.02}} if model else {}
+    pytest.importorskip("triton")
     due, due_state = train_steps(**tables)
     calls = list[bool]()
 

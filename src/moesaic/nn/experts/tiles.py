@@ -110,12 +110,20 @@ class RangeResults:
             self.tensor = results
 
     def matmul(
-        self, slot_range: SlotRange, rows: Tensor, weights: Matrices, *, transposed: bool
+        self,
+        slot_range: SlotRange,
+        rows: Tensor,
+        weights: Matrices,
+        *,
+        transposed: bool,
+        add: Tensor | None = None,
     ) -> Tensor:
-        """Multiply as `SlotRange.matmul`, and store the results."""
+        """Multiply as `SlotRange.matmul`, add `add`, and store the results."""
         results = slot_range.matmul(
             rows, weights, transposed=transposed, out=self.output_view(slot_range)
         )
+        if add is not None:
+            results += add
         self.store(slot_range, results)
         return results
 

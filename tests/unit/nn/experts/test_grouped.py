@@ -163,7 +163,7 @@ def test_forward_without_gradients(
     wide = None if weights is None else weights.float()
     wide_arena = arena.float()
     expected = GatedExperts.apply(
-        tokens.float(), wide_arena, wide, Lease(wide_arena, 24), *permutation
+        tokens.float(), wide_arena, wide, Lease(wide_arena, 24), None, *permutation
     )
     for num_owned in (5, 3):
         owned, replicas = (
@@ -174,7 +174,7 @@ def test_forward_without_gradients(
             actual, _ = gated_experts(tokens, weights, lease, permutation)
         assert counter.get_total_flops() == 2 * len(permutation.order_R) * 3 * 16 * 24
         assert (actual - expected).norm() < 0.02 * expected.norm()
-        arguments = tokens, owned, weights, lease, *permutation
+        arguments = tokens, owned, weights, lease, None, *permutation
         assert torch.equal(actual, GatedExperts.apply(*arguments))
 
 
@@ -194,7 +194,7 @@ def test_replicas_with_few_rows_equal_one_arena(
     tokens, arena, counts = torch.randn(6, 16), torch.randn(5, 3 * 16 * 8), [1, 0, 2, 1, 2]
     owned, replicas = arena.split([3, 2])
     actual = GatedExperts.apply(
-        tokens, owned, None, Lease(owned, 8, replicas=replicas), *identity_permutation(counts)
+        tokens, owned, None, Lease(owned, 8, replicas=replicas), None, *identity_permutation(counts)
     )
     torch.testing.assert_close(actual, run_experts(tokens, arena, counts, 8))
 
