@@ -187,18 +187,6 @@ def test_bank_skips_autograd_without_gradients(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(run_bank(bank, tokens, identity_permutation([2, 3])), with_gradients)
 
 
-def test_replicas_with_few_rows_equal_one_arena(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_gemv, "_MIN_ELEMENTS", 1)
-    tokens, arena, counts = torch.randn(6, 16), torch.randn(5, 3 * 16 * 8), [1, 0, 2, 1, 2]
-    owned, replicas = arena.split([3, 2])
-    actual = GatedExperts.apply(
-        tokens, owned, None, Lease(owned, 8, replicas=replicas), None, *identity_permutation(counts)
-    )
-    torch.testing.assert_close(actual, run_experts(tokens, arena, counts, 8))
-
-
 def test_rank_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_gemv, "_MIN_ELEMENTS", 1)
     assert run_experts(torch.randn(0, 16), torch.zeros(0, 3 * 16 * 8), [], 8).shape == (0, 16)
