@@ -11,8 +11,7 @@ import torch
 from layouts import SIGMOID, Outcome, assert_same, outcome, sparing, worst_element
 
 from moesaic.base.errors import UserError
-from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, TensorShard
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
@@ -22,7 +21,7 @@ from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
-from moesaic.testing.states import live_values
+from moesaic.testing.states import live_values, read_checkpoint, whole_shard
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.lm import LanguageModelKind
@@ -57,10 +56,8 @@ def everything(job: Job) -> list[Parameter]:
 def initial(job: Job) -> dict[str, np.ndarray]:
     """Initial values by logical name."""
     pieces = [
-        TensorShard.of_tensor(PARAMETER, p.name, p.shape, (0,) * len(p.shape),
-              torch.empty(p.shape, dtype=torch.float64), (0,))
-        for p in everything(job)
-    ]  # fmt: skip
+        whole_shard(p.name, torch.empty(p.shape, dtype=torch.float64)) for p in everything(job)
+    ]
     InitialSource(job.seed, job.model.init_std).fill(pieces)
     return {piece.key: live_values(piece).numpy() for piece in pieces}
 
@@ -189,21 +186,6 @@ def run_job(
     return [figures["loss"] for figures in watch.figures], watch.messages
 
 
-def read_state(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, whole."""
-    checkpoint = Checkpoint.open(path)
-    state = {}
-    for key, record in checkpoint.tensors.items():
-        tensor = torch.empty(record.shape, dtype=torch.float64)
-        kind, _, name = key.partition("/")
-        offset = (0,) * len(record.shape)
-        checkpoint.fill(
-            [TensorShard.of_tensor(kind, name, tuple(record.shape), offset, tensor, (0,))]
-        )
-        state[key] = tensor.numpy()
-    return state
-
-
 def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
     layouts = {"one": (1, {}), "two": (2, {"ep": 2}), "both": (4, {"ep": 2, "dp_shard": 2})}
@@ -214,7 +196,7 @@ def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> Non
         whole[name], said = results[0]
         assert any(line.startswith("trains 9,408 of ") for line in said), said
         assert "  layers.*.moe.experts.*.gate.lora_*: 2,688" in said
-    expected = read_state(tmp_path / "one/checkpoints/step-00000004")
+    expected = read_checkpoint(tmp_path / "one/checkpoints/step-00000004")
     for before, after in (
         ("one", "one"), ("one", "both"), ("both", "two"), ("two", "sliced"), ("sliced", "one"),
     ):  # fmt: skip
@@ -224,7 +206,7 @@ def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> Non
         rest, _ = ranks.run(size, run_job, str(out), layout, start, {})[0]
         exact = before == after
         assert rest == (whole["one"][2:] if exact else pytest.approx(whole["one"][2:], rel=1e-9))
-        state = read_state(out / "checkpoints/step-00000004")
+        state = read_checkpoint(out / "checkpoints/step-00000004")
         assert worst_element(state, expected) <= (0.0 if exact else 1e-9)
     for changes, words in (
         ({**LORA, "alpha": 7.0}, "finetune.alpha = 6.0, the job has 7.0"),
