@@ -14,18 +14,13 @@ from moesaic.base.errors import UserError
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import Parameter, memory, parameters
 from moesaic.facts.workload.parameters import adapters, trainable_parameters
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
+from moesaic.testing.runs import start_run, train_text
 from moesaic.testing.states import live_values, read_checkpoint, whole_shard
-from moesaic.train.assemble import assemble
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
 
 LORA = {"method": "lora", "rank": 3, "alpha": 6.0}
 EVERY = ["attention", "experts", "ffn", "shared"]
@@ -133,8 +128,7 @@ def test_bf16_stays_close_to_fp32(ranks: RankPool) -> None:
 
 def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes of parameters, gradients and moments: those of one rank, and as predicted."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     run.compute_gradients(RandomSamples(job.model.vocab, job.data.sequence))
     alone = {
         id(one) for b in run.part.buckets.buckets if len(b.parameters) == 1 for one in b.parameters
@@ -153,7 +147,7 @@ def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[i
     )
     assert all(item.parameter.grad is None for item in run.part.frozen)
     run.close()
-    needs = memory(job, plan, world.rank)
+    needs = memory(job, run.plan, world.rank)
     return held, (needs.parameters_bytes, needs.gradients_bytes, needs.moments_bytes)
 
 
@@ -173,17 +167,9 @@ def run_job(
 ) -> tuple[list[float], list[str]]:
     """One rank of a run over the text beside `out`; losses, and what was said."""
     text = Path(out).parent / "text.txt"
-    job = tiny_job(
-        **{
-            "model": {"vocab": 260}, "layout": layout, "finetune": LORA,
-            "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
-            "train": {"steps": 4, "batch": 8, "micro_batches": 2, "precision": "fp64"},
-            "checkpoint": {"every": 2}, "log": {"tensorboard": False}, **changes,
-        }
-    )  # fmt: skip
-    watch = RecordingProgress()
-    train(LoadedJob(job, "", []), Path(out), resume, world, watch, LanguageModelKind())
-    return [figures["loss"] for figures in watch.figures], watch.messages
+    tables = {"layout": layout, "finetune": LORA, **changes}
+    progress = train_text(world, text, Path(out), resume, **tables)
+    return progress.losses, progress.messages
 
 
 def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> None:

@@ -10,11 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.dist.world import World
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import tiny_job
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 from moesaic.train.data.batch import Batch, split_documents
 from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.corpus import Corpus
@@ -152,8 +149,7 @@ def test_the_loss_equals_that_of_single_conversations() -> None:
     sequence = job.data.sequence
     samples = ConversationSamples(corpus, None, sequence, seed=0)
     assert samples.num_truncated == 2
-    plan = plan_from_layout(job.layout, job.model, 1)
-    run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
+    run = start_run(job)
     loss, targets = run.validate(samples, 100)
     total, count = 0.0, 0
     for talk, start in zip(talks, corpus.bounds.tolist(), strict=False):
