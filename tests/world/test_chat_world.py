@@ -11,33 +11,23 @@ import pytest
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.testing.chat_templates import CHATML, write_tokenizer
-from moesaic.testing.jobs import tiny_job
-from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
+from moesaic.testing.runs import train_text
 
 
 def run_job(
     world: World, place: str, out: str, layout: dict[str, Any], steps: int, resume: str | None
 ) -> Any:
     """One rank of a run: loss and tokens of each step, or the error."""
-    job = tiny_job(
-        model={"vocab": 260},
-        data={
-            "path": f"{place}/talks.jsonl", "format": "chat", "tokenizer": f"{place}/tok",
-            "sequence": 48, "cache": f"{place}/cache", "validation_share": 0.2,
-        },
-        train={"steps": steps, "batch": 4, "micro_batches": 2, "precision": "fp64"},
-        schedule={"kind": "constant"}, log={"tensorboard": False}, layout=layout,
-    )  # fmt: skip
-    watch = RecordingProgress()
+    chat = {"format": "chat", "tokenizer": f"{place}/tok", "sequence": 48, "validation_share": 0.2}
     try:
-        train(LoadedJob(job, "", []), Path(place) / out, resume, world, watch, LanguageModelKind())
+        progress = train_text(
+            world, Path(place, "talks.jsonl"), Path(place, out), resume, data=chat,
+            train={"steps": steps, "batch": 4}, schedule={"kind": "constant"}, layout=layout,
+        )  # fmt: skip
     except DataError as error:
         return str(error)
-    return [(figures["loss"], figures["step"]) for figures in watch.figures]
+    return [(figures["loss"], figures["step"]) for figures in progress.figures]
 
 
 def test_a_run_is_the_same_on_any_ranks_and_when_it_goes_on(

@@ -12,20 +12,16 @@ from torch import Tensor
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 
 LAYERS, MICRO_BATCHES, EXPERTS = 3, 2, 8
 
 
 def events_of_step(world: World, job: Job) -> list[Any]:
     """Return gathers and sums of counts, their waits, and backward passes of one step, in order."""
-    run = assemble(
-        job, plan_from_layout(job.layout, job.model, world.size), world, InitialSource(0, 0.1)
-    )
+    run = start_run(job, world)
     run.part.buckets.close()  # Reductions of gradients are not recorded.
     events: list[Any] = []
     all_gather, all_reduce, backward = dist.all_gather, dist.all_reduce, Tensor.backward

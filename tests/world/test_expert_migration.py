@@ -27,14 +27,10 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes
 from moesaic.policy.balance.balancer import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
-from moesaic.testing.runs import start_run
+from moesaic.testing.runs import start_run, train_text
 from moesaic.testing.states import live_values, read_checkpoint
 from moesaic.train import expert_migration
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
 
 STEPS = 5
 FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
@@ -182,19 +178,14 @@ def run_job(
 ) -> tuple[list[float], list[str]]:  # fmt: skip
     """Train on one rank; return its losses and messages."""
     tables: dict[str, Any] = {
-        "model": {"vocab": 260}, "layout": layout,
-        "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache")},
-        "train": {"steps": 6, "batch": 8, "micro_batches": 2, "precision": "fp32"},
-        "checkpoint": {"every": 2, "keep": 9}, "log": {"tensorboard": False},
+        "layout": layout, "train": {"steps": 6, "precision": "fp32"}, "checkpoint": {"keep": 9},
         "balance": {"policy": "none", "migrate_every": 3, "prices": FREE},
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
-    watch = RecordingProgress()
     given = None if plan is None else Plan.model_validate(plan)
-    loaded = LoadedJob(tiny_job(**tables), "", [], given)
-    train(loaded, Path(out), resume, world, watch, LanguageModelKind())
-    return [figures["loss"] for figures in watch.figures], watch.messages
+    progress = train_text(world, Path(text), Path(out), resume, given, **tables)
+    return progress.losses, progress.messages
 
 
 def at(out: Path, step: int) -> Path:

@@ -11,22 +11,16 @@ import torch
 from layouts import SIGMOID, Outcome, assert_same, outcome, sparing, worst_element
 
 from moesaic.base.errors import UserError
-from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, TensorShard
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import Parameter, memory, parameters
 from moesaic.facts.workload.parameters import adapters, trainable_parameters
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
-from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
+from moesaic.testing.runs import start_run, train_text
+from moesaic.testing.states import live_values, read_checkpoint, whole_shard
 
 LORA = {"method": "lora", "rank": 3, "alpha": 6.0}
 EVERY = ["attention", "experts", "ffn", "shared"]
@@ -57,10 +51,8 @@ def everything(job: Job) -> list[Parameter]:
 def initial(job: Job) -> dict[str, np.ndarray]:
     """Initial values by logical name."""
     pieces = [
-        TensorShard.of_tensor(PARAMETER, p.name, p.shape, (0,) * len(p.shape),
-              torch.empty(p.shape, dtype=torch.float64), (0,))
-        for p in everything(job)
-    ]  # fmt: skip
+        whole_shard(p.name, torch.empty(p.shape, dtype=torch.float64)) for p in everything(job)
+    ]
     InitialSource(job.seed, job.model.init_std).fill(pieces)
     return {piece.key: live_values(piece).numpy() for piece in pieces}
 
@@ -136,8 +128,7 @@ def test_bf16_stays_close_to_fp32(ranks: RankPool) -> None:
 
 def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes of parameters, gradients and moments: those of one rank, and as predicted."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     run.compute_gradients(RandomSamples(job.model.vocab, job.data.sequence))
     alone = {
         id(one) for b in run.part.buckets.buckets if len(b.parameters) == 1 for one in b.parameters
@@ -156,7 +147,7 @@ def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[i
     )
     assert all(item.parameter.grad is None for item in run.part.frozen)
     run.close()
-    needs = memory(job, plan, world.rank)
+    needs = memory(job, run.plan, world.rank)
     return held, (needs.parameters_bytes, needs.gradients_bytes, needs.moments_bytes)
 
 
@@ -176,32 +167,9 @@ def run_job(
 ) -> tuple[list[float], list[str]]:
     """One rank of a run over the text beside `out`; losses, and what was said."""
     text = Path(out).parent / "text.txt"
-    job = tiny_job(
-        **{
-            "model": {"vocab": 260}, "layout": layout, "finetune": LORA,
-            "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
-            "train": {"steps": 4, "batch": 8, "micro_batches": 2, "precision": "fp64"},
-            "checkpoint": {"every": 2}, "log": {"tensorboard": False}, **changes,
-        }
-    )  # fmt: skip
-    watch = RecordingProgress()
-    train(LoadedJob(job, "", []), Path(out), resume, world, watch, LanguageModelKind())
-    return [figures["loss"] for figures in watch.figures], watch.messages
-
-
-def read_state(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, whole."""
-    checkpoint = Checkpoint.open(path)
-    state = {}
-    for key, record in checkpoint.tensors.items():
-        tensor = torch.empty(record.shape, dtype=torch.float64)
-        kind, _, name = key.partition("/")
-        offset = (0,) * len(record.shape)
-        checkpoint.fill(
-            [TensorShard.of_tensor(kind, name, tuple(record.shape), offset, tensor, (0,))]
-        )
-        state[key] = tensor.numpy()
-    return state
+    tables = {"layout": layout, "finetune": LORA, **changes}
+    progress = train_text(world, text, Path(out), resume, **tables)
+    return progress.losses, progress.messages
 
 
 def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> None:
@@ -214,7 +182,7 @@ def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> Non
         whole[name], said = results[0]
         assert any(line.startswith("trains 9,408 of ") for line in said), said
         assert "  layers.*.moe.experts.*.gate.lora_*: 2,688" in said
-    expected = read_state(tmp_path / "one/checkpoints/step-00000004")
+    expected = read_checkpoint(tmp_path / "one/checkpoints/step-00000004")
     for before, after in (
         ("one", "one"), ("one", "both"), ("both", "two"), ("two", "sliced"), ("sliced", "one"),
     ):  # fmt: skip
@@ -224,7 +192,7 @@ def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> Non
         rest, _ = ranks.run(size, run_job, str(out), layout, start, {})[0]
         exact = before == after
         assert rest == (whole["one"][2:] if exact else pytest.approx(whole["one"][2:], rel=1e-9))
-        state = read_state(out / "checkpoints/step-00000004")
+        state = read_checkpoint(out / "checkpoints/step-00000004")
         assert worst_element(state, expected) <= (0.0 if exact else 1e-9)
     for changes, words in (
         ({**LORA, "alpha": 7.0}, "finetune.alpha = 6.0, the job has 7.0"),

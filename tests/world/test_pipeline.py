@@ -12,12 +12,9 @@ from layouts import SIGMOID, assert_same, outcome, reference, worst_tensor
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.runs import start_run
-from moesaic.train.assemble import assemble
 
 STEPS = 2
 BASE: dict[str, Any] = {"model": {"layers": 4}, "train": {"micro_batches": 4}}
@@ -138,8 +135,7 @@ def fail(world: World, job: Job) -> tuple[type, list[str]]:
         if len(calls) + world.rank == 2:  # The first stage has sent a micro-batch by then.
             raise DataError("an error")
 
-    plan, collector = plan_from_layout(job.layout, job.model, world.size), LogCollector()
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run, collector = start_run(job, world), LogCollector()
     run.part.model.layers[0].register_forward_hook(fail_in_forward)
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     logger.addHandler(collector)

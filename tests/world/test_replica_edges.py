@@ -24,13 +24,11 @@ from layouts import (
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.policy.balance import LayerBalancer
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.testing.runs import overflow_gradients
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.testing.runs import overflow_gradients, start_run
+from moesaic.train.assemble import LMRun
 from moesaic.train.balancing import take_layer_balance
 
 STEPS = 2
@@ -124,8 +122,7 @@ class ToOne:
 
 
 def opened(world: World, job: Job, replica_seed: int | None) -> tuple[LMRun, RandomSamples]:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     if replica_seed is not None:
         for layer, moe in run.part.model.expert_layers():
             homes = moe.dispatcher.placement

@@ -12,11 +12,9 @@ from moesaic.dist.shm_all_to_all import SharedMemoryAllToAll
 from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import BalanceConfig, Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 
 STEPS = 2
 DROPS = {
@@ -77,8 +75,7 @@ def test_replicas_of_a_policy(ranks: RankPool, recompute: bool, balance: dict[st
 
 def next_layers(world: World, job: Job) -> list[list[int]]:
     """Return the layers whose replicas may be sent during the experts of each layer."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     found = [
         [one.router.layer for one in moe.next_layers] for _, moe in run.part.model.expert_layers()
     ]
@@ -146,8 +143,7 @@ class UnusedReplicas:
 
 def train_with_unused_replicas(world: World, job: Job) -> list[Any]:
     """Return losses, unread buffers and unread messages of two steps."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     for _, moe in run.part.model.expert_layers():
         homes = moe.dispatcher.placement
         moe.balancer = UnusedReplicas(homes.slot_of_expert // homes.slots_per_rank, homes.num_ranks)

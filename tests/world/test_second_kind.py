@@ -38,7 +38,7 @@ from moesaic.models.state import LocalParam
 from moesaic.report import write_report
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
-from moesaic.testing.states import read_checkpoint
+from moesaic.testing.states import read_checkpoint, whole_shard
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import Recorder
 from moesaic.train.objectives.objective import StepContext, StepResult
@@ -513,8 +513,7 @@ def test_an_added_part_starts_as_in_a_new_run(ranks: RankPool, tmp_path: Path) -
     name = "head.0.weight"
     changed = torch.from_numpy(read_tensors(out)[f"parameter/{name}"])
     initial = torch.zeros(WIDTH, WIDTH).double()
-    shard = TensorShard.of_tensor("parameter", name, (WIDTH, WIDTH), (0, 0), initial, (0,))
-    InitialSource(3, 0.5).fill([shard])
+    InitialSource(3, 0.5).fill([whole_shard(name, initial)])
     decayed = initial * (1 - 0.05 * OptimizerConfig().weight_decay)
     assert (changed - decayed).abs().max() == pytest.approx(0.05, rel=1e-3)
 

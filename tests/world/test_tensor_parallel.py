@@ -19,16 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from moesaic.dist.state import PARAMETER, TensorShard, is_dtensor
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.models.lm import Embedding
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.loss import HeadLoss, _local_targets
 from moesaic.nn.tensor_parallel import TensorParallel
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.assemble import LMRun
 
 STEPS = 3
 
@@ -145,8 +144,7 @@ def parameter_shards(world: World, job: Job) -> tuple[list[TensorShard], dict[st
 
 
 def assembled(world: World, job: Job) -> LMRun:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    return assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    return start_run(job, world)
 
 
 @pytest.mark.parametrize(("etp", "dp_shard"), [(1, 1), (2, 1), (1, 2), (2, 4)])
@@ -209,8 +207,7 @@ def test_full_tensors_equal_the_whole_parameters(ranks: RankPool) -> None:
 
 def count_collectives(world: World, job: Job) -> tuple[Counter[str], float, int]:
     """Return the collectives of a step, and loss and targets of a validation after it."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     samples, recorder = RandomSamples(job.model.vocab, job.data.sequence), CollectiveRecorder()
     with recorder.recording():
         run.step(samples)

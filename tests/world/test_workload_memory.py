@@ -15,11 +15,10 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import peak_allocated
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 from moesaic.train.data.batch import Batch
 
 # Sizes at which uncounted tensors (indices, scalars, router gradients) are negligible.
@@ -127,11 +126,10 @@ def make_job(
 
 def peaks(world: World, job: Job) -> list[int]:
     """Return the peak allocation of each of three steps."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
     samples, runs = Documents(job.model.vocab, job.data.sequence), []
 
     def start() -> None:
-        runs.append(assemble(job, plan, world, InitialSource(job.seed, job.model.init_std)))
+        runs.append(start_run(job, world))
 
     def step() -> None:
         runs[0].step(samples)
@@ -189,8 +187,7 @@ def test_lora_peak_allocation_is_near_the_prediction(
 
 def stored_bytes(world: World, job: Job) -> tuple[int, int, int]:
     """Return bytes of parameters, of moments and of checkpoint staging."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     biases = sum(router.bias.nbytes for _, router in run.part.model.sigmoid_routers())
     held = sum(item.local.nbytes for item in run.part.trainable) + biases
     moments = sum(t.nbytes for pair in run.part.optimizer.moments.values() for t in pair)

@@ -27,6 +27,7 @@ from moesaic.models.init import InitialSource
 from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.train.assemble import assemble
 
 Sent = tuple[str, tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]
@@ -470,8 +471,7 @@ LARGE: dict[str, Any] = {
 
 def phases_of(world: World, job: Job) -> list[tuple[str, Sent]]:
     """Return the collectives of one step on this rank, and their phases."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     recorder, phases = CollectiveRecorder(), list[tuple[str, int]]()
     run.phase_hook = lambda phase: phases.append((phase, len(recorder.sent)))
     with recorder.recording():

@@ -14,12 +14,11 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import workload
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.models.init import InitialSource
 from moesaic.models.state import TP_DIM, is_tp_sharded
 from moesaic.testing.blocks import BlockTrace, check_work, trace_blocks
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 
 WIDE = {
     "vocab": 332, "hidden": 768, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 72, "layers": 2,
@@ -100,8 +99,7 @@ DenseShards = dict[str, tuple[tuple[int, ...], int, bool]]
 
 def local_sizes(world: World, job: Job) -> tuple[DenseShards, list[tuple[int, bool]]]:
     """Return the dense shards of a rank, and per layer the elements of its experts."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run = start_run(job, world)
     dense, experts = {}, []
     for item in run.part.trainable:
         first, size = item.owners[0] == world.rank, item.local.numel()

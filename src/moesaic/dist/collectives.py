@@ -42,16 +42,14 @@ def gather(tensor: Tensor, group: Group | None) -> Tensor | None:
     return stacked
 
 
-def all_reduce_buckets_(
-    tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = BUCKET_BYTES
-) -> None:
+def all_reduce_buckets_(tensors: Sequence[Tensor], group: Group | None) -> None:
     """Sum every tensor over the group, in place, through flat buckets to save collectives.
 
     All tensors have one dtype. `dist.buckets` saves a copy where gradients can live in the bucket.
     """
     if group is None:
         return
-    for layout in split_into_buckets([tensor.nbytes for tensor in tensors], bucket_bytes):
+    for layout in split_into_buckets([tensor.nbytes for tensor in tensors], BUCKET_BYTES):
         members = [tensors[number] for number in layout.members]
         if len(members) == 1 and members[0].is_contiguous():
             dist.all_reduce(members[0], group=group)

@@ -6,6 +6,7 @@ uses its own box if it has it; other requests are spread over the replicas.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -163,10 +164,7 @@ def _overlap(move: Move) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
 
 
 def _num_elements(box: Sequence[slice]) -> int:
-    volume = 1
-    for extent in box:
-        volume *= extent.stop - extent.start
-    return volume
+    return math.prod(extent.stop - extent.start for extent in box)
 
 
 def _box(shard: TensorShard, rank: int) -> Box:

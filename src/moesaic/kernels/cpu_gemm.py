@@ -15,11 +15,6 @@ from moesaic.kernels import device as devices
 
 _MIN_ONEDNN_MACS = 1 << 20
 """Multiply-accumulates per slot above which oneDNN outweighs its cost per call."""
-_MIN_ONEDNN_ELEMENTS = 1 << 19
-"""Elements per matrix above which oneDNN still pays if its result has to be copied, on CPUs where
-it gains little."""
-_MAX_PADDING_RATIO = 16
-"""Rows of a slot per row of padding, at least, on CPUs where oneDNN gains little."""
 _ROW_MULTIPLE = 8
 _MIN_LEFT_ROWS, _MAX_LEFT_ROWS = 16, 64
 _MAX_ROWS = 256
@@ -50,18 +45,6 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, o
                     _padded_mm(rows, slice(first, min(first + _MAX_ROWS, stop)), matrix_nk, out)
             else:
                 torch.mm(rows[start:stop], matrix_nk.T, out=out[start:stop])
-            start = stop
-
-
-def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor) -> None:
-    """Write down[s] @ (silu(gate[s] @ row) * (up[s] @ row)) to `out` for each row of slot s."""
-    start = 0
-    for slot, count in enumerate(counts.tolist()):
-        if count:
-            stop = start + count
-            matrices = gate_up[slot].to(rows.dtype), down[slot].to(rows.dtype)
-            for first in range(start, stop, _MAX_ROWS):
-                _mlp_transposed(rows, slice(first, min(first + _MAX_ROWS, stop)), *matrices, out)
             start = stop
 
 
@@ -139,20 +122,9 @@ def _pad_rows(rows: Tensor, size: int) -> Tensor:
     return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
 
 
-def _mlp_transposed(rows: Tensor, own: slice, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
-    """Write the MLP of rows[own] to out[own]. All operands are transposed, so that both matrices
-    are left factors and are read in place."""
-    rows, first = _padded_window(rows, own)
-    gate, up = (gate_up @ rows.T).chunk(2)
-    results = down @ F.silu(gate).mul_(up)
-    out[own] = results.T[own.start - first : own.stop - first]
-
-
 def _wgrad(left: Tensor, right: Tensor, out: Tensor, accumulate: bool) -> None:
     """Write left.T @ right to `out`, or add it; the zero rows of the padding add nothing."""
     padded = _uses_padded_onednn(left, len(left), out, transposed=False)
-    if left.dtype == torch.float32:
-        padded = padded and devices.prefers_onednn_with_copy()
     if padded and left.dtype == torch.float32:
         right = _pad_rows(right, _round_up_rows(len(right)))
         for first in range(0, left.shape[1], _MAX_ROWS):
@@ -189,27 +161,11 @@ def uses_onednn(rows: Tensor, weight: Tensor) -> bool:
 def _uses_padded_onednn(rows: Tensor, count: int, matrix: Tensor, *, transposed: bool) -> bool:
     """Return whether oneDNN multiplies `count` rows of a slot by its matrix, in padded row counts.
 
-    Where oneDNN gains little (fp32), it takes only large matrices and row counts that need little
-    padding. In bf16 torch calls it anyway."""
+    In bf16 torch calls it anyway."""
     single = count == 1 and not transposed  # MKL is faster at that.
     if rows.device.type != "cpu" or single or count * matrix.numel() < _MIN_ONEDNN_MACS:
         return False
-    if (
-        rows.dtype == torch.float32
-        and devices.prefers_onednn()
-        and not devices.prefers_onednn_with_copy()
-    ):
-        return (
-            matrix.numel() >= _MIN_ONEDNN_ELEMENTS
-            and _num_padding_rows(count) * _MAX_PADDING_RATIO <= count
-        )
     return onednn_supports(rows.dtype)
-
-
-def _num_padding_rows(count: int) -> int:
-    """Return the padding rows for `count` rows of a slot."""
-    last = count % _MAX_ROWS
-    return _round_up_rows(last) - last if last else 0
 
 
 def onednn_supports(dtype: torch.dtype) -> bool:
@@ -217,16 +173,3 @@ def onednn_supports(dtype: torch.dtype) -> bool:
     if dtype == torch.float32:
         return devices.prefers_onednn()
     return dtype == torch.bfloat16 and devices.supports_bf16_matmul()
-
-
-def prefers_transposed(rows: Tensor, matrices: Tensor, counts: Tensor) -> bool:
-    """Return whether `grouped_mlp` is faster for `counts` such rows and matrices of this shape.
-
-    It needs AMX, bf16 and large matrices, and is slower where most slots are memory-bound."""
-    large = matrices.shape[1] * matrices.shape[2] * _MIN_LEFT_ROWS >= _MIN_ONEDNN_MACS
-    if not large or not devices.has_amx():
-        return False
-    if rows.device.type != "cpu" or rows.dtype != torch.bfloat16:
-        return False
-    busy = int(counts.count_nonzero())
-    return busy > 0 and not cpu_gemv.is_memory_bound(rows, matrices, int(counts.sum()) // busy)

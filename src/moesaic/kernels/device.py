@@ -115,24 +115,17 @@ def model(device: torch.device) -> str:
 def prefers_onednn() -> bool:
     """Return whether oneDNN multiplies fp32 faster than MKL, torch's default.
 
-    It does on AMD CPUs with AVX-512: twice as fast where MKL splits a vector in halves, slightly
-    faster on full-width cores (`prefers_onednn_with_copy`). All processes of a machine get the same
-    answer, however busy it is.
+    It does on AMD CPUs with full-width AVX-512 units, which MKL uses in halves. All processes of a
+    machine get the same answer, however busy it is.
     """
     if (
         not torch.backends.mkldnn.is_available()
         or torch.backends.cpu.get_cpu_capability() != "AVX512"
+        or "AuthenticAMD" not in _cpuinfo()
     ):
         return False
-    return "AuthenticAMD" in _cpuinfo()
-
-
-@cache
-def prefers_onednn_with_copy() -> bool:
-    """Return whether oneDNN is faster even if its result has to be copied, because it cannot write
-    to a given tensor. It is on cores with full-width AVX-512 units, which MKL uses in halves."""
     family = re.search(r"^cpu family\s*: (\d+)$", _cpuinfo(), re.MULTILINE)
-    return prefers_onednn() and family is not None and int(family[1]) >= _FULL_WIDTH_AVX512_FAMILY
+    return family is not None and int(family[1]) >= _FULL_WIDTH_AVX512_FAMILY
 
 
 def _cpuinfo() -> str:

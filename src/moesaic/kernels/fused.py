@@ -1,8 +1,8 @@
 """Fused elementwise and permutation kernels for the experts, as custom ops over Triton.
 
-They compute SwiGLU, permute tokens into slot order, and unpermute. Custom ops are opaque to torch's
-compiler and profiler. Call `is_supported` first: with the torch backend, and for dtypes without
-kernels, torch's own operations do the same.
+They compute the gradient of SwiGLU, sort and permute tokens into slot order, and unpermute. Custom
+ops are opaque to torch's compiler and profiler. Call `is_supported` first: with the torch backend,
+and for dtypes without kernels, torch's own operations do the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from moesaic.kernels.device import KERNEL_DTYPES
 MAX_SORT_SLOTS = 1024
 """Slots up to which `sort_by_slot` works."""
 _OPS = torch.library.Library("moesaic", "FRAGMENT")
-_OPS.define("swiglu(Tensor inner) -> Tensor")
 _OPS.define(
     "swiglu_backward(Tensor inner, Tensor grad, Tensor? weights, Tensor order, Tensor(a!)?"
     " grad_weights) -> (Tensor, Tensor)"
@@ -40,10 +39,6 @@ def _triton_op(name: str) -> Callable[..., Any]:
         return getattr(triton_gemm, name)(*args)
 
     return launch
-
-
-def _fake_swiglu(inner: Tensor) -> Tensor:
-    return inner.new_empty((inner.shape[0], inner.shape[1] // 2))
 
 
 def _fake_swiglu_backward(
@@ -65,7 +60,6 @@ def _fake_sort_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, T
 
 
 for _name, _fake in (
-    ("swiglu", _fake_swiglu),
     ("swiglu_backward", _fake_swiglu_backward),
     ("permute", _fake_permute),
     ("unpermute", _fake_unpermute),
@@ -90,12 +84,6 @@ def triton_error() -> str | None:
 def is_supported(values: Tensor, backend: MatmulBackend) -> bool:
     """Return whether the Triton kernels support `values`, with `backend` for the expert matmuls."""
     return backend != "torch" and values.dtype in KERNEL_DTYPES
-
-
-def swiglu(inner: Tensor) -> Tensor:
-    """Return silu(gate) * up, [rows, ffn], for `inner` = [gate | up], [rows, 2 * ffn]."""
-    activated: Tensor = torch.ops.moesaic.swiglu.default(inner)
-    return activated
 
 
 def swiglu_backward(

@@ -20,8 +20,8 @@ from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import cpu_gemm, fused, threads
 from moesaic.kernels import device as devices
 
-_MIN_CAPABILITY = {"triton": (8, 0), "fp8": (8, 9)}
-"""Minimum compute capability of the Triton kernels, by backend."""
+_MIN_CAPABILITY = (8, 0)
+"""Minimum compute capability of the Triton kernels."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` would do, but its first call imports torch's compiler, which takes a
 # second, and each call costs five times as much.
@@ -34,10 +34,6 @@ _OPS.define(
 _OPS.define(
     "grouped_mm_into(Tensor rows, Tensor weight, Tensor counts, bool transposed, Tensor(a!) out,"
     " str backend='torch') -> ()"
-)
-_OPS.define(
-    "grouped_mlp_into(Tensor rows, Tensor gate_up, Tensor down, Tensor counts, Tensor(a!) out)"
-    " -> ()"
 )
 _OPS.define(
     "grouped_swiglu(Tensor rows, Tensor gate_up, Tensor counts, Tensor(a!)? inner,"
@@ -59,7 +55,7 @@ def _matmul(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _matmul_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -> None:
-    if cpu_gemm.uses_onednn(rows, weight) and devices.prefers_onednn_with_copy():
+    if cpu_gemm.uses_onednn(rows, weight):
         out.copy_(_matmul(rows, weight, transposed))
     else:
         torch.mm(rows, weight.T if transposed else weight, out=out)
@@ -89,7 +85,7 @@ def _grouped_mm_into(
     if backend != "torch" and _supports_triton(rows, weight):
         from moesaic.kernels import triton_gemm
 
-        triton_gemm.grouped_mm(rows, weight, counts, transposed, out, fp8=backend == "fp8")
+        triton_gemm.grouped_mm(rows, weight, counts, transposed, out)
         return
     if backend != "torch" and _uses_torch_grouped_mm(rows, weight):
         out.copy_(_grouped_mm(rows, weight, counts, transposed))
@@ -108,7 +104,7 @@ def _grouped_swiglu(
     if _supports_triton(rows, gate_up):
         from moesaic.kernels import triton_gemm
 
-        triton_gemm.grouped_swiglu(rows, gate_up, counts, inner, activated, fp8=backend == "fp8")
+        triton_gemm.grouped_swiglu(rows, gate_up, counts, inner, activated)
         return
     result = _grouped_mm(rows, gate_up, counts, True, backend)
     if inner is not None:
@@ -159,7 +155,6 @@ for _name, _op, _fake in (
     ("matmul_into", _matmul_into, _fake_into),
     ("grouped_mm", _grouped_mm, _fake_grouped_mm),
     ("grouped_mm_into", _grouped_mm_into, _fake_into),
-    ("grouped_mlp_into", cpu_gemm.grouped_mlp, _fake_into),
     ("grouped_swiglu", _grouped_swiglu, _fake_into),
     ("grouped_wgrad", _grouped_wgrad, _fake_into),
 ):
@@ -211,13 +206,12 @@ def reason_not_to_run(backend: MatmulBackend, device: torch.device) -> str | Non
         return None
     if device.type == "cpu":
         return "needs a GPU, and this run computes on the CPU: remove the setting"
-    capability, least = devices.compute_capability(device), _MIN_CAPABILITY[backend]
-    if capability < least:
-        others = "torch" if capability < _MIN_CAPABILITY["triton"] else 'triton" or "torch'
+    capability = devices.compute_capability(device)
+    if capability < _MIN_CAPABILITY:
         has = _dotted(capability) if any(capability) else "none"
         return (
-            f"needs an NVIDIA GPU of compute capability {_dotted(least)} or more, and this one has "
-            f'{has}: set it to "{others}"'
+            f"needs an NVIDIA GPU of compute capability {_dotted(_MIN_CAPABILITY)} or more, and "
+            f'this one has {has}: set it to "torch"'
         )
     why = fused.triton_error()
     if why is None:
@@ -263,13 +257,6 @@ def grouped_swiglu(
     torch.ops.moesaic.grouped_swiglu.default(rows, gate_up, counts, inner, activated, backend)
 
 
-def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor) -> None:
-    """Write down[s] @ (silu(gate[s] @ row) * (up[s] @ row)) to `out` for the rows of every slot s.
-    `gate_up[s]` stacks gate over up."""
-    _check_no_grad(rows, gate_up, down)
-    torch.ops.moesaic.grouped_mlp_into.default(rows, gate_up, down, counts, out)
-
-
 def grouped_wgrad(
     left: Tensor,
     right: Tensor,
@@ -301,7 +288,7 @@ def describe_backend(
         capability = devices.compute_capability(device)
         has = f" (capability {_dotted(capability)})" if any(capability) else ""
         if kind != "torch" and dtype in devices.KERNEL_DTYPES:
-            kernels = "Triton grouped matmul" + " in fp8" * (kind == "fp8")
+            kernels = "Triton grouped matmul"
         else:
             kernels = "torch.grouped_mm" if dtype == torch.bfloat16 else "torch.mm per expert"
         return f"{kernels} on {device}{has}"
@@ -339,13 +326,6 @@ def _grouped_swiglu_flops(
     rows: tuple[int, ...], gate_up: tuple[int, ...], *_: Any, **__: Any
 ) -> int:
     return 2 * rows[0] * gate_up[1] * gate_up[2]
-
-
-@register_flop_formula(torch.ops.moesaic.grouped_mlp_into)
-def _grouped_mlp_flops(
-    rows: tuple[int, ...], gate_up: tuple[int, ...], down: tuple[int, ...], *_: Any, **__: Any
-) -> int:
-    return 2 * rows[0] * (gate_up[1] * gate_up[2] + down[1] * down[2])
 
 
 @register_flop_formula(torch.ops.moesaic.grouped_wgrad)

@@ -1,8 +1,7 @@
-"""Launchers of the Triton kernels: grouped matmul, SwiGLU, permutation, FP8 quantization and
-sorting.
+"""Launchers of the Triton kernels: grouped matmul, SwiGLU, permutation and sorting.
 
 One launch covers all slots. The host never reads the counts: programs follow a table of tiles that
-is built on the GPU. In FP8, each row and each column of a matrix has its own scale.
+is built on the GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ from moesaic.kernels.device import (
     num_multiprocessors,
 )
 
-FP8 = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(FP8).max
-_MIN_SCALE = torch.finfo(torch.float32).tiny
 _ALIGNMENT_BYTES = 16
 """Alignment of the addresses and strides of tensor descriptors."""
 _PRECISION = "tf32x3"
@@ -90,14 +86,9 @@ _GROUPED_MM, _GROUPED_WGRAD = (
     _CompiledKernel(triton_kernels.grouped_mm),
     _CompiledKernel(triton_kernels.grouped_wgrad),
 )
-_SWIGLU, _SWIGLU_BACKWARD, _UNPERMUTE = map(
+_SWIGLU_BACKWARD, _PERMUTE, _UNPERMUTE = map(
     _CompiledKernel,
-    (triton_kernels.swiglu, triton_kernels.swiglu_backward, triton_kernels.unpermute),
-)
-_PERMUTE = _CompiledKernel(triton_kernels.permute)
-_QUANTIZE, _QUANTIZE_TRANSPOSED = (
-    _CompiledKernel(triton_kernels.quantize_fp8),
-    _CompiledKernel(triton_kernels.quantize_fp8_transposed),
+    (triton_kernels.swiglu_backward, triton_kernels.permute, triton_kernels.unpermute),
 )
 
 
@@ -161,12 +152,10 @@ def _is_aligned(strides: tuple[int, ...], like: Tensor) -> bool:
     )
 
 
-def grouped_mm(
-    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor, *, fp8: bool
-) -> None:
+def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor) -> None:
     """Write rows[s] @ weight[s], or rows[s] @ weight[s].T if `transposed`, to `out` for every slot
-    s. With `fp8`, both factors are quantized first."""
-    _grouped_mm(rows, weight, counts, out, None, transposed=transposed, fp8=fp8)
+    s."""
+    _grouped_mm(rows, weight, counts, out, None, transposed=transposed)
 
 
 def grouped_swiglu(
@@ -175,12 +164,10 @@ def grouped_swiglu(
     counts: Tensor,
     inner: Tensor | None,
     activated: Tensor,
-    *,
-    fp8: bool,
 ) -> None:
     """Write silu(gate) * up of rows[s] @ gate_up[s].T to `activated` for every slot s. `inner`, if
     given, receives gate and up."""
-    _grouped_mm(rows, gate_up, counts, inner, activated, transposed=True, fp8=fp8)
+    _grouped_mm(rows, gate_up, counts, inner, activated, transposed=True)
 
 
 def _grouped_mm(
@@ -191,22 +178,13 @@ def _grouped_mm(
     activated: Tensor | None,
     *,
     transposed: bool,
-    fp8: bool,
 ) -> None:
     gated = activated is not None
     target = activated if out is None else out
     assert target is not None
     if not target.numel():
         return
-    row_scales = column_scales = target
-    if fp8:
-        rows, row_scales = quantize_fp8(rows)
-        weight, column_scales = (
-            quantize_fp8(weight) if transposed else quantize_fp8_transposed(weight)
-        )
-        transposed = True
-    elif weight.dtype != rows.dtype:
-        weight = weight.to(rows.dtype)
+    weight = weight.to(rows.dtype)
     width, depth = weight.shape[1:] if transposed else weight.shape[:0:-1]
     size = tile_size(rows.dtype, len(rows) / len(weight), compute_capability(rows.device))
     if gated:
@@ -220,10 +198,9 @@ def _grouped_mm(
         (programs,),
         TensorDescriptor.from_tensor(rows, [size.rows, size.depth]),
         TensorDescriptor.from_tensor(weight, tile),
-        target, target if activated is None else activated, tiles, row_scales, column_scales,
-        width, depth, target.stride(0),
+        target, target if activated is None else activated, tiles, width, depth, target.stride(0),
         fixed=(
-            transposed, gated, out is not None, fp8, _PRECISION, programs, _GROUP_TILES,
+            transposed, gated, out is not None, _PRECISION, programs, _GROUP_TILES,
             size.rows, size.columns, size.depth,
         ),
         warps=size.warps, stages=size.stages,
@@ -295,17 +272,6 @@ def grouped_wgrad(
     )  # fmt: skip
 
 
-def swiglu(inner: Tensor) -> Tensor:
-    """Return silu(gate) * up, [rows, ffn], for `inner` = [gate | up], [rows, 2 * ffn]."""
-    rows, ffn = len(inner), inner.shape[1] // 2
-    activated = inner.new_empty((rows, ffn))
-    width = min(_ELEMENTWISE_BLOCK, triton.next_power_of_2(ffn))
-    if activated.numel():
-        grid = rows, triton.cdiv(ffn, width)
-        _SWIGLU(grid, inner, activated, ffn, inner.stride(0), fixed=(width,))
-    return activated
-
-
 def swiglu_backward(
     inner: Tensor, grad: Tensor, weights: Tensor | None, order: Tensor, grad_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -368,40 +334,6 @@ def unpermute(rows: Tensor, row_indices: Tensor, weights: Tensor | None) -> Tens
     return out
 
 
-def quantize_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `values` in FP8 and the scales, one for each vector along the last dimension."""
-    *outer, lines, width = values.shape
-    values = values if values.stride(-1) == 1 else values.contiguous()
-    quantized = _empty_fp8(*outer, lines, width, device=values.device)
-    scales = torch.empty(values.shape[:-1], dtype=torch.float32, device=values.device)
-    outer_stride = values.stride(0) if outer else 0
-    if values.numel():
-        _QUANTIZE(
-            (scales.numel(),),
-            values, quantized, scales, lines, width, outer_stride, values.stride(-2),
-            quantized.stride(-2), _FP8_MAX, _MIN_SCALE,
-            fixed=(min(4 * _ELEMENTWISE_BLOCK, triton.next_power_of_2(width)),),
-        )  # fmt: skip
-    return quantized, scales
-
-
-def quantize_fp8_transposed(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return transposed `matrices` in FP8 and one scale per column. FP8 units read both factors
-    along the reduced dimension."""
-    slots, height, width = matrices.shape
-    matrices = matrices if matrices.stride(-1) == 1 else matrices.contiguous()
-    scales = torch.empty((slots, width), dtype=torch.float32, device=matrices.device)
-    quantized = _empty_fp8(slots, width, height, device=matrices.device)
-    block_rows, block_columns = 128, 64
-    if quantized.numel():
-        _QUANTIZE_TRANSPOSED(
-            (slots, triton.cdiv(width, block_columns)),
-            matrices, quantized, scales, height, width, matrices.stride(0), matrices.stride(1),
-            quantized.stride(1), _FP8_MAX, _MIN_SCALE, fixed=(block_rows, block_columns), warps=8,
-        )  # fmt: skip
-    return quantized, scales
-
-
 def sort_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the counts per slot, the assignment of each row, and the row of each assignment.
 
@@ -422,10 +354,3 @@ def sort_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]
             (blocks,), slots, block_counts, counts, order, rows, length, num_slots, fixed=fixed
         )
     return counts, order, rows
-
-
-def _empty_fp8(*extents: int, device: torch.device) -> Tensor:
-    """Return an empty FP8 tensor whose row stride meets the alignment of `is_supported`."""
-    *outer, width = extents
-    padded = -(-width // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return torch.empty((*outer, padded), dtype=FP8, device=device)[..., :width]

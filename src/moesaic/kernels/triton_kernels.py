@@ -1,9 +1,8 @@
-"""Triton kernels: grouped matmul, weight gradients, SwiGLU, permutation, FP8 quantization, sorting.
+"""Triton kernels: grouped matmul, weight gradients, SwiGLU, permutation, sorting.
 
-Matmuls multiply in the dtype of their inputs and accumulate in fp32; FP8 units may keep fewer bits
-of a sum. Elementwise kernels compute in fp32. Matmul programs are persistent, one per
-multiprocessor, so that a tile is written while the next is read. Tiles are read through tensor
-descriptors (TMA).
+Matmuls multiply in the dtype of their inputs and accumulate in fp32. Elementwise kernels compute in
+fp32. Matmul programs are persistent, one per multiprocessor, so that a tile is written while the
+next is read. Tiles are read through tensor descriptors (TMA).
 """
 # Annotations hold Triton's types, which mypy does not know.
 # mypy: disable-error-code="no-untyped-def"
@@ -40,12 +39,12 @@ def make_tiles(
 
 @triton.jit
 def grouped_mm(
-    rows, matrices, out, activated, tiles, row_scales, column_scales, width, depth, out_m,
-    TRANSPOSED: tl.constexpr, GATED: tl.constexpr, KEEP_INNER: tl.constexpr, SCALED: tl.constexpr,
+    rows, matrices, out, activated, tiles, width, depth, out_m,
+    TRANSPOSED: tl.constexpr, GATED: tl.constexpr, KEEP_INNER: tl.constexpr,
     PRECISION: tl.constexpr, PROGRAMS: tl.constexpr, GROUP_TILES: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of a slot's rows by a tile of its matrix's columns, with optional scales.
+    """Multiply a tile of a slot's rows by a tile of its matrix's columns.
 
     If `GATED`, the matrix stacks gate over up, `width` rows each. A tile then covers columns of
     both, and silu(gate) * up is written to `activated`. `KEEP_INNER` also writes gate and up to
@@ -77,15 +76,6 @@ def grouped_mm(
         m, n = first + tl.arange(0, M), column + tl.arange(0, columns)
         valid = (m < end)[:, None] & (n < width)[None, :]
         row_offset = m.to(tl.int64)[:, None]
-        if SCALED:
-            total *= tl.load(row_scales + m, mask=m < end, other=0.0)[:, None]
-            if GATED:
-                scale = slot * 2 * width + tl.arange(0, 2)[:, None] * width + n[None, :]
-                inside = (tl.arange(0, 2)[:, None] < 2) & (n < width)[None, :]
-                column_scale = tl.load(column_scales + scale, mask=inside, other=0.0).reshape(N)
-            else:
-                column_scale = tl.load(column_scales + slot * width + n, mask=n < width, other=0.0)
-            total *= column_scale[None, :]
         result = total.to(out.dtype.element_ty)
         if GATED:
             gate, up = result.reshape(M, 2, columns).permute(0, 2, 1).split()
@@ -135,17 +125,6 @@ def grouped_wgrad(
     if ACCUMULATE:
         total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
     tl.store(target, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def swiglu(inner, activated, ffn, inner_r, WIDE: tl.constexpr):
-    """Compute silu(gate) * up for a row of [gate | up]."""
-    row, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    gates, inside = inner + row * inner_r + f, f < ffn
-    gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gates + ffn, mask=inside, other=0.0).to(tl.float32)
-    product = _silu_times(gate, up).to(activated.dtype.element_ty)
-    tl.store(activated + row * ffn + f, product, mask=inside)
 
 
 @triton.jit
@@ -208,55 +187,6 @@ def unpermute(
             row *= tl.load(weights + token * top_k + k).to(tl.float32)
         total += row
     tl.store(out + token * hidden + h, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def quantize_fp8(
-    values, out, scales, lines, width, values_s, values_l, out_l, fp8_max, min_scale,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Quantize a row with its own scale."""
-    # A NaN or infinity makes the scale NaN.
-    line, nan = tl.program_id(0).to(tl.int64), 0.0
-    offset = line // lines * values_s + line % lines * values_l
-    largest = 0.0
-    for first in range(0, width, WIDE):
-        w = first + tl.arange(0, WIDE)
-        value = tl.load(values + offset + w, mask=w < width, other=0.0).to(tl.float32)
-        largest = max(largest, tl.max(tl.abs(value)))
-        nan += tl.sum(value * 0.0)
-    scale = max(largest / fp8_max, min_scale) + nan
-    for first in range(0, width, WIDE):
-        w = first + tl.arange(0, WIDE)
-        value = tl.load(values + offset + w, mask=w < width, other=0.0).to(tl.float32)
-        target = out + line * out_l + w
-        tl.store(target, (value / scale).to(out.dtype.element_ty), mask=w < width)
-    tl.store(scales + line, scale)
-
-
-@triton.jit
-def quantize_fp8_transposed(
-    values, out, scales, height, width, values_s, values_m, out_n, fp8_max, min_scale,
-    M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Quantize some columns of a matrix, each with its own scale, and write them as rows."""
-    slot, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
-    matrix, valid_columns = values + slot * values_s + n[None, :], (n < width)[None, :]
-    largest, nan = tl.full((N,), 0.0, tl.float32), tl.full((N,), 0.0, tl.float32)
-    for first in range(0, height, M):
-        m = first + tl.arange(0, M)[:, None]
-        value = tl.load(matrix + m * values_m, mask=(m < height) & valid_columns, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(value.to(tl.float32)), 0))
-        nan += tl.sum(value.to(tl.float32) * 0.0, 0)
-    scale = tl.maximum(largest / fp8_max, min_scale) + nan
-    tl.store(scales + slot * width + n, scale, mask=n < width)
-    target = out + (slot * width + n[None, :]) * out_n
-    for first in range(0, height, M):
-        m = first + tl.arange(0, M)[:, None]
-        inside = (m < height) & valid_columns
-        value = tl.load(matrix + m * values_m, mask=inside, other=0.0)
-        quantized = (value.to(tl.float32) / scale[None, :]).to(out.dtype.element_ty)
-        tl.store(target + m, quantized, mask=inside)
 
 
 @triton.jit

@@ -12,6 +12,11 @@ class RecordingProgress:
         self.messages: list[str] = []
         self.figures: list[dict[str, float]] = []
 
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step."""
+        return [figures["loss"] for figures in self.figures]
+
     def message(self, text: str) -> None:
         """Record a message."""
         self.messages.append(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,14 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.models.init import InitialSource
+from moesaic.testing.jobs import tiny_job
+from moesaic.testing.progress import RecordingProgress
 from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
+from moesaic.train.trainer import train
 
 
 def start_run(
@@ -22,6 +28,30 @@ def start_run(
     world = world or World.solo()
     plan = plan_from_layout(job.layout, job.model, world.size)
     return assemble(job, plan, world, InitialSource(job.seed, job.model.init_std), counters)
+
+
+def train_text(
+    world: World,
+    text: Path,
+    out: Path,
+    resume: str | None = None,
+    plan: Plan | None = None,
+    **tables: dict[str, Any],
+) -> RecordingProgress:
+    """Train the tiny job over `text`, with the given keys of its tables changed; return its
+    progress."""
+    keys: dict[str, dict[str, Any]] = {
+        "model": {"vocab": 260},
+        "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
+        "train": {"steps": 4, "batch": 8, "micro_batches": 2},
+        "checkpoint": {"every": 2}, "log": {"tensorboard": False},
+    }  # fmt: skip
+    for table, changes in tables.items():
+        keys[table] = {**keys.get(table, {}), **changes}
+    progress = RecordingProgress()
+    loaded = LoadedJob(tiny_job(**keys), "", [], plan)
+    train(loaded, out, resume, world, progress, LanguageModelKind())
+    return progress
 
 
 def overflow_gradients(layer: nn.Module) -> RemovableHandle:

@@ -40,6 +40,12 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple(0 for _ in shape), tuple(shape)
 
 
+def whole_shard(name: str, values: torch.Tensor, kind: str = PARAMETER) -> TensorShard:
+    """Return a tensor that rank 0 holds whole."""
+    shape = tuple(values.shape)
+    return TensorShard.of_tensor(kind, name, shape, (0,) * len(shape), values, (0,))
+
+
 def make_shards(
     tensors: Mapping[str, torch.Tensor], division: Division, rank: int, kind: str = PARAMETER
 ) -> list[TensorShard]:
@@ -81,8 +87,8 @@ def read_checkpoint(path: Path) -> dict[str, npt.NDArray[Any]]:
     checkpoint.verify()
     for key, record in checkpoint.tensors.items():
         tensor = torch.empty(record.shape, dtype=DTYPES[record.dtype])
-        (kind, _, name), origin = key.partition("/"), (0,) * tensor.dim()
-        checkpoint.fill([TensorShard.of_tensor(kind, name, record.shape, origin, tensor, (0,))])
+        kind, _, name = key.partition("/")
+        checkpoint.fill([whole_shard(name, tensor, kind)])
         found[key] = tensor.numpy()
     return found
 

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from moesaic.cli.main import main
 from moesaic.dist.checkpoint import Saver
-from moesaic.dist.state import PARAMETER, State, TensorShard
+from moesaic.dist.state import State
 from moesaic.dist.world import World
 from moesaic.facts.workload import parameters
 from moesaic.testing.jobs import RUN_JOB
+from moesaic.testing.states import whole_shard
 from moesaic.train.job_file import load_job
 
 JOB = RUN_JOB + "\n[checkpoint]\nevery = 2\n"
@@ -134,12 +135,7 @@ def test_damaged_records_cause_one_error(
 
 def test_weights_with_nan_cause_an_error(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = load_job(place / "job.toml").job
-    shards = [
-        TensorShard.of_tensor(
-            PARAMETER, p.name, p.shape, (0,) * len(p.shape), torch.full(p.shape, torch.nan), (0,)
-        )
-        for p in parameters(job.model)
-    ]
+    shards = [whole_shard(p.name, torch.full(p.shape, torch.nan)) for p in parameters(job.model)]
     saver = Saver(place / "spoilt" / "checkpoints", World.solo(), keep=1)
     saver.save(State(shards, {"step": 1}), 1, {"job": job.model_dump(mode="json")})
     saver.wait()

@@ -34,6 +34,7 @@ from moesaic.testing.states import (
     row_boxes,
     same_bits,
     whole_box,
+    whole_shard,
     worlds,
 )
 
@@ -297,9 +298,7 @@ def test_rolled_back_checkpoint_is_removed_last(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30)
     set_head(tmp_path / "step-00000010")
     saver = Saver(tmp_path, World.solo(), keep=1)
-    tensor = torch.arange(3.0)
-    state = State([TensorShard.of_tensor(PARAMETER, "a", (3,), (0,), tensor, (0,))], {"step": 11})
-    saver.save(state, 11, {})
+    saver.save(State([whole_shard("a", torch.arange(3.0))], {"step": 11}), 11, {})
     saver.wait()
     assert names(list_committed(tmp_path)) == ["11"]
 
@@ -367,26 +366,25 @@ def test_manifest_that_contradicts_its_files_is_rejected(tmp_path: Path) -> None
         raw["tensors"]["parameter/b"]["dtype"] = "F16"
 
     forge(path, change)
-    shards = [
-        TensorShard.of_tensor(PARAMETER, "b", (6,), (0,), torch.empty(6, dtype=torch.float16), (0,))
-    ]
     with pytest.raises(StoreError, match=r"does not contain .*parameter/b"):
-        Checkpoint.open(path).fill(shards)
+        Checkpoint.open(path).fill([whole_shard("b", torch.empty(6).half())])
 
 
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        (TensorShard.of_tensor(PARAMETER, "c", (6,), (0,), torch.empty(6), (0,)),
-         "parameter/c is not in the checkpoint"),
-        (TensorShard.of_tensor("first_moment", "a", (7, 5), (0, 0), torch.empty(7, 5), (0,)),
-         "first_moment/a is"),
-        (TensorShard.of_tensor(PARAMETER, "a", (5, 7), (0, 0), torch.empty(5, 7), (0,)),
-         r"parameter/a has shape \[7, 5\] in the checkpoint and \[5, 7\] in the model"),
-        (TensorShard.of_tensor(PARAMETER, "a", (7, 5), (0, 0), torch.empty(7, 5).double(), (0,)),
-         r"parameter/a is F32 in the checkpoint and torch\.float64 in the model"),
+        (whole_shard("c", torch.empty(6)), "parameter/c is not in the checkpoint"),
+        (whole_shard("a", torch.empty(7, 5), "first_moment"), "first_moment/a is"),
+        (
+            whole_shard("a", torch.empty(5, 7)),
+            r"parameter/a has shape \[7, 5\] in the checkpoint and \[5, 7\] in the model",
+        ),
+        (
+            whole_shard("a", torch.empty(7, 5).double()),
+            r"parameter/a is F32 in the checkpoint and torch\.float64 in the model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mismatch_is_named_before_anything_is_written(
     tmp_path: Path, shard: TensorShard, message: str
 ) -> None:
@@ -401,10 +399,7 @@ def test_parameters_and_strided_views_are_filled_in_place(tmp_path: Path) -> Non
     checkpoint = Checkpoint.open(save(tmp_path, 1))
     parameter = torch.nn.Parameter(torch.zeros(7, 5))
     arena = torch.zeros(7, 9)
-    strided = TensorShard.of_tensor(PARAMETER, "a", (7, 5), (0, 0), arena[:, 2:7], (0,))
-    checkpoint.fill(
-        [TensorShard.of_tensor(PARAMETER, "a", (7, 5), (0, 0), parameter, (0,)), strided]
-    )
+    checkpoint.fill([whole_shard("a", parameter), whole_shard("a", arena[:, 2:7])])
     assert torch.equal(parameter, TENSORS["a"])
     assert torch.equal(arena[:, 2:7], TENSORS["a"])
     assert arena[:, :2].eq(0).all()

@@ -33,6 +33,7 @@ from moesaic.testing.states import (
     row_boxes,
     same_bits,
     whole_box,
+    whole_shard,
     worlds,
 )
 
@@ -42,11 +43,18 @@ def committed(directory: Path) -> list[str]:
 
 
 def solo_state(value: float = 1.0) -> State:
-    shards = [
-        TensorShard.of_tensor(PARAMETER, "a", (4, 3), (0, 0), torch.full((4, 3), value), (0,)),
-        TensorShard.of_tensor(FIRST_MOMENT, "a", (4, 3), (0, 0), torch.full((4, 3), -value), (0,)),
-    ]
+    values = torch.full((4, 3), value)
+    shards = [whole_shard("a", values), whole_shard("a", -values, FIRST_MOMENT)]
     return State(shards, {"step": int(value), "samples": 8})
+
+
+def save_solo(directory: Path, *steps: int, keep: int = 3, **options: Any) -> Saver:
+    """Save the states of `steps` on one rank; return the saver."""
+    saver = Saver(directory, World.solo(), keep, **options)
+    for step in steps:
+        saver.save(solo_state(step), step, {})
+    saver.wait()
+    return saver
 
 
 def save_all(
@@ -110,8 +118,7 @@ def test_every_dtype_shape_and_stride_is_restored(tmp_path: Path, asynchronous: 
     division = {name: [(whole_box(tensor.shape), (0,))] for name, tensor in tensors.items()}
     shards = make_shards(tensors, division, 0)
     arena = torch.randn(6, 40)
-    shards.append(TensorShard.of_tensor(PARAMETER, "strided", (6, 8), (0, 0), arena[:, 3:11], (0,)))
-    shards.append(TensorShard.of_tensor(PARAMETER, "transposed", (40, 6), (0, 0), arena.t(), (0,)))
+    shards += [whole_shard("strided", arena[:, 3:11]), whole_shard("transposed", arena.t())]
     saver = Saver(tmp_path, World.solo(), keep=1, asynchronous=asynchronous)
     saver.save(State(shards, {"step": 7, "tokens": 9}), 7, {"job": {"seed": 1}})
     saver.wait()
@@ -152,13 +159,10 @@ def test_files_are_split_and_readable_by_safetensors(tmp_path: Path) -> None:
 
 
 def test_newest_commits_are_kept_after_rollback(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, World.solo(), keep=3)
-    for step in (1, 2, 3, 4):
-        saver.save(solo_state(step), step, {})
-    saver.wait()
+    save_solo(tmp_path, 1, 2, 3, 4)
     assert committed(tmp_path) == ["step-00000004", "step-00000003", "step-00000002"]
     # A run resumed from step 2 repeats step 3, and must not overwrite the older step 3.
-    saver = Saver(tmp_path, World.solo(), keep=3)
+    saver = save_solo(tmp_path)
     saver.save(solo_state(30), 3, {})
     saver.wait()
     assert committed(tmp_path) == ["step-00000003-2", "step-00000004", "step-00000003"]
@@ -297,12 +301,10 @@ def test_later_saves_reuse_the_buffer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_events_come_in_order(tmp_path: Path, asynchronous: bool) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    saver = Saver(
+    saver = save_solo(
         tmp_path,
-        World.solo(),
-        1,
-        asynchronous,
-        lambda name, **fields: events.append((name, fields)),
+        asynchronous=asynchronous,
+        on_event=lambda name, **fields: events.append((name, fields)),
     )
     blocking_s = saver.save(solo_state(3), 3, {})
     saver.wait()
@@ -332,9 +334,7 @@ def test_commit_record_is_renamed_after_all_fsyncs(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    saver = Saver(tmp_path, World.solo(), keep=1)
-    saver.save(solo_state(1), 1, {})
-    saver.wait()
+    save_solo(tmp_path, 1)
     rename = synced.index("rename COMMIT")
     before, after = synced[:rename], synced[rename + 1 :]
     files = {"rank-0.safetensors", "manifest.json", "COMMIT.partial"}
@@ -346,9 +346,7 @@ def test_commit_record_is_renamed_after_all_fsyncs(
 
 
 def test_leftovers_are_removed_and_other_files_stay(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, World.solo(), keep=3)
-    saver.save(solo_state(1), 1, {})
-    saver.wait()
+    save_solo(tmp_path, 1)
     for name in ("step-00000002", "step-00000003"):
         (tmp_path / name).mkdir()
         for file in ("rank-0.safetensors", "rank-11-1.safetensors", "manifest.json",
@@ -377,19 +375,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def big_state(num_bytes: int) -> State:
-    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-    return State(
-        [TensorShard.of_tensor(PARAMETER, "big", tuple(tensor.shape), (0,), tensor, (0,))],
-        {"step": 2},
-    )
+    return State([whole_shard("big", torch.zeros(num_bytes, dtype=torch.uint8))], {"step": 2})
 
 
 def test_full_disk_is_an_error_and_the_run_continues(small_disk: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    saver = Saver(
-        small_disk, World.solo(), 2, on_event=lambda name, **fields: events.append((name, fields))
+    saver = save_solo(
+        small_disk, 1, keep=2, on_event=lambda name, **fields: events.append((name, fields))
     )
-    saver.save(solo_state(1), 1, {})
     saver.save(big_state(1 << 20), 2, {})
     with pytest.raises(StoreError, match=r"step 2 .*No space left.*'.*step-00000001'"):
         saver.save(solo_state(3), 3, {})
@@ -408,27 +401,22 @@ def test_full_disk_is_an_error_and_the_run_continues(small_disk: Path) -> None:
 
 def test_unwritable_directory_is_an_error(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    saver = Saver(small_disk, World.solo(), keep=2)
-    saver.save(solo_state(1), 1, {})
     with pytest.raises(StoreError, match="Read-only file system"):
-        saver.wait()
+        save_solo(small_disk, 1)
 
 
 def test_file_instead_of_directory_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "checkpoints"
     file.write_text("not a directory")
-    saver = Saver(file, World.solo(), keep=2, asynchronous=False)
     with pytest.raises(StoreError, match=r"step 1 in '.*checkpoints' was not made"):
-        saver.save(solo_state(1), 1, {})
+        save_solo(file, 1)
 
 
 def test_undeletable_checkpoint_is_reported_and_the_save_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    saver = Saver(tmp_path, World.solo(), 1, on_event=lambda name, **_: events.append(name))
-    saver.save(solo_state(1), 1, {})
-    saver.wait()
+    saver = save_solo(tmp_path, 1, keep=1, on_event=lambda name, **_: events.append(name))
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.kernels import threads
@@ -124,13 +123,3 @@ def test_fork_gets_its_own_pool() -> None:
     child.start()
     assert results.get(timeout=60) == [0, 1, 2]
     child.join(60)
-
-
-def test_main_thread_keeps_its_thread_count() -> None:
-    pool = pool_or_skip()
-    size: list[Tensor] = []
-    pool.run_each(lambda item: size.append(torch.ones(300, 300) @ torch.ones(300, 300)), range(4))
-    assert torch.get_num_threads() == 2
-    info = torch.__config__.parallel_info()
-    assert "mkl_get_max_threads" not in info or "mkl_get_max_threads() : 2" in info
-    assert len(size) == 4

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import torch
 
-from moesaic.facts.job import ModelConfig
-from moesaic.facts.job.model import PRESETS
 from moesaic.models.expert_benchmark import (
     DeviceLimit,
     ExpertLayerBenchmark,
@@ -70,17 +67,3 @@ def test_batches_beyond_memory_are_skipped() -> None:
     assert isinstance(small, MeasuredSpeed)
     assert large == SkippedBatch(Paced().roofline(LIMIT, 1001), "memory", 1001)
     assert took_s < 1
-
-
-def test_limits_use_large_matmuls_at_any_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows = []
-
-    def matmul(left: torch.Tensor, weight: torch.Tensor, *, transposed: bool) -> None:
-        rows.append(len(left))
-
-    layer = ExpertLayerBenchmark(ModelConfig(**PRESETS["tiny-mixtral"]), torch.device("cpu"))
-    monkeypatch.setattr("moesaic.models.expert_benchmark.matmul", matmul)
-    layer.measure_limits(["fp32"], 0.0)
-    assert {64, 4096} == set(rows)

@@ -18,7 +18,6 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(devices, "prefers_onednn", lambda: request.param)
-    monkeypatch.setattr(devices, "prefers_onednn_with_copy", lambda: request.param)
     return bool(request.param)
 
 

@@ -97,22 +97,6 @@ def test_capacity_equals_loop(capacity: float, kind: str, seed: int) -> None:
     check_against_oracle(layer, torch.randn(2, 9, HIDDEN).double(), make_inputs(2, 9))
 
 
-def test_expert_without_tokens_gets_zero_gradient() -> None:
-    layer = make(4, 1)
-    with torch.no_grad():
-        layer.router.weight.zero_()
-        layer.router.weight[2] = 1.0
-    x = torch.rand(1, 5, HIDDEN).double()
-    layer(x, make_inputs())[0].square().sum().backward()
-    grads = {(e, p): g for e, p, g in layer.bank.matrices(layer.bank.arena.grad)}
-    for (expert, _), grad in grads.items():
-        assert bool(grad.any()) == (expert == 2)
-
-
-def test_one_token() -> None:
-    check_against_oracle(make(6, 2), torch.randn(1, 1, HIDDEN).double(), make_inputs())
-
-
 def test_drops_are_counted_and_first_tokens_stay() -> None:
     layer = make(2, 1, capacity=1.0)
     with torch.no_grad():

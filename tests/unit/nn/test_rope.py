@@ -1,8 +1,7 @@
-"""Scaled rotary frequencies against a loop and against transformers."""
+"""Scaled rotary frequencies against transformers."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -33,52 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
 THETA, WIDTH = 500.0, 24
 
 
-def reference(scaling: RopeScaling) -> list[float]:
-    """Compute pair by pair, as in the papers."""
-    result = []
-    for pair in range(WIDTH // 2):
-        plain = THETA ** (-2 * pair / WIDTH)
-        wave = 2 * math.pi / plain
-        length = scaling.original_max_positions
-        if scaling.kind == "linear":
-            ramp = 1.0
-        elif scaling.kind == "llama3":
-            if wave > length / scaling.low_freq_factor:
-                ramp = 1.0
-            elif wave < length / scaling.high_freq_factor:
-                ramp = 0.0
-            else:
-                ramp = 1 - (length / wave - scaling.low_freq_factor) / (
-                    scaling.high_freq_factor - scaling.low_freq_factor
-                )
-        else:
-            ends = []
-            for turns in (scaling.beta_fast, scaling.beta_slow):
-                # Pair (a real number) with this many turns within the original length.
-                pair_position = (
-                    WIDTH / 2 * math.log(length / (turns * 2 * math.pi)) / math.log(THETA)
-                )
-                ends.append(pair_position)
-            if scaling.truncate:
-                ends = [math.floor(ends[0]), math.ceil(ends[1])]
-            first, last = max(ends[0], 0), min(ends[1], WIDTH - 1)
-            last = last if last != first else last + 0.001
-            ramp = min(max((pair - first) / (last - first), 0.0), 1.0)
-        result.append(plain * (1 - ramp) + plain / scaling.factor * ramp)
-    return result
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_frequencies_equal_loop(name: str) -> None:
-    scaling = RopeScaling(**CASES[name])
-    actual = frequencies(WIDTH, THETA, scaling, torch.empty(0, dtype=torch.float64))
-    expected = reference(scaling)
-    assert actual.tolist() == pytest.approx(expected, rel=1e-12)
-    assert max(expected) <= 1.0
-    plain = frequencies(WIDTH, THETA, None, torch.empty(0, dtype=torch.float64))
-    assert not torch.allclose(actual, plain)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_cosines_and_sines_equal_transformers(name: str) -> None:
     scaling = RopeScaling(**CASES[name])
@@ -99,13 +52,11 @@ def test_cosines_and_sines_equal_transformers(name: str) -> None:
     )  # fmt: skip
     peer_frequencies, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config)
     assert attention_factor(scaling) == pytest.approx(factor, rel=1e-12)
+    plain, scaled = (frequencies(WIDTH, THETA, one, torch.empty(0)) for one in (None, scaling))
+    torch.testing.assert_close(scaled, peer_frequencies)
+    assert not torch.allclose(scaled, plain)
     positions = torch.tensor([[0, 1, 17, 255]])
     angles = positions[0, :, None] * peer_frequencies
     rotary = Rotary.at_positions(positions, WIDTH, THETA, torch.float32, scaling)
     for actual, expected_values in ((rotary.cosine, angles.cos()), (rotary.sine, angles.sin())):
         torch.testing.assert_close(actual[0, 0], expected_values * factor, rtol=1e-5, atol=1e-4)
-    exact = Rotary.at_positions(positions, WIDTH, THETA, torch.float64, scaling)
-    cosine = torch.tensor(
-        [[math.cos(p * f) for f in reference(scaling)] for p in positions[0].tolist()]
-    )
-    torch.testing.assert_close(exact.cosine[0, 0], cosine.double() * factor, rtol=0, atol=1e-6)

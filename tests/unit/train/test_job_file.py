@@ -129,10 +129,10 @@ def test_settings_that_a_plan_overrides_warn() -> None:
         load_job(path, ["layout.overlap_local=true"], plan=Path("plan.json"))
 
 
-@pytest.mark.parametrize("pinned", ["auto", "torch", "triton", "fp8"])
+@pytest.mark.parametrize("pinned", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("planned", ["auto", "torch", "triton"])
 def test_a_plan_with_auto_kernels_leaves_them_to_the_job(pinned: str, planned: str) -> None:
-    """Obey a plan that names kernels, except for fp8; the job may name the same ones."""
+    """Obey a plan that names kernels; the job may name the same ones."""
     path, sets = write(), [f'kernels.grouped_mm="{pinned}"'] * (pinned != "auto")
     plan = plan_from_layout(LayoutConfig(), load_job(path).job.model, 1)
     plan = plan.model_copy(update={"grouped_mm": planned})

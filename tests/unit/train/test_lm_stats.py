@@ -11,15 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moesaic.dist.world import World
-from moesaic.facts.plan import Plan, plan_from_layout
-from moesaic.models.init import InitialSource
+from moesaic.facts.plan import Plan
 from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
 from moesaic.nn.reports import MoEReport
 from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
-from moesaic.train.assemble import assemble
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.objectives.lm import _copy_to_host
 
@@ -34,10 +32,7 @@ SIGMOIDS = {
 def train_steps(**tables: Any) -> tuple[list[LMStepStats], list[Tensor]]:
     """Return the facts of three steps of a run, and its state."""
     job = tiny_job(**tables)
-    run = assemble(
-        job, plan_from_layout(job.layout, job.model, 1), World.solo(),
-        InitialSource(job.seed, job.model.init_std),
-    )  # fmt: skip
+    run = start_run(job)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     facts = [run.step(samples) for _ in range(3)]
     return facts, [live_values(shard) for shard in run.state().shards]
@@ -52,6 +47,7 @@ def test_counts_on_the_device_give_the_same_step(
     biases and state, bit for bit."""
     tables = {"train": {"micro_batches": 2, "recompute": recompute}}
     tables |= {"model": model, "routing": {"bias_update_rate": 0.02}} if model else {}
+    pytest.importorskip("triton")
     due, due_state = train_steps(**tables)
     calls = list[bool]()
 

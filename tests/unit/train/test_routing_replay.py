@@ -14,11 +14,8 @@ import torch
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.testing.jobs import tiny_job
-from moesaic.testing.progress import RecordingProgress
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
+from moesaic.testing.runs import train_text
 from moesaic.train.routing_replay import RoutingRecorder, RoutingReplay, open_recorder
-from moesaic.train.trainer import train
 
 
 @pytest.fixture
@@ -30,21 +27,8 @@ def text(tmp_path: Path) -> Path:
 
 def losses(text: Path, out: str, resume: str | None = None, **tables: Any) -> list[float]:
     """Return the losses of a run beside `text`."""
-    common: dict[str, dict[str, Any]] = {
-        "model": {"vocab": 260},
-        "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
-        "train": {"steps": 4, "batch": 4, "micro_batches": 2},
-        "checkpoint": {"every": 2}, "log": {"tensorboard": False},
-    }  # fmt: skip
-    seed = tables.pop("seed", 7)
-    for table, keys in tables.items():
-        common[table] = {**common.get(table, {}), **keys}
-    job = tiny_job(**common).model_copy(update={"seed": seed})
-    watch = RecordingProgress()
-    train(
-        LoadedJob(job, "", []), text.parent / out, resume, World.solo(), watch, LanguageModelKind()
-    )
-    return [figures["loss"] for figures in watch.figures]
+    tables["train"] = {"batch": 4, **tables.get("train", {})}
+    return train_text(World.solo(), text, text.parent / out, resume, **tables).losses
 
 
 SIGMOID = {
@@ -69,7 +53,7 @@ def test_other_samples_are_refused_before_anything_is_written(text: Path, tmp_pa
     losses(text, "first", routing={"record": str(tmp_path / "routes")})
     replay = {"replay": str(tmp_path / "routes")}
     with pytest.raises(DataError, match=r"routing\.replay = .* recorded over other samples"):
-        losses(text, "second", routing=replay, seed=8)
+        losses(text, "second", routing=replay, data={"sequence": 8})
     with text.open("a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
     with pytest.raises(DataError, match="recorded over other samples"):

@@ -20,7 +20,7 @@ DispatchMethod = Literal["all_to_all", "dedup"]
 EmbeddingSharding = Literal["whole", "columns"]
 """Ways to place the embedding table on the ranks of a pipeline stage."""
 
-MatmulBackend = Literal["torch", "triton", "fp8"]
+MatmulBackend = Literal["torch", "triton"]
 """Kernels of the expert matmuls on a GPU."""
 
 MAX_CHUNKS = 64
@@ -84,9 +84,8 @@ class KernelsConfig(Section):
     grouped_mm: Literal["auto"] | MatmulBackend = "auto"
     """Kernels of the expert matmuls on a GPU; a CPU has its own. torch: `F.grouped_mm` in bf16, one
     `torch.mm` per expert in other dtypes. triton: moesaic's Triton kernels, in fp32, bf16 and fp16.
-    fp8: the Triton kernels with both factors in fp8, scaled by row and by column; gradients of
-    matrices keep the dtype of the tokens. auto: triton for fp32, bf16 and fp16 on GPUs of compute
-    capability 9.0, if Triton works there, else torch; never fp8."""
+    auto: triton for fp32, bf16 and fp16 on GPUs of compute capability 9.0, if Triton works there,
+    else torch."""
 
 
 class TrainConfig(Section):

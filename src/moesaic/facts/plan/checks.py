@@ -34,7 +34,7 @@ def check_plan(plan: Plan, job: Job, origin: str) -> None:
         or _stages_error(plan, job)
         or pipeline_error(plan, job)
         or embedding_shard_error(plan, job)
-        or _grouped_mm_error(plan, job)
+        or (grouped_mm_fault(plan.grouped_mm, job.train) if job.model.experts else None)
     )
     if error is not None:
         raise ConfigError(f"{origin}: {error}")
@@ -187,20 +187,6 @@ def embedding_shard_error(plan: Plan, job: Job) -> str | None:
     return None
 
 
-def _grouped_mm_error(plan: Plan, job: Job) -> str | None:
-    """Return why the plan's expert kernels cannot serve the job, or None."""
-    planned, wanted = plan.grouped_mm, job.kernels.grouped_mm
-    if not job.model.experts:
-        return None
-    if planned != wanted and "fp8" in (planned, wanted):
-        return (
-            f'grouped_mm = "{planned}", but kernels.grouped_mm = "{wanted}", and a plan must not '
-            "change to or from fp8, since results depend on it: make them equal, or plan this job "
-            "anew (moesaic plan)"
-        )
-    return grouped_mm_fault(planned, job.train)
-
-
 def prediction_digest(job: Job, plan: Plan) -> str:
     """Return a digest of what predictions depend on, except machines: the job's work and the plan's
     decisions."""
@@ -214,7 +200,6 @@ def prediction_digest(job: Job, plan: Plan) -> str:
         "moments": job.optimizer.moments,
         "finetune": job.finetune and job.finetune.model_dump(exclude={"alpha"}),
         "asynchronous": job.checkpoint.asynchronous,
-        "fp8": plan.grouped_mm == "fp8",  # The figures of the other kernels are the same.
         "plan": decided,
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from moesaic.dist.all_to_all import PendingRows, Transport
 from moesaic.dist.world import Group
-from moesaic.facts.job.train import MatmulBackend
-from moesaic.kernels import fused
 from moesaic.nn.dispatch.permute import Permutation, invert_permutation, unpermute
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 
@@ -112,31 +110,6 @@ def make_permutation(
     return Permutation(counts_S, order, rows_NK, present_NK)
 
 
-def make_full_permutation(
-    slots_NK: Tensor, boundaries_S: Tensor, backend: MatmulBackend = "torch"
-) -> Permutation:
-    """Return the permutation of `make_permutation` for choices that all have a slot.
-
-    Rows are counted on the device, in few launches, and the host waits for none.
-    `boundaries_S` comes from `slot_boundaries`.
-    """
-    if backend != "torch" and len(boundaries_S) - 1 <= fused.MAX_SORT_SLOTS:
-        counts_S, order, rows = fused.sort_by_slot(slots_NK.reshape(-1), len(boundaries_S) - 1)
-        return Permutation(counts_S, order, rows.view(slots_NK.shape))
-    sorted_R, order = slots_NK.reshape(-1).to(boundaries_S.dtype).sort(stable=True)
-    counts_S = torch.searchsorted(sorted_R, boundaries_S).diff()
-    rows = torch.empty_like(order)
-    rows.scatter_(0, order, torch.arange(len(order), device=order.device))
-    return Permutation(counts_S, order, rows.view(slots_NK.shape))
-
-
-def slot_boundaries(num_slots: int, device: torch.device) -> Tensor:
-    """Return 0 to `num_slots` inclusive, in the narrowest integer type: narrow keys sort faster."""
-    dtypes = (torch.uint8, torch.int16, torch.int32)
-    dtype = next(one for one in dtypes if num_slots <= torch.iinfo(one).max)
-    return torch.arange(num_slots + 1, dtype=dtype, device=device)
-
-
 ExpertInputs = tuple[Tensor, Permutation, Tensor | None]
 """Tokens or rows for experts, their permutation, and weights if experts sum results by token."""
 
@@ -152,6 +125,25 @@ class TokenDispatch(Protocol):
 
     def finish_combine(self) -> Tensor:
         """Wait, and return the weighted sum of each token's results, [T, H]."""
+
+
+class LocalDispatch:
+    """Token dispatch on a single rank. Experts read the tokens in place and sum their results."""
+
+    def __init__(self, inputs: ExpertInputs) -> None:
+        self._inputs = inputs
+
+    def finish_dispatch(self) -> ExpertInputs:
+        """Return the tokens, uncopied."""
+        return self._inputs
+
+    def start_combine(self, results: Tensor) -> None:
+        """Keep the results, which the experts have summed by token."""
+        self._results = results
+
+    def finish_combine(self) -> Tensor:
+        """Return the results, [T, H]."""
+        return self._results
 
 
 class AllToAll:

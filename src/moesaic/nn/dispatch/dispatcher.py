@@ -23,19 +23,18 @@ from moesaic.dist.collectives import all_gather
 from moesaic.facts.balance import BalanceDecision
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.facts.workload.loads import split_evenly
+from moesaic.kernels import fused
 from moesaic.nn.dispatch.all_to_all import (
     AllToAll,
     DispatchGroups,
     ExpertInputs,
+    LocalDispatch,
     OutgoingTokens,
     TokenDispatch,
-    make_full_permutation,
     make_permutation,
-    slot_boundaries,
 )
 from moesaic.nn.dispatch.dedup import DedupAllToAll, DedupTraffic, destination_mask
 from moesaic.nn.dispatch.hierarchical import HierarchicalAllToAll, HierarchicalDedup
-from moesaic.nn.dispatch.local import LocalDispatch
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.dispatch.placement import ReplicaPlacement
 from moesaic.nn.experts.bank import ExpertFunction
@@ -114,8 +113,11 @@ class Dispatcher:
         """
         self.num_chunks, self._num_local_pieces = num_chunks, (num_chunks + 1) * overlap_local
         self.num_experts, self.groups, self.capacity = num_experts, groups, capacity
-        self._is_local_and_unchunked = groups.ep_group is None and self.num_expert_calls == 1
-        self._slot_boundaries_S: Tensor | None = None
+        self._allows_device_counts = (
+            groups.ep_group is None
+            and self.num_expert_calls == 1
+            and num_experts <= fused.MAX_SORT_SLOTS
+        )
         self.set_slot_experts(slot_experts or range(num_experts))
         self._num_destinations = _count_destinations(groups) if dedup else []
 
@@ -133,7 +135,7 @@ class Dispatcher:
 
     def keeps_counts_on_device(self, *, training: bool) -> bool:
         """Return whether counts may stay on the device if all choices are complete."""
-        return self._is_local_and_unchunked and not self.drops_tokens(training=training)
+        return self._allows_device_counts and not self.drops_tokens(training=training)
 
     @property
     def num_expert_calls(self) -> int:
@@ -165,7 +167,7 @@ class Dispatcher:
             and backend != "torch"
             and self.keeps_counts_on_device(training=training)
         ):
-            return self.count_on_device(experts_TK, backend)
+            return self.count_on_device(experts_TK)
         requested_CKE = self._count_choices(experts_TK)
         counts_CE = requested_CKE.sum(1)
         if self.drops_tokens(training=training):
@@ -204,22 +206,16 @@ class Dispatcher:
         rank = 0 if groups.all_group is None else groups.all_group.rank()
         return _drop_overflow(experts_TK, kept_RKE[rank], self.num_experts)
 
-    def count_on_device(
-        self, experts_TK: Tensor, backend: MatmulBackend = "torch"
-    ) -> DispatchCounts:
+    def count_on_device(self, experts_TK: Tensor) -> DispatchCounts:
         """Count assignments and find slots on the device, without a host sync or other EP
         ranks."""
-        device = experts_TK.device
-        if self._slot_boundaries_S is None or self._slot_boundaries_S.device != device:
-            self._slot_boundaries_S = slot_boundaries(self.num_experts, device)
         slots_TK = self._to_slots(experts_TK)
-        permutation = make_full_permutation(slots_TK, self._slot_boundaries_S, backend)
-        counts_E = (
-            permutation.counts
-            if self._slot_of_expert_E is None
-            else permutation.counts[self._slot_of_expert_E[:-1]]
-        )
-        token_slots = TokenSlots(slots_TK, permutation.counts.view(1, 1, -1), [], permutation)
+        counts_S, order, rows = fused.sort_by_slot(slots_TK.reshape(-1), self.num_experts)
+        permutation = Permutation(counts_S, order, rows.view(slots_TK.shape))
+        counts_E = counts_S
+        if self._slot_of_expert_E is not None:
+            counts_E = counts_S[self._slot_of_expert_E[:-1]]
+        token_slots = TokenSlots(slots_TK, counts_S.view(1, 1, -1), [], permutation)
         return DispatchCounts(
             experts_TK, counts_E.view(1, -1), counts_E.view(1, 1, -1), [], token_slots
         )

@@ -27,7 +27,7 @@ from moesaic.kernels.grouped_mm import choose_backend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import FORWARD, GatedExperts, gated_experts
 from moesaic.nn.experts.lease import Lease, PlacesLease, arena_views
-from moesaic.nn.experts.lora import AdaptedExperts, Adapters, AdapterShape
+from moesaic.nn.experts.lora import Adapters, AdapterShape
 from moesaic.nn.experts.places import Places
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
@@ -143,16 +143,15 @@ class ExpertBank(nn.Module):
     ) -> Tensor:
         results: Tensor
         lease.backend = self.matmul_backend(tokens.dtype)
+        arena, shape = lease.arena, None
         if self.adapters is not None:
-            results = AdaptedExperts.apply(
-                tokens, self.adapters.arena, weights_NK, self.adapters.shape, lease, *permutation
-            )
-            return results
+            arena, shape = self.adapters.arena, self.adapters.shape
         with timed(lease.clock, FORWARD):
             if torch.is_grad_enabled():
-                results = GatedExperts.apply(tokens, lease.arena, weights_NK, lease, *permutation)
+                results = GatedExperts.apply(tokens, arena, weights_NK, lease, shape, *permutation)
             else:
-                results, _ = gated_experts(tokens, weights_NK, lease, permutation)
+                lora = None if shape is None else shape.pairs(arena)
+                results, _ = gated_experts(tokens, weights_NK, lease, permutation, lora)
         return results
 
     def matrices(self, rows: Sequence[Tensor] | Tensor) -> Iterator[tuple[int, str, Tensor]]:

@@ -1,23 +1,22 @@
 """Gated network of many experts over rows sorted by slot, straight from the parameter arena.
 
-A second arena may hold the slots of replicas.
+A second arena may hold the slots of replicas, or adapters, which leave the experts frozen.
 """
 
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist.clock import timed
-from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
-from moesaic.kernels.cpu_gemm import prefers_transposed
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.lease import Lease
+from moesaic.nn.experts.lora import AdapterShape, LoraPairs
 from moesaic.nn.experts.tiles import (
     Matrices,
     PermutedRows,
@@ -53,17 +52,20 @@ class GatedExperts(torch.autograd.Function):
         arena: Tensor,
         weights_NK: Tensor | None,
         lease: Lease,
+        adapters: AdapterShape | None,
         *permutation: Tensor | None,
     ) -> Tensor:
         """Compute in the dtype of `tokens`; `permutation` is an unpacked `Permutation`.
 
-        `lease` has the experts; the gradients of `arena` and of replicas go to it.
+        `lease` has the experts; the gradients of their `arena` and of replicas go to it. With
+        `adapters`, `arena` is theirs.
         """
-        del arena
         perm = Permutation.from_tensors(permutation)
-        results, inners = gated_experts(tokens, weights_NK, lease, perm, keep_inners=True)
-        ctx.save_for_backward(tokens, weights_NK, inners, *permutation)
-        ctx.lease, ctx.state = lease, None
+        lora = None if adapters is None else adapters.pairs(arena)
+        results, inners = gated_experts(tokens, weights_NK, lease, perm, lora, keep_inners=True)
+        saved = None if adapters is None else arena
+        ctx.save_for_backward(tokens, weights_NK, inners, saved, *permutation)
+        ctx.lease, ctx.adapters, ctx.state = lease, adapters, None
         return results
 
     @staticmethod
@@ -79,21 +81,23 @@ class GatedExperts(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad_results: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weights_NK, inners, *permutation = ctx.saved_tensors
+        tokens, weights_NK, inners, adapters, *permutation = ctx.saved_tensors
         lease, perm = ctx.lease, Permutation.from_tensors(permutation)
-        needs_weights = weights_NK is not None and needs_grad(ctx, 2)
-        needs_tokens, needs_arena = needs_weights or needs_grad(ctx, 0), needs_grad(ctx, 1)
-        state, ctx.state = ctx.state, None
-        if state is None or not state.belongs_to(grad_results):
-            state = SplitBackwardState.start(
-                grad_results, lease.split(tokens, perm), RowWeights(weights_NK, perm)
-            )
+        needs_tokens = needs_grad(ctx, 0) or (weights_NK is not None and needs_grad(ctx, 2))
+        needs_arena = needs_grad(ctx, 1)
+        state = SplitBackwardState.resume(ctx, grad_results) or SplitBackwardState(
+            grad_results, lease.split(tokens, perm), RowWeights(weights_NK, perm)
+        )
         ranges, grad_inners, row_weights = state.ranges, state.grad_inners, state.row_weights
-        if needs_arena:
+        grad_adapters = torch.zeros_like(adapters) if needs_arena and adapters is not None else None
+        lora = None if adapters is None else ctx.adapters.pairs(adapters, grad_adapters)
+        trains_experts = needs_arena and lora is None
+        if trains_experts:
             lease.start_backward()
         gate_up, down = lease.matrices()
-        token_rows = PermutedRows(tokens, perm, lease.backend)
-        grad_rows = PermutedRows(grad_results, perm, lease.backend)
+        token_rows, grad_rows = (
+            PermutedRows(rows, perm, lease.backend) for rows in (tokens, grad_results)
+        )
         grad_tokens = TokenResults(ranges, tokens, perm) if needs_tokens else None
         keep_state = ctx.needs_input_grad[1] and not needs_arena
 
@@ -102,30 +106,40 @@ class GatedExperts(torch.autograd.Function):
             inner, grad = inners[slot_range.rows], grad_rows[slot_range]
             if grad_inner is None:
                 grad_inner, activated, is_weighted = inner_backward(
-                    slot_range, grad, inner, down, row_weights
+                    slot_range, grad, inner, down, row_weights, lora
                 )
             else:
-                activated, is_weighted = swiglu(inner, lease.backend), False
-            if needs_arena:
+                activated, is_weighted = swiglu(inner), False
+            if trains_experts:
                 if not is_weighted:
                     row_weights.scale(slot_range, activated)
                 lease.add_down(slot_range, grad, activated)
                 del grad, activated
                 lease.add_gate_up(slot_range, grad_inner, token_rows[slot_range])
+            else:
+                del grad, activated
+            added = lora and lora.inner_backward(slot_range, token_rows[slot_range], grad_inner)
             if grad_tokens is not None:
-                grad_tokens.matmul(slot_range, grad_inner, gate_up, transposed=False)
-            grad_inners[index] = grad_inner if keep_state else None
+                grad_tokens.matmul(slot_range, grad_inner, gate_up, transposed=False, add=added)
+            grad_inners[index] = grad_inner if keep_state and lora is None else None
 
-        between = lease.send_replica_gradients if needs_arena else None
-        lease.for_each(ranges, compute, between, replicas_first=True)
-        grad_inputs = None if grad_tokens is None else grad_tokens.unpermute()
-        grad_arena = lease.finish_backward() if needs_arena else None
-        grad_weights = row_weights.gradient if needs_tokens else None
+        lease.for_each(
+            ranges,
+            compute,
+            lease.send_replica_gradients if trains_experts else None,
+            replicas_first=True,
+        )
+        grad_arena = lease.finish_backward() if trains_experts else grad_adapters
         if keep_state:
             ctx.state = state
         else:
             lease.end_call()
-        return grad_inputs, grad_arena, grad_weights, *[None] * (1 + len(permutation))
+        return (
+            None if grad_tokens is None else grad_tokens.unpermute(),
+            grad_arena,
+            row_weights.gradient if needs_tokens else None,
+            *[None] * (2 + len(permutation)),
+        )
 
 
 def gated_experts(
@@ -133,69 +147,58 @@ def gated_experts(
     weights_NK: Tensor | None,
     lease: Lease,
     permutation: Permutation,
+    lora: LoraPairs | None = None,
     *,
     keep_inners: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of `GatedExperts`, and the output of gate and up if `keep_inners`.
-
-    Otherwise intermediate results are transposed, on processors that gain by it.
-    """
+    """Return the results of `GatedExperts`, and the output of gate and up if `keep_inners`."""
     gate_up, down = lease.matrices()
-    ranges = lease.split(tokens, permutation, is_forward=True)
+    ranges = lease.split(tokens, permutation, is_forward=lora is None)
     inners = RangeResults(ranges, tokens, 2 * lease.ffn, keep=keep_inners)
     results = TokenResults(ranges, tokens, permutation)
     token_rows = PermutedRows(tokens, permutation, lease.backend)
-    transposed = (
-        not keep_inners
-        and lease.backend == "torch"
-        and prefers_transposed(tokens, down[0], permutation.counts)
-    )
 
     def compute(index: int) -> None:
         slot_range = ranges[index]
         rows = token_rows[slot_range]
-        if transposed:
-            out = results.output_view(slot_range)
-            results.store(slot_range, slot_range.mlp(rows, gate_up, down, out))
-            return
-        if slot_range.backend == "torch":
-            activated = swiglu(inners.matmul(slot_range, rows, gate_up, transposed=True))
-        else:
+        if lora is None and slot_range.backend != "torch":
             activated = inners.swiglu(slot_range, rows, gate_up)
+        else:
+            inner = inners.matmul(slot_range, rows, gate_up, transposed=True)
+            if lora is not None:
+                lora.add_inner(slot_range, rows, inner)
+            activated = swiglu(inner)
+            del inner
         del rows
-        results.matmul(slot_range, activated, down, transposed=True)
+        adapted = None if lora is None else lora.down.product(slot_range, activated)
+        results.matmul(slot_range, activated, down, transposed=True, add=adapted)
 
     between = partial(lease.finish_forward, replicas_have_rows=replicas_have_rows(ranges))
     lease.for_each(ranges, compute, between)
     return results.unpermute(weights_NK), inners.tensor if keep_inners else None
 
 
-class SplitBackwardState(NamedTuple):
+class SplitBackwardState:
     """Intermediate results that the first pass of a split backward leaves for the second."""
 
-    grad: Tensor
-    version: int
-    ranges: list[SlotRange]
-    grad_inners: list[Tensor | None]
-    """Gradients between the matmuls, by range."""
-    row_weights: RowWeights
+    def __init__(self, grad: Tensor, ranges: list[SlotRange], row_weights: RowWeights) -> None:
+        self._grad, self._version = grad, grad._version
+        self.ranges, self.row_weights = ranges, row_weights
+        self.grad_inners: list[Tensor | None] = [None] * len(ranges)
+        """Gradients between the matmuls, by range."""
 
-    @classmethod
-    def start(
-        cls, grad: Tensor, ranges: list[SlotRange], row_weights: RowWeights
-    ) -> SplitBackwardState:
-        """Return the state of a backward that has computed no range yet."""
-        return cls(grad, grad._version, ranges, [None] * len(ranges), row_weights)
-
-    def belongs_to(self, grad: Tensor) -> bool:
-        """Return whether the first pass began with the same values of `grad`."""
-        return self.grad.is_set_to(grad) and self.version == grad._version
+    @staticmethod
+    def resume(ctx: Any, grad: Tensor) -> SplitBackwardState | None:
+        """Take the state from `ctx`; return it if its first pass had the same values of `grad`."""
+        state: SplitBackwardState | None
+        state, ctx.state = ctx.state, None
+        if state is None or not state._grad.is_set_to(grad) or state._version != grad._version:
+            return None
+        return state
 
 
-def swiglu(inner: Tensor, backend: MatmulBackend = "torch") -> Tensor:
+def swiglu(inner: Tensor) -> Tensor:
     """Return silu(gate) * up, given gate and up side by side."""
-    if fused.is_supported(inner, backend):
-        return fused.swiglu(inner)
     gate, up = inner.chunk(2, dim=1)
     return F.silu(gate).mul_(up)
 
@@ -221,16 +224,24 @@ def swiglu_backward(inner: Tensor, silu: Tensor, grad: Tensor) -> Tensor:
 
 
 def inner_backward(
-    slot_range: SlotRange, grad: Tensor, inner: Tensor, down: Matrices, row_weights: RowWeights
+    slot_range: SlotRange,
+    grad: Tensor,
+    inner: Tensor,
+    down: Matrices,
+    row_weights: RowWeights,
+    lora: LoraPairs | None,
 ) -> tuple[Tensor, Tensor, bool]:
     """Return the gradient of gate and up, silu(gate) * up, and whether row weights are in it.
 
     `grad` is the gradient of the range's results.
     """
     grad_activated = slot_range.matmul(grad, down, transposed=False)
-    if fused.is_supported(inner, slot_range.backend):
+    if lora is None and fused.is_supported(inner, slot_range.backend):
         return *row_weights.fused_backward(slot_range, inner, grad_activated), True
     silu, activated = swiglu_parts(inner)
+    if lora is not None:
+        weighted = row_weights.scaled(slot_range, activated)
+        grad_activated += lora.down.backward(slot_range, weighted, grad)
     row_weights.backward(slot_range, grad_activated, activated)
     return swiglu_backward(inner, silu, grad_activated), activated, False
 

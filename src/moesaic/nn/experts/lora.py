@@ -7,21 +7,12 @@ W + scale * B A, which is never formed. W is frozen.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.nn.dispatch.permute import Permutation
-from moesaic.nn.experts.grouped import (
-    RowWeights,
-    swiglu,
-    swiglu_backward,
-    swiglu_parts,
-)
-from moesaic.nn.experts.lease import Lease
-from moesaic.nn.experts.tiles import PermutedRows, RangeResults, SlotRange, TokenResults
-from moesaic.nn.split_backward import forbid_double_backward, needs_grad
+from moesaic.nn.experts.tiles import SlotRange
 
 
 class Adapters(nn.Module):
@@ -37,7 +28,7 @@ class Adapters(nn.Module):
         """Yield (expert, name such as "gate.lora_a", view) for every matrix in a tensor of the
         arena's shape."""
         assert isinstance(arena, Tensor), "all adapters are in memory"
-        pairs = dict(zip(("gate", "up", "down"), self.shape.pairs(arena), strict=True))
+        pairs = self.shape.pairs(arena)._asdict()
         for slot, expert in enumerate(self.experts):
             for name, pair in pairs.items():
                 yield expert, f"{name}.lora_a", pair.a[slot]
@@ -57,30 +48,49 @@ class LoraPair(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+    grad: LoraPair | None = None
+    """Gradients to write in backward, if any."""
 
-    def add(self, slot_range: SlotRange, rows: Tensor, out: Tensor) -> None:
-        """Add scale * B A rows to `out`."""
-        out += slot_range.of_adapters.matmul(
+    def product(self, slot_range: SlotRange, rows: Tensor) -> Tensor:
+        """Return scale * B A rows."""
+        return slot_range.of_adapters.matmul(
             self._multiply_a(slot_range, rows), (self.b,), transposed=True
         )
 
-    def backward(
-        self, slot_range: SlotRange, rows: Tensor, grad: Tensor, grads: LoraPair | None
-    ) -> Tensor:
-        """Return the adapter's gradient of `rows`, given `grad`, the gradient of its output.
-
-        The gradients of A and B are written to `grads`, if given.
-        """
-        grad_narrow = slot_range.of_adapters.matmul(grad, (self.b,), transposed=False).mul_(
+    def backward(self, slot_range: SlotRange, rows: Tensor, grad_out: Tensor) -> Tensor:
+        """Return the adapter's gradient of `rows`, and write those of A and B."""
+        grad_narrow = slot_range.of_adapters.matmul(grad_out, (self.b,), transposed=False).mul_(
             self.scale
         )
-        if grads is not None:
-            slot_range.wgrad(grad, self._multiply_a(slot_range, rows), grads.b[slot_range.slots])
-            slot_range.wgrad(grad_narrow, rows, grads.a[slot_range.slots])
+        if self.grad is not None:
+            narrow, slots = self._multiply_a(slot_range, rows), slot_range.slots
+            slot_range.wgrad(grad_out, narrow, self.grad.b[slots])
+            slot_range.wgrad(grad_narrow, rows, self.grad.a[slots])
         return slot_range.of_adapters.matmul(grad_narrow, (self.a,), transposed=False)
 
     def _multiply_a(self, slot_range: SlotRange, rows: Tensor) -> Tensor:
         return slot_range.of_adapters.matmul(rows, (self.a,), transposed=True).mul_(self.scale)
+
+
+class LoraPairs(NamedTuple):
+    """The pairs of gate, up, and down in every slot."""
+
+    gate: LoraPair
+    up: LoraPair
+    down: LoraPair
+
+    def add_inner(self, slot_range: SlotRange, rows: Tensor, inner: Tensor) -> None:
+        """Add the products of gate and up to `inner`, in place."""
+        gate, up = inner.chunk(2, dim=1)
+        gate += self.gate.product(slot_range, rows)
+        up += self.up.product(slot_range, rows)
+
+    def inner_backward(self, slot_range: SlotRange, rows: Tensor, grad_inner: Tensor) -> Tensor:
+        """Return the gradient of `rows` through gate and up; see `LoraPair.backward`."""
+        grad_gate, grad_up = grad_inner.chunk(2, dim=1)
+        grad_rows = self.gate.backward(slot_range, rows, grad_gate)
+        grad_rows += self.up.backward(slot_range, rows, grad_up)
+        return grad_rows
 
 
 class AdapterShape(NamedTuple):
@@ -91,8 +101,8 @@ class AdapterShape(NamedTuple):
     rank: int
     scale: float
 
-    def pairs(self, arena: Tensor) -> tuple[LoraPair, LoraPair, LoraPair]:
-        """Return the gate, up, and down pairs as views of an arena."""
+    def pairs(self, arena: Tensor, grad_arena: Tensor | None = None) -> LoraPairs:
+        """Return the pairs of each matrix as views of an arena, and of its gradient."""
         slots, start, pairs = arena.shape[0], 0, []
         inner = (self.ffn, self.hidden)
         for outputs, inputs in (inner, inner, inner[::-1]):
@@ -101,97 +111,7 @@ class AdapterShape(NamedTuple):
             start += sum(sizes)
             matrices = (a.view(slots, self.rank, inputs), b.view(slots, outputs, self.rank))
             pairs.append(LoraPair(*matrices, self.scale))
-        gate, up, down = pairs
-        return gate, up, down
-
-
-class AdaptedExperts(torch.autograd.Function):
-    """`GatedExperts` with an adapter beside each matrix; the bank's arena gets no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: Tensor,
-        adapters: Tensor,
-        weights_NK: Tensor | None,
-        shape: AdapterShape,
-        lease: Lease,
-        *permutation: Tensor | None,
-    ) -> Tensor:
-        """Compute in the dtype of `tokens`; `permutation` is an unpacked `Permutation`."""
-        perm = Permutation.from_tensors(permutation)
-        gate_pair, up_pair, down_pair = shape.pairs(adapters)
-        gate_up, down = lease.matrices()
-        ranges = lease.split(tokens, perm)
-        inners = RangeResults(ranges, tokens, 2 * shape.ffn)
-        results = TokenResults(ranges, tokens, perm)
-        token_rows = PermutedRows(tokens, perm, lease.backend)
-
-        def compute(index: int) -> None:
-            slot_range, rows = ranges[index], token_rows[ranges[index]]
-            inner = inners.matmul(slot_range, rows, gate_up, transposed=True)
-            gate, up = inner.chunk(2, dim=1)
-            gate_pair.add(slot_range, rows, gate)
-            up_pair.add(slot_range, rows, up)
-            del rows
-            activated = swiglu(inner, lease.backend)
-            result = slot_range.matmul(
-                activated, down, transposed=True, out=results.output_view(slot_range)
-            )
-            down_pair.add(slot_range, activated, result)
-            results.store(slot_range, result)
-
-        lease.for_each(ranges, compute)
-        ctx.save_for_backward(tokens, adapters, weights_NK, inners.tensor, *permutation)
-        ctx.shape, ctx.lease = shape, lease
-        return results.unpermute(weights_NK)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of tokens and weights, and of adapters.
-
-        Split backward requests one group, then the other.
-        """
-        forbid_double_backward()
-        tokens, adapters, weights_NK, inners, *permutation = ctx.saved_tensors
-        shape, lease, perm = ctx.shape, ctx.lease, Permutation.from_tensors(permutation)
-        needs_tokens, needs_adapters = needs_grad(ctx, 0), needs_grad(ctx, 1)
-        needs_tokens |= weights_NK is not None and needs_grad(ctx, 2)
-        grad_adapters = torch.zeros_like(adapters) if needs_adapters else None
-        gate_pair, up_pair, down_pair = shape.pairs(adapters)
-        grad_gate_pair, grad_up_pair, grad_down_pair = (
-            (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
-        )
-        gate_up, down = lease.matrices()
-        ranges = lease.split(tokens, perm)
-        token_rows = PermutedRows(tokens, perm, lease.backend)
-        grad_rows = PermutedRows(grads[0], perm, lease.backend)
-        row_weights = RowWeights(weights_NK, perm)
-        grad_tokens = TokenResults(ranges, tokens, perm) if needs_tokens else None
-
-        def compute(index: int) -> None:
-            slot_range = ranges[index]
-            inner, grad = inners[slot_range.rows], grad_rows[slot_range]
-            silu, activated = swiglu_parts(inner)
-            weighted = row_weights.scaled(slot_range, activated)
-            grad_activated = slot_range.matmul(grad, down, transposed=False)
-            grad_activated += down_pair.backward(slot_range, weighted, grad, grad_down_pair)
-            del weighted, grad
-            row_weights.backward(slot_range, grad_activated, activated)
-            grad_inner = swiglu_backward(inner, silu, grad_activated)
-            del silu, activated, grad_activated
-            rows, (grad_gate, grad_up) = token_rows[slot_range], grad_inner.chunk(2, dim=1)
-            grad_adapted = gate_pair.backward(slot_range, rows, grad_gate, grad_gate_pair)
-            grad_adapted += up_pair.backward(slot_range, rows, grad_up, grad_up_pair)
-            if grad_tokens is not None:
-                out = grad_tokens.output_view(slot_range)
-                result = slot_range.matmul(grad_inner, gate_up, transposed=False, out=out)
-                result += grad_adapted
-                grad_tokens.store(slot_range, result)
-
-        lease.for_each(ranges, compute)
-        grad_inputs = None if grad_tokens is None else grad_tokens.unpermute()
-        grad_weights = row_weights.gradient if needs_tokens else None
-        if needs_adapters or not ctx.needs_input_grad[1]:
-            lease.end_call()
-        return grad_inputs, grad_adapters, grad_weights, *[None] * (2 + len(permutation))
+        if grad_arena is not None:
+            grads = self.pairs(grad_arena)
+            pairs = [pair._replace(grad=one) for pair, one in zip(pairs, grads, strict=True)]
+        return LoraPairs(*pairs)

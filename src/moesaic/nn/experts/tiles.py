@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused, threads
 from moesaic.kernels.cpu_gemv import is_memory_bound
-from moesaic.kernels.grouped_mm import grouped_mlp, grouped_mm, grouped_swiglu, grouped_wgrad
+from moesaic.kernels.grouped_mm import grouped_mm, grouped_swiglu, grouped_wgrad
 from moesaic.nn.dispatch.permute import Permutation
 
 _RANGE_BYTES = 1 << 20
@@ -79,15 +79,8 @@ class SlotRange:
 
     @property
     def of_adapters(self) -> SlotRange:
-        """This range of adapters: they are all in memory, and have no FP8 matmuls."""
-        backend = "triton" if self.backend == "fp8" else self.backend
-        return replace(self, backend=backend, places=None)
-
-    def mlp(self, rows: Tensor, gate_up: Matrices, down: Matrices, out: Tensor | None) -> Tensor:
-        """Return the range's `rows` through the networks of their slots, in the dtype of `rows`."""
-        out = torch.empty_like(rows) if out is None else out
-        grouped_mlp(rows, self.select(gate_up), self.select(down), self.counts, out)
-        return out
+        """This range of adapters, which are all in memory."""
+        return replace(self, places=None)
 
 
 class RangeResults:
@@ -117,12 +110,20 @@ class RangeResults:
             self.tensor = results
 
     def matmul(
-        self, slot_range: SlotRange, rows: Tensor, weights: Matrices, *, transposed: bool
+        self,
+        slot_range: SlotRange,
+        rows: Tensor,
+        weights: Matrices,
+        *,
+        transposed: bool,
+        add: Tensor | None = None,
     ) -> Tensor:
-        """Multiply as `SlotRange.matmul`, and store the results."""
+        """Multiply as `SlotRange.matmul`, add `add`, and store the results."""
         results = slot_range.matmul(
             rows, weights, transposed=transposed, out=self.output_view(slot_range)
         )
+        if add is not None:
+            results += add
         self.store(slot_range, results)
         return results
 

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.cli.main import main
-from moesaic.dist.state import PARAMETER, TensorShard
+from moesaic.dist.state import TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import Parameter, parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import config_text
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
 from moesaic.models.hf.shards import InMemoryTensors
+from moesaic.testing.states import whole_shard
 
 TUNE_JOB = """
 [model]
@@ -64,11 +65,6 @@ def whole(
 ) -> list[TensorShard]:
     """Return all parameters, each as one shard."""
     return [whole_shard(p.name, fill(p.shape)) for p in parameters(model)]
-
-
-def whole_shard(name: str, values: Tensor) -> TensorShard:
-    shape = tuple(values.shape)
-    return TensorShard.of_tensor(PARAMETER, name, shape, (0,) * len(shape), values, (0,))
 
 
 def random_tensors(

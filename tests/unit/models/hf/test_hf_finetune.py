@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesaic.cli.main import main
 from moesaic.dist.checkpoint import Checkpoint, resume_candidates
-from moesaic.dist.state import PARAMETER, TensorShard
+from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
@@ -25,6 +25,7 @@ from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
 from moesaic.nn.inputs import Inputs
 from moesaic.serve.loading import load_model
+from moesaic.testing.states import read_checkpoint
 from moesaic.train.assemble import assemble
 
 
@@ -85,19 +86,14 @@ def check_forms(checkpoint: Path) -> None:
     """Each element is W + alpha / rank * B A; a merged checkpoint is not merged again."""
     convert(Path("run"), Path("again"), to="checkpoint")
     merged, again = (open_origin(Path(name)) for name in ("run", "again"))
-    stored = Checkpoint.open(checkpoint)
+    stored = read_checkpoint(checkpoint)
 
     def read(name: str) -> Tensor:
-        shape = tuple(stored.tensors[f"{PARAMETER}/{name}"].shape)
-        tensor = torch.empty(shape)
-        stored.fill(
-            [TensorShard.of_tensor(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
-        )
-        return tensor.double()
+        return torch.from_numpy(stored[f"{PARAMETER}/{name}"]).double()
 
     for parameter in parameters(merged.model):
         expected, stem = read(parameter.name), adapter_prefix(parameter.name)
-        if f"{PARAMETER}/{stem}{A}" in stored.tensors:
+        if f"{PARAMETER}/{stem}{A}" in stored:
             expected = expected + 6.5 / 4 * read(f"{stem}{B}") @ read(f"{stem}{A}")
         assert torch.equal(merged.tensors.read(parameter.name), expected.float()), parameter.name
         assert torch.equal(again.tensors.read(parameter.name), expected.float()), parameter.name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from directories import on_file, put, put_sharded, whole_shard
+from directories import on_file, put, put_sharded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import read_config
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
-from moesaic.testing.states import live_values
+from moesaic.testing.states import live_values, whole_shard
 
 LLAMA = ModelConfig(
     family="llama", vocab=20, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=6
@@ -135,9 +135,7 @@ def test_values_are_cast_to_the_shard_dtype(dtype: torch.dtype, tmp_path: Path) 
 
 def test_optimizer_moments_are_rejected(tmp_path: Path) -> None:
     put(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
-    moment = TensorShard.of_tensor(
-        FIRST_MOMENT, "embed.weight", (20, 8), (0, 0), torch.empty(20, 8), (0,)
-    )
+    moment = whole_shard("embed.weight", torch.empty(20, 8), FIRST_MOMENT)
     with pytest.raises(ValueError, match="parameters only"):
         HFSource(tmp_path, LLAMA).fill([moment])
 

@@ -31,7 +31,7 @@ def random_permutation(tokens: int, slots: int, choices: int) -> Permutation:
 def run_experts(rows: Tensor, arena: Tensor, counts: Sequence[int], ffn: int) -> Tensor:
     """Return each row's output of the expert in its slot."""
     result: Tensor = GatedExperts.apply(
-        rows, arena, None, Lease(arena, ffn), *identity_permutation(counts)
+        rows, arena, None, Lease(arena, ffn), None, *identity_permutation(counts)
     )
     return result
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.kernels import cpu_gemm, cpu_gemv, threads
-from moesaic.kernels import device as devices
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts import tiles
 from moesaic.nn.experts.bank import ExpertBank
@@ -144,15 +143,13 @@ def test_slots_with_few_rows_are_computed_at_once(
         assert (one.double() - other).norm() <= tolerance * one.double().norm()
 
 
-@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("range_rows", [1, 1000])
 @pytest.mark.parametrize(("num", "weighted"), [(70, True), (70, False), (9, True)])
 def test_forward_without_gradients(
-    num: int, weighted: bool, range_rows: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+    num: int, weighted: bool, range_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replicas, and slots with few and many rows, are included."""
     monkeypatch.setattr(tiles, "_RANGE_BYTES", range_rows * 2 * 24 * 2)
-    monkeypatch.setattr(devices, "has_amx", lambda: transposed)
     monkeypatch.setattr(cpu_gemm, "_MIN_ONEDNN_MACS", 0)
     monkeypatch.setattr(cpu_gemv, "_MIN_ELEMENTS", 1)
     permutation, arena = (
@@ -166,7 +163,7 @@ def test_forward_without_gradients(
     wide = None if weights is None else weights.float()
     wide_arena = arena.float()
     expected = GatedExperts.apply(
-        tokens.float(), wide_arena, wide, Lease(wide_arena, 24), *permutation
+        tokens.float(), wide_arena, wide, Lease(wide_arena, 24), None, *permutation
     )
     for num_owned in (5, 3):
         owned, replicas = (
@@ -177,9 +174,8 @@ def test_forward_without_gradients(
             actual, _ = gated_experts(tokens, weights, lease, permutation)
         assert counter.get_total_flops() == 2 * len(permutation.order_R) * 3 * 16 * 24
         assert (actual - expected).norm() < 0.02 * expected.norm()
-        if not transposed:
-            arguments = tokens, owned, weights, lease, *permutation
-            assert torch.equal(actual, GatedExperts.apply(*arguments))
+        arguments = tokens, owned, weights, lease, None, *permutation
+        assert torch.equal(actual, GatedExperts.apply(*arguments))
 
 
 def test_bank_skips_autograd_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,18 +185,6 @@ def test_bank_skips_autograd_without_gradients(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(GatedExperts, "apply", None)
     with torch.no_grad():
         assert torch.equal(run_bank(bank, tokens, identity_permutation([2, 3])), with_gradients)
-
-
-def test_replicas_with_few_rows_equal_one_arena(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_gemv, "_MIN_ELEMENTS", 1)
-    tokens, arena, counts = torch.randn(6, 16), torch.randn(5, 3 * 16 * 8), [1, 0, 2, 1, 2]
-    owned, replicas = arena.split([3, 2])
-    actual = GatedExperts.apply(
-        tokens, owned, None, Lease(owned, 8, replicas=replicas), *identity_permutation(counts)
-    )
-    torch.testing.assert_close(actual, run_experts(tokens, arena, counts, 8))
 
 
 def test_rank_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:

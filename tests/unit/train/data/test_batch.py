@@ -98,14 +98,6 @@ def test_types_and_shapes(dtype: type, indices: list[int]) -> None:
     assert batch.samples.dtype == torch.int64
 
 
-@pytest.mark.parametrize("lengths", [[1], [6], [3, 3]])
-def test_too_little_for_a_sample(lengths: list[int]) -> None:
-    corpus = make_corpus(lengths)
-    assert len(PackedSamples(corpus, None, 6, "documents", seed=1)) == 0
-    none = np.zeros(len(lengths), np.bool_)
-    assert len(PackedSamples(corpus, none, 2, "documents", seed=1)) == 0
-
-
 def test_indices_out_of_range() -> None:
     samples = PackedSamples(make_corpus([13]), None, 6, "documents", seed=1)
     assert len(samples) == 2

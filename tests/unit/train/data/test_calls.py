@@ -443,15 +443,6 @@ def test_errors_of_a_line_or_row(
         assert word in str(caught.value)
 
 
-def test_half_a_character_is_a_question_mark(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tok", TOOLS)
-    broken, mended = (
-        ours(write_lines(tmp_path / "a.jsonl", [{"messages": answered(content=f"Hi {end}")}]))
-        for end in ("\ud800", "?")
-    )
-    assert broken == mended
-
-
 def test_errors_of_a_table(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", TOOLS)
     path = write_table(tmp_path / "a.parquet", [{"text": "a", "id": 1}])

@@ -10,13 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.dist.world import World
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import tiny_job
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 from moesaic.train.data.batch import Batch, split_documents
-from moesaic.train.data.chat_packing import ConversationSamples, best_fit_pack
+from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.corpus import Corpus
 from moesaic.train.data.shuffle import Shuffle
 from moesaic.train.objectives import lm
@@ -118,11 +115,6 @@ def make_slice(corpus: Corpus, index: int) -> Corpus:
     return Corpus(corpus.tokens[start:], corpus.bounds[index:] - start, "")
 
 
-@given(st.lists(st.integers(1, 30), max_size=60))
-def test_packing_equals_the_reference(lengths: list[int]) -> None:
-    assert best_fit_pack(np.array(lengths, np.int64), 30).tolist() == slow_pack(lengths, 30)
-
-
 def test_order_and_bounds() -> None:
     talks = [[False, *[True] * (n % 5 + 1)] for n in range(40)]
     samples = ConversationSamples(make_corpus(talks), None, 8, seed=9)
@@ -157,8 +149,7 @@ def test_the_loss_equals_that_of_single_conversations() -> None:
     sequence = job.data.sequence
     samples = ConversationSamples(corpus, None, sequence, seed=0)
     assert samples.num_truncated == 2
-    plan = plan_from_layout(job.layout, job.model, 1)
-    run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
+    run = start_run(job)
     loss, targets = run.validate(samples, 100)
     total, count = 0.0, 0
     for talk, start in zip(talks, corpus.bounds.tolist(), strict=False):

@@ -215,17 +215,6 @@ def test_requirements_of_conversations(tmp_path: Path) -> None:
         find_sources(configure(tmp_path / "tok"))
 
 
-def test_batch_size_does_not_change_the_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_tokenizer(tmp_path / "tok", CHATML)
-    path = write_lines(tmp_path / "a.jsonl", TALKS * 9)
-    whole = TextData.open(configure(path, sequence=200), 0, World.solo())
-    monkeypatch.setattr("moesaic.train.data.corpus._BATCH_CHARACTERS", 16 * 100)
-    other = configure(path, sequence=200, cache=str(tmp_path / "other"))
-    assert TextData.open(other, 0, World.solo()).digest == whole.digest
-
-
 def test_the_cache_depends_on_the_template(tmp_path: Path) -> None:
     config = configure(write_lines(tmp_path / "a.jsonl", TALKS), sequence=200)
     digests = set()
