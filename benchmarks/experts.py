@@ -1,6 +1,6 @@
 """Experts of one layer on one rank, against their limit and against transformers.
 
-moesaic's passes, the dense product and the reading of weights are those of `moesaic bench layer`.
+The limits are a dense product of as many operations, and reading the experts' weights.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,12 +17,16 @@ from torch import Tensor, nn
 
 from benchmarks import measure
 from benchmarks.training import TRANSFORMERS
-from moesaic.facts.job import ModelConfig
+from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import block_specs
 from moesaic.kernels import device as devices
-from moesaic.models.expert_benchmark import ExpertLayerBenchmark
+from moesaic.kernels.grouped_mm import matmul
+from moesaic.models.lm import LanguageModel
 from moesaic.nn.experts.bank import ExpertBank
-from moesaic.nn.inputs import Inputs
+from moesaic.nn.inputs import LOW_PRECISION, Inputs, Rotary
+from moesaic.nn.moe import MoE
 from moesaic.nn.router import Routing
 
 MODES = ("grouped_mm", "eager")
@@ -114,6 +118,94 @@ class FixedRouter(nn.Module):
         return Routing(experts, experts, self.weights, self._scores, self._scores, 0, self._whole)
 
 
+class ExpertLayer:
+    """One expert layer of a model with weights of one dtype, and its limits."""
+
+    def __init__(self, model: ModelConfig, device: torch.device, dtype: str) -> None:
+        self._model, self._device = model, device
+        self._dtype = LOW_PRECISION.get(dtype, torch.float32)
+        plan = Plan(ranks=1, ep=1, dp_shard=1, experts=model.experts)
+        first = model.expert_layers[0]
+        specs = [spec for spec in block_specs(model, plan) if spec.layer == first]
+        with torch.device("meta"):
+            whole = LanguageModel(model, specs, RoutingConfig(router="balanced"))
+        whole.materialise(device)
+        ((_, self.moe),) = whole.expert_layers()
+        self.moe.to(self._dtype)
+        with torch.no_grad():
+            for parameter in self.moe.parameters():
+                parameter.normal_(std=0.02)
+            for buffer in self.moe.buffers():
+                buffer.zero_()
+
+    def read(self, slots: slice) -> None:
+        """Read the weights of some experts as fast as memory gives them."""
+        # Sums of bf16 wait for the processor, not for memory.
+        self.moe.bank.arena.detach()[slots].view(torch.float32).sum()
+
+    def dense(self, rows: int) -> Dense:
+        """Return the product of all three matrices of an expert and so many rows."""
+        sizes = (rows, 3 * self._model.ffn)
+        left, right = (
+            torch.randn(size, self._model.hidden, device=self._device).to(self._dtype)
+            for size in sizes
+        )
+        return Dense(left, right)
+
+    def passes(self, tokens: int, *, training: bool = True) -> Passes:
+        """Return passes of one batch."""
+        x = torch.randn(1, tokens, self._model.hidden, device=self._device).to(self._dtype)
+        return Passes(self.moe, x, training)
+
+
+class Dense:
+    """One dense product, and the two of its backward."""
+
+    def __init__(self, rows: Tensor, weight: Tensor) -> None:
+        self._rows, self._weight = rows, weight
+
+    def step(self) -> None:
+        """Multiply forward and backward."""
+        matmul(self._rows, self._weight, transposed=True)
+        matmul(self._grad, self._weight, transposed=False)
+        matmul(self._grad.T, self._rows, transposed=False)
+
+    @cached_property
+    def _grad(self) -> Tensor:
+        return self._rows.new_ones(len(self._rows), len(self._weight))
+
+
+class Passes:
+    """Passes of one batch through an expert layer."""
+
+    def __init__(self, moe: MoE, x: Tensor, training: bool) -> None:
+        self.x, self.grad = x.requires_grad_(), torch.randn_like(x)
+        self._moe = moe
+        self._inputs = Inputs(
+            Rotary(x, x),  # The layer applies no rotary embedding.
+            training=training,
+            samples=torch.zeros(1, dtype=torch.int64, device=x.device),
+            positions=torch.arange(x.shape[1], device=x.device),
+        )
+        self._leaves = [x, *moe.parameters()]
+
+    def run(self) -> Tensor:
+        """Go forward and return the sums by token, with their graph."""
+        result: Tensor = self._moe(self.x, self._inputs)[0]
+        return result
+
+    def forward(self) -> None:
+        """Go forward, without a graph."""
+        with torch.no_grad():
+            self.run()
+
+    def step(self) -> None:
+        """Go forward and backward, with new gradients."""
+        self.run().backward(self.grad)
+        for leaf in self._leaves:
+            leaf.grad = None
+
+
 class Work:
     """The same experts, tokens and choices for moesaic and for transformers, and the limit."""
 
@@ -122,7 +214,7 @@ class Work:
         sizes = {name: getattr(shape, name) for name in ("hidden", "ffn", "experts", "top_k")}
         model = ModelConfig(**{**PRESETS["tiny-olmoe"], **sizes})
         torch.manual_seed(0)
-        self.layer = ExpertLayerBenchmark(model, device, weights=case.dtype)
+        self.layer = ExpertLayer(model, device, case.dtype)
         choices = case.choices()
         bank = self.layer.moe.bank
         self._dtype, self._choices = bank.arena.dtype, itertools.cycle(choices)
@@ -130,8 +222,8 @@ class Work:
         router = FixedRouter(choices, nn.Parameter(weights), shape.experts)
         self.layer.moe.router = router  # type: ignore[assignment]
         self.weights = weights.clone().requires_grad_()
-        self.passes = self.layer.passes(case.dtype, case.tokens)
-        self.dense = self.layer.dense(case.dtype, case.tokens * shape.top_k)
+        self.passes = self.layer.passes(case.tokens)
+        self.dense = self.layer.dense(case.tokens * shape.top_k)
         self._theirs = _theirs(shape, bank)
         with torch.no_grad():
             ours, theirs = self.passes.run()[0], self.theirs(MODES[0])
@@ -252,7 +344,7 @@ def rows_of(
 def _decoding(shape: Shape, dtype: str, rounds: int) -> measure.Row:
     """Measure tokens one at a time, against reading the weights of their experts."""
     layer = Work(Case(shape, dtype, 1, steps=DECODED)).layer
-    passes = layer.passes(dtype, 1, training=False)
+    passes = layer.passes(1, training=False)
     firsts = [number * shape.top_k % shape.experts for number in range(DECODED)]
 
     def ours() -> None:

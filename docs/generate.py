@@ -15,7 +15,6 @@ from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import SOURCES
 from moesaic.facts.job import FinetuneConfig, Job
-from moesaic.facts.job.bench import BenchConfig
 from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import GenerateConfig
@@ -41,7 +40,6 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
     "convert": (ConvertConfig, "`moesaic convert SOURCE --out DIR --set KEY=VALUE`"),
     "probe": (ProbeConfig, "`moesaic probe --set KEY=VALUE`"),
-    "bench": (BenchConfig, "`moesaic bench layer --set KEY=VALUE`"),
 }
 
 

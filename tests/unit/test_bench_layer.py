@@ -14,7 +14,6 @@ from benchmarks.peers import DEEPSPEED, OURS, PLAIN, TUTEL, Case, Contender, Wor
 from torch import Tensor
 
 from moesaic.dist.world import World
-from moesaic.models.expert_benchmark import ExpertLayerBenchmark
 from moesaic.testing.ranks import RankFailed, RankPool
 
 SMALL = {
@@ -166,7 +165,7 @@ def test_a_case_is_held_against_its_limit_and_transformers(dtype: str, skewed: b
 def test_decoding_reads_what_its_calls_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, read = experts.Shape("small", 16, 24, 12, 2), list[slice]()
     monkeypatch.setattr(measure, "FOREIGN_SHARE", 9.0)  # No round is repeated.
-    monkeypatch.setattr(ExpertLayerBenchmark, "read", lambda _, slots: read.append(slots))
+    monkeypatch.setattr(experts.ExpertLayer, "read", lambda _, slots: read.append(slots))
     row = experts._decoding(shape, "fp32", 1)
     assert row.name == "small experts, fp32, one token at a time, of reading their weights"
     case = experts.Case(shape, "fp32", 1, steps=experts.DECODED)

@@ -24,7 +24,7 @@ from moesaic.cli import screen
 
 VERBS = (
     "train", "generate", "convert", "inspect", "report", "replay", "probe", "plan", "calibrate",
-    "trace", "bench",
+    "trace",
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2

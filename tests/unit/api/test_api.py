@@ -72,7 +72,8 @@ def test_a_callback_ends_a_run_on_all_ranks(nproc: int | None) -> None:
     run = Job.load(TABLES).train(out=out, nproc=nproc, on_step=on_step, output=None)
     assert len(losses) == 3
     assert run.steps()["loss"].to_pylist() == losses
-    assert run.summary()["status"] == "finished"
+    assert run.summary()["status"] == "stopped early"
+    assert "stopped early \N{MIDDLE DOT} step 3 of " in run.report().read_text()
     for rank in range(nproc or 1):
         events = read_events(out / "events" / f"rank-{rank}.jsonl")
         assert sum(event["event"] == "rank_step" for event in events) == 3

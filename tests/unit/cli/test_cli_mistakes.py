@@ -151,7 +151,6 @@ VERBS = [
     ("inspect old --samples 3", "--samples needs a job file, and 'old' is none"),
     ("report", "RUN is missing"),
     ("report nowhere", "there is no run directory 'nowhere'"),
-    ("report old old", "--out is missing"),
     ("report old --out old", "--out 'old' is a directory"),
 ]
 

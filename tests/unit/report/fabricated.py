@@ -1,7 +1,7 @@
 """Fabricated run directories, as a training run would write them.
 
 Values follow a seeded random walk around those of a small mixture-of-experts model. `Story` selects
-the events of the run: a dead expert, a kill, a slow step.
+the events of the run: a dead expert, a kill, a spike.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Story:
     resumed_at: int | None = None
     """The killed run goes on after this step; unset: it does not."""
     spike_at: int | None = None
-    slow_at: tuple[int, ...] = ()
     checkpoint_every: int = 20
     validate_every: int = 20
     loads_every: int = 1
@@ -73,8 +72,6 @@ class Story:
     """A balance policy runs, and its times are measured."""
     balance: dict[str, float] = field(default_factory=dict)
     """Overrides of the balance record of each layer."""
-    busiest: float = 1.9
-    """Busiest rank over the mean without replicas, in the least even layer."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The job's [balance]."""
 
@@ -151,7 +148,7 @@ class Fabric:
             tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped,
             num_replay_mismatches=story.flips, memory_bytes=memory, phases=all_phases[0],
             **({"replicas": story.balance.get("replicas", 2) * story.layers,
-                "imbalance_before": story.busiest, "imbalance_after": 1.1,
+                "imbalance_before": 1.9, "imbalance_after": 1.1,
                 "planning_s": 1e-3} if story.balanced else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
@@ -183,8 +180,6 @@ class Fabric:
         noise = 1 + 0.05 * self.random.normal(size=7)
         share = np.array([0.03, 0.31, 0.47, 0.08, 0.02, 0.07, 0.02]) * noise
         share[1:3] *= 1 + 0.06 * rank
-        if step in self.story.slow_at:
-            share[0] += 3.0
         names = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
         return dict(zip(names, (self.story.step_s * share).tolist(), strict=True))
 

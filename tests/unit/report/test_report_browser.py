@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fabricated import PREDICTED, TIMELINE, fabricate, predict
 
-from moesaic.report import RunStats, page, write_report
+from moesaic.report import RunStats, page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 ui = pytest.importorskip("selenium.webdriver.support.ui")
@@ -240,11 +240,3 @@ def test_balance_is_drawn(show: Open, tmp_path: Path) -> None:
     hover = browser.find_element("css selector", "#balance-layers .hoverlayer").text
     assert "layer 3, without replicas: 2.11x" in hover
     assert_silent(browser)
-
-
-def test_comparison_is_drawn(show: Open, tmp_path: Path) -> None:
-    runs = [fabricate(tmp_path / name, steps=steps) for name, steps in (("a", 40), ("b", 20))]
-    write_report(runs, tmp_path / "both.html")
-    browser = show((tmp_path / "both.html").read_text())
-    assert [trace["name"] for trace in traces(browser, "units-per-second")] == ["a", "b"]
-    assert points(browser, "loss") == [40, 2, 20, 1]
