@@ -258,7 +258,6 @@ def test_calibrate_shows_the_step_times_of_later_plans(
         capfd.readouterr()
         assert main(["calibrate", *runs, "--cluster", "cluster.toml", "--json"]) == 0
         facts = json.loads(capfd.readouterr().out)
-        assert facts["straggler_share"] > 0.05
         for one in facts["runs"]:
             assert one["predicted_s"] == pytest.approx(first_s, rel=1e-4)
             assert one["calibrated_s"] == pytest.approx(one["measured_s"] * (1 + one["calibrated"]))
@@ -268,8 +267,7 @@ def test_calibrate_shows_the_step_times_of_later_plans(
     Path("cluster.toml").write_text(original)
     assert main(["calibrate", "run", "quick", "--cluster", "cluster.toml"]) == 2
     output = capfd.readouterr()
-    assert "waiting for stragglers" in output.out
-    assert "with them, of held-out runs (median)" in output.out
+    assert "of held-out runs (medians)" in output.out
     assert ", so nothing is written: give more runs, or leave out runs" in output.err
     assert Path("cluster.toml").read_text() == original
 

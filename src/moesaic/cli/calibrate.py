@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,15 +19,10 @@ from moesaic.facts.cluster import (
     replace_calibration,
 )
 
-if TYPE_CHECKING:
-    pass
-
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(metavar="RUN...", help="Runs with plans for the cluster.", show_default=False),
 ]
-_MIN_SHOWN_SHARE = 0.005
-"""Least share of waiting for stragglers that is shown."""
 _ERROR_MARGIN = 0.005
 """Growth of an error that still counts as no worse: half a percentage point."""
 
@@ -78,9 +73,8 @@ def calibrate(
 
 def _is_worse(facts: dict[str, Any]) -> bool:
     """Return whether the factors fail on runs that they were not fitted to."""
-    error = facts["error"]
-    limit = error["uncalibrated"] + _ERROR_MARGIN
-    return bool(facts["leave_one_out"] and error["held_out"] > limit)
+    error, held_out = facts["error"], facts["error"]["held_out"]
+    return held_out is not None and bool(held_out > error["uncalibrated"] + _ERROR_MARGIN)
 
 
 def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibration) -> None:
@@ -99,15 +93,11 @@ def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibrat
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    several_runs, error = facts["leave_one_out"], facts["error"]
-    kinds = []
-    for kind in facts["kinds"]:
-        factors = f"{kind['factor_min']:.2f} to {kind['factor_max']:.2f}" if several_runs else "-"
-        kinds.append((kind["kind"], f"{kind['share']:.0%}", f"{kind['factor']:.2f}", factors))
-    if facts["straggler_share"] >= _MIN_SHOWN_SHARE:
-        kinds.append(("waiting for stragglers", f"{facts['straggler_share']:.0%}", "-", "-"))
-    screen.print_table(("kind", "share of a step", "factor", "without one run"), kinds)
-    screen.print_line("")
+    calibration, error = facts["calibration"], facts["error"]
+    factors = [
+        f"{kind} {calibration[kind]:.2f}" for kind in ("matmul", "elementwise", "collectives")
+    ]
+    screen.print_line(f"factors: {', '.join(factors)}\n")
     runs = [
         (
             run["run"],
@@ -116,16 +106,15 @@ def _print_facts(facts: dict[str, Any]) -> None:
             f"{run['uncalibrated']:+.0%}",
             format_seconds(run["calibrated_s"]),
             f"{run['calibrated']:+.0%}",
-            f"{run['held_out']:+.0%}" if several_runs else "-",
+            "-" if run["held_out"] is None else f"{run['held_out']:+.0%}",
         )
         for run in facts["runs"]
     ]
     titles = ("run", "measured", "predicted", "error", "calibrated", "error", "held out")
     screen.print_table(titles, runs)
-    basis = "of held-out runs (median)"
-    if not several_runs:
-        basis = "of the same run, which tests nothing; give several runs"
-    screen.print_line(
-        f"\nerror {error['uncalibrated']:.1%} without factors, {error['held_out']:.1%} with them, "
-        f"{basis}"
-    )
+    text = f"error {error['uncalibrated']:.1%} without factors, {error['calibrated']:.1%} with them"
+    if error["held_out"] is None:
+        text += ", of the same run, which tests nothing; give several runs"
+    else:
+        text += f", {error['held_out']:.1%} of held-out runs (medians)"
+    screen.print_line(f"\n{text}")

@@ -29,11 +29,12 @@ def report(run: RunPath = None, out: Out = None, as_json: Json = False) -> int:
 
     With --json the figures are printed, and a page is written only with --out.
     """
-    opened = Run.open(flags.require(run, "RUN", "report"))
+    directory = flags.require(run, "RUN", "report")
     if out is not None and out.is_dir():
         raise ConfigError(
             f"--out '{out}' is a directory: name a file, such as {out / 'report.html'}"
         )
+    opened = Run.open(directory)
     facts = opened.summary()
     page = opened.report(out) if out is not None or not as_json else None
     if as_json:
