@@ -13,10 +13,8 @@ import torch
 
 import moesaic
 from moesaic import Cluster, ConfigError, Job, Run
-from moesaic.api import cluster as cluster_api
 from moesaic.base.errors import StoreError
 from moesaic.base.events import read_events
-from moesaic.dist.probe.probe import ProbeResult
 from moesaic.facts.plan import load_plan
 
 TABLES: dict[str, Any] = {
@@ -127,21 +125,6 @@ def test_a_probe_measures_this_machine(recwarn: pytest.WarningsRecorder) -> None
     assert all("the machine was not steady" in str(one.message) for one in recwarn)
     (device,) = cluster.facts.hosts[0].devices
     assert device.kind == "cpu"
-
-
-def test_a_probe_warns_of_an_unsteady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = Cluster.preset("cpu").facts
-    result = ProbeResult(facts, [0.1, 0.3, 0.6], ["no disk"])
-
-    def launch_here(_module: str, task: str, _ranks: int) -> None:
-        monkeypatch.setattr("sys.argv", ["probe", task])
-        monkeypatch.setattr("moesaic.dist.probe.probe.probe", lambda *_: result)
-        assert not cluster_api.main()
-
-    monkeypatch.setattr(cluster_api, "launch", launch_here)
-    with pytest.warns(UserWarning, match="no disk|not steady.*repeats = 6") as warned:
-        assert Cluster.probe(1, repeats=3, device="cpu").facts == facts
-    assert len(warned) == 2
 
 
 def test_tables_of_a_run() -> None:
