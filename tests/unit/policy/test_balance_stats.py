@@ -55,7 +55,7 @@ def stats_of(
 
 def test_sums_over_micro_batches() -> None:
     passes = [skewed_counts(seed) for seed in range(3)]
-    balances = [quota(passes[0], PROBLEM), top_k_broadcast(passes[1], PROBLEM, num_experts=2)]
+    balances = [quota(passes[0], PROBLEM), top_k_broadcast(passes[1], PROBLEM)]
     balances.append(quota(passes[2], PROBLEM))
     log = list[LayerDecision]()
     decide(lambda facts: balances[0], BalanceFacts(PROBLEM, passes[0], is_ahead=True), log)
@@ -67,7 +67,7 @@ def test_sums_over_micro_batches() -> None:
         afters.append(after)
     found = balance_stats(log, 4, 1)
     num_replicas = sum(len(balance.replicas) for balance in balances)
-    assert num_replicas > 6
+    assert num_replicas > 4
     assert (found.replicas, found.replica_bytes) == (num_replicas, num_replicas * 9_000)
     assert found.planning_s == sum(decision.seconds for decision in log) > 0
     assert found.tokens_before.tolist() == np.sum(befores, axis=0).tolist()
