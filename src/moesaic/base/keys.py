@@ -27,6 +27,8 @@ from pydantic.fields import FieldInfo
 
 from moesaic.base.errors import ConfigError
 
+_MAX_LISTED_DIVISORS = 12
+
 
 class Key(NamedTuple):
     """One key, described in words."""
@@ -241,6 +243,12 @@ def check_choice(where: str, value: object, words: Sequence[str]) -> str:
 def join_words(words: Sequence[str], last: str = "or") -> str:
     """Join words: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def list_divisors(total: int) -> str:
+    """Return the divisors of `total` in words, if they are few."""
+    found = [str(one) for one in range(1, total + 1) if total % one == 0]
+    return join_words(found) if len(found) <= _MAX_LISTED_DIVISORS else "a divisor"
 
 
 def show(value: object) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +129,21 @@ def test_a_probe_measures_this_machine(recwarn: pytest.WarningsRecorder) -> None
     assert device.kind == "cpu"
 
 
+def documented_keys(title: str) -> set[str]:
+    """Return the keys that docs/python.md lists for `title`."""
+    page = (Path(__file__).parents[3] / "docs" / "python.md").read_text()
+    rows = itertools.takewhile(
+        lambda row: row.startswith("| `"), page.partition(f"| **`{title}`**")[2].splitlines()[1:]
+    )
+    return {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+def test_the_figures_are_documented() -> None:
+    assert set(Run.open("run").summary()) == documented_keys("run.summary()")
+    figures = Job.load({**TABLES, "layout": {"ep": 1}}).plan(Cluster.preset("cpu"), nproc=1).figures
+    assert set(figures) == documented_keys("job.plan(...).figures")
+
+
 def test_tables_of_a_run() -> None:
     run = Run.open("run")
     steps, loads = run.steps(), run.loads()
@@ -151,7 +168,9 @@ def test_decisions_of_a_run(tmp_path: Path) -> None:
     assert set(decisions["kind"].to_pylist()) == {"balance"}
     assert decisions["replicas"].to_pylist()[-1]
     with pytest.warns(UserWarning, match=r"^min_replica_tokens has no effect: policy = "):
-        assert run.replay(policy="none", min_replica_tokens=2)["speedup"] == 1.0
+        facts = run.replay(policy="none", min_replica_tokens=2)
+    assert facts["speedup"] == 1.0
+    assert set(facts) == documented_keys("run.replay(...)")
 
 
 def test_a_model_is_loaded_changed_and_saved() -> None:

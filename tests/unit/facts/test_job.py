@@ -52,7 +52,7 @@ WRONG = [
      'or more of "attention", "experts", "ffn" or "shared")?'),
     (["model.heads=6"],
      "job.toml: model.kv_heads = 4 does not divide model.heads = 6: "
-     "choose a divisor of the number of heads"),
+     "use 1, 2, 3 or 6"),
     (["model.head_dim=31"],
      "job.toml: model.head_dim = 31 is odd: the rotary embedding pairs channels, "
      "give an even number"),
@@ -93,7 +93,7 @@ WRONG = [
      "job.toml: model.dense_layers = 4 leaves none of model.layers = 4 with experts: lower it"),
     ([DEEPSEEK, "model.expert_groups=3"],
      "job.toml: model.expert_groups = 3 does not divide model.experts = 16: "
-     "choose a divisor of the number of experts"),
+     "use 1, 2, 4, 8 or 16"),
     ([DEEPSEEK, "model.top_expert_groups=1", "model.top_k=5"],
      "job.toml: model.top_k = 5 is more than the 4 experts of model.top_expert_groups = 1 groups: "
      "raise model.top_expert_groups, or lower model.top_k"),
