@@ -409,7 +409,7 @@ def test_memory_is_compared_with_each_ranks_device(
         ("", "JOB.toml is missing"),
         ("job.toml", "--cluster is missing"),
         ("job.toml --cluster no.toml", "'no.toml' cannot be read (No such file"),
-        ("job.toml --cluster lonely.toml", "error: lonely.toml: no links lead fr"),
+        ("job.toml --cluster lonely.toml", "error: lonely.toml: no link joins the"),
         ("job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         ("CLUSTER --nproc 64", "error: cluster.toml: cluster"),
         ("CLUSTER --nproc 0", "'--nproc': Input should be greater than or equal to 1"),

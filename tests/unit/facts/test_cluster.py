@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import itertools
 import json
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moesaic.base import keys
 from moesaic.base.config import parse
@@ -18,10 +15,10 @@ from moesaic.facts.cluster import (
     Cluster,
     Curve,
     Grid,
-    Link,
     Place,
     device_at,
-    links_between,
+    inter_host_link,
+    intra_host_link,
     load_cluster,
     place_ranks,
     price_per_hour,
@@ -127,18 +124,18 @@ def test_impossible_requests_are_reported_in_one_sentence() -> None:
         [host("a", {**DEVICE, "count": 2}), host("b"), host("c", core(1), core(4))],
         [link("a", "b")],
     )
-    a0, a1, b, c = place_ranks(made, 4)
+    b = place_ranks(made, 3)[-1]
     for ask, sentence in (
         (lambda: place_ranks(made, 8),
          "cluster 'test' has places for 7 ranks, not for 8: use fewer ranks, or add hosts"),
         (lambda: place_ranks(made, 5),
          "the cores of host 'c' can be shared by 1 or 4 ranks, not by 2: add [[hosts.devices]] "
          "of kind cpu with count = 2, or use another number of ranks"),
-        (lambda: links_between(made, a0, a1),
+        (lambda: intra_host_link(made, "a"),
          "host 'a' has no link between its devices: give it link = { ... }, or add [[links]] with "
          'ends = ["a", "a"]'),
-        (lambda: links_between(made, b, c),
-         "no links lead from host 'b' to host 'c': add [[links]] with ends = [\"b\", \"c\"], or "
+        (lambda: inter_host_link(made, "b", "c"),
+         "no link joins the hosts 'b' and 'c': add [[links]] with ends = [\"b\", \"c\"], or "
          '["*", "*"] for a network of all hosts'),
         (lambda: device_at(made, b).matmul_speed("bf16"),
          "device 'G' has matmul speeds for fp32, not for bf16: add [[hosts.devices.matmul]] with "
@@ -185,7 +182,7 @@ def test_every_preset_is_a_complete_host(name: str) -> None:
     num_ranks = max(sum(d.count for d in alone.devices if d.kind != "cpu"), alone.devices[-1].count)
     places = place_ranks(made, num_ranks)
     assert len(places) == num_ranks == int(name.partition("-")[2] or 32)
-    assert len(links_between(made, places[0], places[-1])) == 1
+    assert intra_host_link(made, name)
     assert all(0 < speed.flops < 1e16 for device in alone.devices for speed in device.matmul)
 
 
@@ -224,11 +221,9 @@ def test_file_link_overrides_host_link() -> None:
     hosts = [{"preset": "a100-8", "name": "a", "link": {"bandwidth": 7}},
              {"preset": "a100-8", "name": "b"}]  # fmt: skip
     made = cluster(hosts, [link("b", "b", 5)])
-    places = place_ranks(made, 16)
-    (one_link,) = links_between(made, places[0], places[1])
-    assert (one_link.kind, one_link.bandwidth) == ("nvlink", 7)
-    (one_link,) = links_between(made, places[8], places[9])
-    assert (one_link.kind, one_link.bandwidth) == ("ethernet", 5)
+    for name, expected in (("a", ("nvlink", 7)), ("b", ("ethernet", 5))):
+        found = intra_host_link(made, name)
+        assert (found.kind, found.bandwidth) == expected
 
 
 def test_a_thousand_hosts_are_fast() -> None:
@@ -237,7 +232,7 @@ def test_a_thousand_hosts_are_fast() -> None:
     assert again == many
     places = place_ranks(many, 8000)
     assert places[-1] == Place("a-999", 0, 7)
-    assert len(links_between(many, places[0], places[-1])) == 1
+    assert inter_host_link(many, "a-0", "a-999") == many.links[0]
 
 
 def test_every_key_is_documented() -> None:
@@ -277,61 +272,6 @@ def test_price_counts_devices_and_their_hosts() -> None:
     assert prices == [0, 13, 16, 16.5]
 
 
-@st.composite
-def networks(draw: st.DrawFn) -> Cluster:
-    names = ["a-0", "a-1", "b-0", "b-1", "c"]
-    ends = st.sampled_from([*names, "a-*", "b-*", "*"])
-    widths = st.integers(1, 4)
-    links = draw(st.lists(st.builds(link, ends, ends, widths), max_size=7))
-    return cluster([host(name) for name in names], links)
-
-
-def joined(one_link: Link, one: str, other: str) -> bool:
-    """Return True if a link connects two hosts, by the definition of its ends."""
-
-    def stands_for(end: str, name: str) -> bool:
-        return name.startswith(end[:-1]) if end.endswith("*") else name == end
-
-    first, second = one_link.ends
-    return any(
-        stands_for(first, here) and stands_for(second, there)
-        for here, there in ((one, other), (other, one))
-    )
-
-
-def best(made: Cluster, start: str, end: str) -> tuple[int, float] | None:
-    """Return length and width of the best route, by trying every order of hosts."""
-    between = [name for name in made.by_name if name not in (start, end)]
-    found = []
-    for length in range(len(between) + 1):
-        for middle in itertools.permutations(between, length):
-            widths = [
-                max((w.bandwidth for w in made.links if joined(w, *leg)), default=0.0)
-                for leg in itertools.pairwise((start, *middle, end))
-            ]
-            if min(widths) > 0:
-                found.append((length + 1, -min(widths)))
-    hops, width = min(found, default=(0, 0.0))
-    return (hops, -width) if hops else None
-
-
-@settings(deadline=None)
-@given(networks())
-def test_route_is_optimal(made: Cluster) -> None:
-    for a, b in itertools.permutations(place_ranks(made, 5), 2):
-        expected = best(made, a.host, b.host)
-        if expected is None:
-            with pytest.raises(ConfigError, match="no links lead"):
-                links_between(made, a, b)
-            continue
-        found = links_between(made, a, b)
-        assert (len(found), min(one_link.bandwidth for one_link in found)) == expected
-        here = {a.host}
-        for one_link in found:  # It can be walked, too.
-            here = {there for one in here for there in made.by_name if joined(one_link, one, there)}
-        assert b.host in here
-
-
 @pytest.mark.parametrize(
     ("end", "matched"),
     [("a*", ["ab", "axbxb"]), ("*b*b", ["axbxb"]), ("*", ["ab", "axbxb", "cc"]), ("c*c", ["cc"])],
@@ -355,9 +295,8 @@ def test_widest_link_is_used() -> None:
         [link("a", "a", 1), link("a", "a", 3), link("a", "a", 2), link("a", "b", 1),
          link("b", "a", 2)],
     )  # fmt: skip
-    a0, a1, b = place_ranks(made, 3)
-    assert links_between(made, a0, a1) == [made.links[1]]
-    assert links_between(made, a0, b) == links_between(made, b, a1) == [made.links[4]]
+    assert intra_host_link(made, "a") == made.links[1]
+    assert inter_host_link(made, "a", "b") == inter_host_link(made, "b", "a") == made.links[4]
 
 
 HANDWRITTEN = """# Our machine.

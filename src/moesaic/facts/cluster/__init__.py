@@ -15,15 +15,13 @@ from moesaic.facts.cluster.cluster import (
 from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
 from moesaic.facts.cluster.file import load_cluster, parse_cluster, replace_calibration
 from moesaic.facts.cluster.places import (
-    Hop,
     Place,
     device_at,
     device_models,
+    inter_host_link,
     intra_host_link,
-    links_between,
     place_ranks,
     price_per_hour,
-    route,
     unit_warnings,
 )
 
@@ -37,7 +35,6 @@ __all__ = [
     "Disk",
     "ElementwiseKernel",
     "Grid",
-    "Hop",
     "Host",
     "Link",
     "LinkProperties",
@@ -45,13 +42,12 @@ __all__ = [
     "Place",
     "device_at",
     "device_models",
+    "inter_host_link",
     "intra_host_link",
-    "links_between",
     "load_cluster",
     "parse_cluster",
     "place_ranks",
     "price_per_hour",
     "replace_calibration",
-    "route",
     "unit_warnings",
 ]

@@ -53,8 +53,8 @@ class ClusterFile(Section):
     hosts: list[HostEntry] = Field(min_length=1)
     """Hosts of the cluster."""
     links: list[Link] = Field(default_factory=list)
-    """Links inside and between hosts. Traffic between two hosts takes the route with the fewest
-    links, and of those the widest."""
+    """Links inside and between hosts. Traffic between two hosts takes the widest link that joins
+    them."""
     calibration: Calibration | None = None
     """Corrections of predicted times from measured runs, written by `moesaic calibrate`; unset:
     none."""
