@@ -78,23 +78,8 @@ GOOD: dict[str, Any] = {"gears": 1, "wheel": {"radius": 0.3}}
             "unknown key 'zzz': the keys at the top are "
             "gears, wheel, colour, brake, bell, tags, span, notes, lock",
         ),
-        (
-            {"wheel": {"radius": 1, "form": "x"}},
-            "unknown key 'wheel.form': did you mean 'wheel.from'?",
-        ),
-        ({"wheel": {"radius": 1, "bell": True}}, "unknown key 'wheel.bell': did you mean 'bell'?"),
-        ({"radiuss": 1}, "unknown key 'radiuss': did you mean 'wheel.radius'?"),
-        (
-            {"wheel": {"radius": 1, "zzz": 3}},
-            "unknown key 'wheel.zzz': 'wheel' has the keys preset, from, radius, spokes",
-        ),
         ({"gears": "3"}, 'gears = "3": give an integer from 1'),
         ({"gears": True}, "gears = true: give an integer from 1"),
-        ({"gears": {"a": 3}}, "gears = { a = 3 }: give an integer from 1"),
-        (
-            {"gears": parse_toml("x = 2020-01-02", "")["x"]},
-            "gears = 2020-01-02: give an integer from 1",
-        ),
         ({"wheel": 3}, "wheel = 3: give a table with keys preset, from, radius, spokes"),
         ({"wheel": {"radius": float("inf")}}, "wheel.radius = inf: give a number above 0"),
         ({"wheel": {}}, "wheel.radius is missing: give a number above 0 (hub to rim)"),
@@ -334,27 +319,11 @@ def test_lists_of_tables_round_trip() -> None:
     assert parse(Luggage, parse_toml(empty.to_toml(), "l"), "l") == empty
 
 
-@given(st.lists(st.lists(st.floats(min_value=1e-9, max_value=5), min_size=1, max_size=3)))
-def test_any_lists_of_tables_round_trip(litres: list[list[float]]) -> None:
-    pockets = [[Pocket(litres=one) for one in inside] for inside in litres]
-    luggage = Luggage(owner="[me]", bags=[Bag(name="x", pockets=inside) for inside in pockets])
-    assert parse(Luggage, parse_toml(luggage.to_toml(), "l"), "l") == luggage
-
-
 @pytest.mark.parametrize(
     ("bags", "sentence"),
     [
         (3, "bags = 3: give a list of tables with keys preset, from, name, pockets, wheel"),
-        (
-            ["a"],
-            'bags[0] = "a": bags takes a list of tables with keys preset, from, name, pockets, '
-            "wheel",
-        ),
         ([{"pockets": POCKETS}], "bags[0].name is missing: give a string (its name)"),
-        (
-            [{"name": "a", "pockets": []}],
-            "bags[0].pockets = []: give a list of one or more tables with keys zip, litres",
-        ),
         (
             [{"name": "a", "pockets": [*POCKETS, {"litres": 0}]}],
             "bags[0].pockets[2].litres = 0: give a number above 0",
@@ -363,7 +332,6 @@ def test_any_lists_of_tables_round_trip(litres: list[list[float]]) -> None:
             [{"name": "a", "pockets": [*POCKETS, {"litres": 9}]}],
             "bags[0].pockets[2]: litres = 9.0 with a zip: give at most 5",
         ),
-        ([{"nam": "a", "pockets": POCKETS}], "unknown key 'bags[0].nam': did you mean 'bags.name'"),
         (
             [{"name": "a", "pockets": [{"litres": 1, "zzz": 2}]}],
             "unknown key 'bags[0].pockets[0].zzz': 'bags.pockets' has the keys zip, litres",
@@ -374,9 +342,3 @@ def test_mistake_in_a_list_of_tables_names_the_index(bags: Any, sentence: str) -
     with pytest.raises(ConfigError) as caught:
         parse(Luggage, {"owner": "me", "bags": bags}, "l.toml")
     assert str(caught.value).startswith(f"l.toml: {sentence}")
-
-
-def test_error_names_the_set_item_of_a_list_of_tables() -> None:
-    item = 'bags=[{name="a", pockets=[{litres=0}]}]'
-    with pytest.raises(ConfigError, match=r"^--set bags=.*: bags\[0\]\.pockets\[0\]\.litres = 0"):
-        parse(Luggage, apply_sets({"owner": "me"}, [item]), "l.toml", [item])

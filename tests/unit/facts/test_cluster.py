@@ -55,15 +55,12 @@ LINKED = [link("a", "b"), link("a", "a", 5e9)]
 RATES = dict.fromkeys(("read", "write", "random_read", "random_write", "mixed"), 1000000000.0)
 WRONG: list[tuple[list[Any], list[Any], str]] = [
     ([], [], "hosts = []: give a list of one or more tables with keys preset, name, "),
-    ([3], [], "hosts[0] = 3: hosts takes a list of one or more tables with keys preset, name, "),
     ([host("a"), host("b"), host("a")], [],
      'two hosts are named "a": give each its own name'),
     ([host("a"), host("a-1"), host("a", replicas=2)], [],
      'two hosts are named "a-1": give each its own name'),
     ([{"name": "a", "memory_bytes": 1}], [],
      "hosts[0].devices is missing: give a list of one or more tables "),
-    ([{"name": "a", "devices": [DEVICE]}], [],
-     "hosts[0].memory_bytes is missing: give a number above 0 (main memory, in bytes)"),
     ([host("a"), host("b", {**DEVICE, "kidn": "gpu"})], [],
      "unknown key 'hosts[1].devices[0].kidn': did you mean 'hosts.devices.kind'?"),
     ([host("a", {**DEVICE, "kind": "gpus"})], [],
@@ -82,31 +79,20 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
      "hosts[0].devices[0]: elementwise has two curves for norm: keep one"),
     ([host("a")], [{**link("a", "a"), "collectives": [SUM, {**SUM, "ranks": 3}, SUM]}],
      "links[0]: collectives has two curves for all_reduce of 2 ranks: keep one"),
-    ([host("a", {**DEVICE, "count": 10**8})], [],
-     "hosts[0].devices[0].count = 100000000: give an integer from 1 and up to "
-     "65536"),
     ([host("a", {**DEVICE, "memory_times": {"bytes": [2, 1], "seconds": [1, 2]}})], [],
      "hosts[0].devices[0].memory_times: bytes = [2.0, 1.0] does not rise from above 0: sort it"),
-    ([host("a", {**DEVICE, "memory_times": {"bytes": [1, 2], "seconds": [1]}})], [],
-     "hosts[0].devices[0].memory_times: seconds holds 1 times for 2 points: give one for each"),
     ([host("a"), host("b")], [*LINKED, link("a", "b", 0)],
      "links[2].bandwidth = 0: give a number above 0"),
     ([host("alpha"), host("beta")], [link("alpha", "bata")],
      'links[0].ends = ["alpha", "bata"]: no host has the name "bata": '
      'did you mean "beta" (it takes one of ["alpha", "beta"])?'),
-    ([host("a")], [{**link("a", "a"), "ends": ["a"]}],
-     'links[0].ends = ["a"]: give a list of 2 strings'),
     ([host("a"), {"preset": "h100_8"}], [],
      'hosts[1].preset = "h100_8" is not known: did you mean "h100-8" (it takes "v100-8", "a100-8", '
      '"h100-8", "h200-8", "ascend910-8", "kunlun1-8" or "cpu")?'),
     ([{"preset": "h100-8", "devices": {"cuont": 4}}], [],
      "unknown key 'hosts[0].devices[0].cuont': did you mean 'hosts.devices.count'?"),
-    ([{"preset": "h100-8", "link": {"bandwidth": -1}}], [],
-     "hosts[0].link.bandwidth = -1: give a number above 0"),
     ([{"preset": "cpu", "devices": {"count": 4}}], [],
      "hosts[0]: two devices of kind cpu have count = 4: keep one"),
-    ([host("a", replicas=0)], [],
-     "hosts[0].replicas = 0: give an integer from 1 and up to 65536"),
 ]  # fmt: skip
 
 
@@ -189,17 +175,6 @@ def test_every_preset_is_a_complete_host(name: str) -> None:
 def test_presets_have_names_and_sources() -> None:
     assert set(get_args(Preset)) == set(PRESETS) == set(SOURCES)
     assert all(len(source) > 30 for source in SOURCES.values())
-
-
-def test_cpu_shares_add_up() -> None:
-    (alone,) = cluster([{"preset": "cpu"}]).hosts
-    whole = alone.devices[0]
-    assert [device.count for device in alone.devices] == [1, 2, 4, 8, 16, 32]
-    for device in alone.devices:
-        assert device.count * device.threads == 32
-        assert device.count * device.memory_bytes == whole.memory_bytes
-        assert device.count * device.memory_bandwidth == whole.memory_bandwidth
-        assert device.count * device.matmul_speed("fp32").flops == whole.matmul_speed("fp32").flops
 
 
 def test_file_overrides_preset() -> None:

@@ -42,10 +42,6 @@ WRONG = [
      'job.toml: model.preset = "tiny-olmo" is not known: did you mean "tiny-olmoe" (it takes '
      '"tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", '
      '"mixtral-8x7b", "qwen3-30b-a3b" or "deepseek-v3")?'),
-    (["model.preset=[1]"],
-     'job.toml: model.preset = [1] is not known: give "tiny-dense", "tiny-mixtral", "tiny-olmoe", '
-     '"tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-30b-a3b" or '
-     '"deepseek-v3"'),
     (['finetune.targets=["expert"]'],
      '--set finetune.targets=["expert"]: '
      'finetune.targets[0] = "expert" is not known: did you mean "experts" (it takes a list of one '
@@ -135,9 +131,6 @@ WRONG = [
     (["data.validation_path=v.txt", "data.validation_share=0.1"],
      'job.toml: data.validation_path = "v.txt" and data.validation_share = 0.1 exclude each other: '
      "remove one"),
-    (["layout.dp_shard=0"],
-     "--set layout.dp_shard=0: layout.dp_shard = 0: give an integer from 1 or "
-     '"all"'),
     (["seed=-1"],
      "--set seed=-1: seed = -1: "
      "give an integer from 0 and below 2^63"),

@@ -73,28 +73,6 @@ def test_layout_is_resolved() -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks", "sentence"),
     [
-        (LayoutConfig(ep=4), 2, "ep = 4 does not divide 2 ranks: use 1 or 2, or another number "),
-        (LayoutConfig(pp=2), 1, "pp = 2 does not divide 1 rank: use 1, or another number of ranks"),
-        (LayoutConfig(pp=2, tp=2), 2, "tp = 2 does not divide 1 rank of a stage: use 1, or"),
-        (LayoutConfig(dp_shard=3), 4, "dp_shard = 3 does not divide 4 ranks: use 1, 2 or 4, or"),
-        (LayoutConfig(ep=32), 32, "ep = 32 does not divide experts = 16: use 1, 2, 4, 8 or 16"),
-        (LayoutConfig(tp=2, embedding="columns"), 4, 'embedding = "columns" with tp = 2, which'),
-        (
-            LayoutConfig(ep=2, dispatch="dedup", dispatch_hosts=3), 2,
-            "dispatch_hosts = 3 does not divide ep = 2",
-        ),
-        (LayoutConfig(), 1 << 32, "ranks = 4294967296: give an integer from 1"),
-    ],
-)  # fmt: skip
-def test_impossible_layout_is_rejected(layout: LayoutConfig, ranks: int, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_from_layout(layout, MODEL, ranks)
-    assert str(caught.value).startswith(f"layout: {sentence}")
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks", "sentence"),
-    [
         (
             {"tp": 3}, 4,
             "layout.tp = 3 does not divide 4 ranks: use 1, 2 or 4, or another number of ranks "
@@ -302,6 +280,8 @@ def predictions(**change: Any) -> dict[str, Any]:
         ({"etp": 2}, "etp = 2 does not divide tp = 1, whose ranks split the experts"),
         ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide 4 ranks: use 1, 2 or 4"),
         ({"experts": 5}, "ep = 2 does not divide experts = 5: use 1 or 5"),
+        ({"tp": 2, "embedding": "columns"}, 'embedding = "columns" with tp = 2, which already'),
+        ({"dispatch_hosts": 3}, "dispatch_hosts = 3 does not divide ep = 2, and every host has"),
         ({"ep": 1, "chunks": 2}, "chunks = 2 and overlap_local = false with ep = 1, where all"),
         ({"expert_placement": [[0, 1]]}, "expert_placement has expert 2 0 times: place every"),
         ({"expert_placement": [[0, 1], [1, 2]]}, "expert_placement has expert 1 2 times: place"),
@@ -311,10 +291,6 @@ def predictions(**change: Any) -> dict[str, Any]:
         (
             {"expert_placement": [["0"], [1]]},
             'expert_placement[0][0] = "0": expert_placement takes a',
-        ),
-        (
-            predictions(used_bytes_by_kind={"peak": 1.5}),
-            "predictions.used_bytes_by_kind.peak = 1.5: predictions.used_bytes_by_kind takes a",
         ),
         (
             predictions(phases_s={"": 1.0}),
@@ -332,21 +308,11 @@ def predictions(**change: Any) -> dict[str, Any]:
         ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages where pp = 1: spread the names"),
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
-        ({"rank": 2}, "unknown key 'rank': did you mean 'ranks'?"),
         ({"homes": [[0, 1], [2, 3]]}, "unknown key 'homes': the keys at the top are ranks,"),
         ({"ranks": 1 << 60}, "ranks = 1152921504606846976: give an integer from 1"),
-        ({"experts": 10**11}, "experts = 100000000000: give an integer from 0"),
-        (
-            {"ranks": 10**9, "ep": 10**9, "experts": 0},
-            "ranks = 1000000000: give an integer from 1 and up to 1048576",
-        ),
         (
             predictions(phases_s={"forward": -1}),
             "predictions.phases_s.forward = -1: predictions.phases_s takes a table of values",
-        ),
-        (
-            predictions(timeline=[{"rank": 0, "phases": []}]),
-            "predictions.timeline[0].phases = []: give a list of one or more tables",
         ),
         (
             predictions(timeline=[{"rank": 0, "phases": [{**PHASE, "waiting_s": -1.0}]}]),
@@ -450,14 +416,6 @@ def test_expert_placement_is_obeyed() -> None:
             "stages[1] is empty: give it a block, or lower pp",
         ),
         ({"tp": 2}, "tp = 2 does not divide model.vocab = 61, which these ranks split: use 1"),
-        (
-            {"pp": 2, "stages": [["embed", "layers.0"], ["layers.1", "head"]]},
-            "train.micro_batches = 1 is fewer than pp = 2, but schedule",
-        ),
-        (
-            {"pp": 2, "schedule": "zero-bubble", "recompute": True},
-            'recompute = true with schedule = "zero-bubble"',
-        ),
         *(
             (
                 {"expert_placement_by_layer": {layer: [[0, 1, 2, 3], [4, 5, 6, 7]]}},
