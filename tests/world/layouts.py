@@ -17,15 +17,19 @@ from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
+from moesaic.train.trainer import train
 
 Array = npt.NDArray[Any]
 
@@ -319,3 +323,25 @@ def worst_tensor(a: dict[str, Array], b: dict[str, Array]) -> float:
     """Return the largest norm(a - b) / norm(b) over all tensors."""
     assert a.keys() == b.keys()
     return max(float(np.linalg.norm(a[k] - b[k]) / max(np.linalg.norm(b[k]), 1e-30)) for k in a)
+
+
+def train_text(
+    world: World, text: str, out: str, resume: str | None, changes: dict[str, dict[str, Any]],
+    plan: Plan | None = None,
+) -> tuple[list[float], list[str]]:  # fmt: skip
+    """Train on one rank over the file `text`; return its losses and messages.
+
+    `changes` are keys of the job's tables.
+    """
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"vocab": 260},
+        "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache")},
+        "train": {"steps": 4, "batch": 8, "micro_batches": 2, "precision": "fp64"},
+        "checkpoint": {"every": 2}, "log": {"tensorboard": False},
+    }  # fmt: skip
+    for table, keys in changes.items():
+        tables[table] = {**tables.get(table, {}), **keys}
+    watch = RecordingProgress()
+    job = LoadedJob(tiny_job(**tables), "", [], plan)
+    train(job, Path(out), resume, world, watch, LanguageModelKind())
+    return [figures["loss"] for figures in watch.figures], watch.messages

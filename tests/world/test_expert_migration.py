@@ -16,6 +16,7 @@ from layouts import (
     put_together,
     reference,
     sparing,
+    train_text,
     worst_element,
 )  # fmt: skip
 
@@ -27,14 +28,10 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes
 from moesaic.policy.balance.balancer import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values, read_checkpoint
 from moesaic.train import expert_migration
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
 
 STEPS = 5
 FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
@@ -181,20 +178,13 @@ def run_job(
     changes: dict[str, Any], plan: dict[str, Any] | None = None,
 ) -> tuple[list[float], list[str]]:  # fmt: skip
     """Train on one rank; return its losses and messages."""
-    tables: dict[str, Any] = {
-        "model": {"vocab": 260}, "layout": layout,
-        "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache")},
-        "train": {"steps": 6, "batch": 8, "micro_batches": 2, "precision": "fp32"},
-        "checkpoint": {"every": 2, "keep": 9}, "log": {"tensorboard": False},
+    own: dict[str, Any] = {
+        "train": {"steps": 6, "precision": "fp32"}, "checkpoint": {"keep": 9},
         "balance": {"policy": "none", "migrate_every": 3, "prices": FREE},
     }  # fmt: skip
-    for table, keys in changes.items():
-        tables[table] = {**tables.get(table, {}), **keys}
-    watch = RecordingProgress()
+    more = {table: {**keys, **changes.get(table, {})} for table, keys in own.items()}
     given = None if plan is None else Plan.model_validate(plan)
-    loaded = LoadedJob(tiny_job(**tables), "", [], given)
-    train(loaded, Path(out), resume, world, watch, LanguageModelKind())
-    return [figures["loss"] for figures in watch.figures], watch.messages
+    return train_text(world, text, out, resume, {"layout": layout, **changes, **more}, given)
 
 
 def at(out: Path, step: int) -> Path:

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import SIGMOID, Outcome, assert_same, outcome, sparing, worst_element
+from layouts import (
+    SIGMOID,
+    Outcome,
+    assert_same,
+    outcome,
+    sparing,
+    train_text,
+    worst_element,
+)
 
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
@@ -20,13 +28,9 @@ from moesaic.facts.workload import Parameter, memory, parameters
 from moesaic.facts.workload.parameters import adapters, trainable_parameters
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
 
 LORA = {"method": "lora", "rank": 3, "alpha": 6.0}
 EVERY = ["attention", "experts", "ffn", "shared"]
@@ -175,18 +179,8 @@ def run_job(
     world: World, out: str, layout: dict[str, Any], resume: str | None, changes: dict[str, Any]
 ) -> tuple[list[float], list[str]]:
     """One rank of a run over the text beside `out`; losses, and what was said."""
-    text = Path(out).parent / "text.txt"
-    job = tiny_job(
-        **{
-            "model": {"vocab": 260}, "layout": layout, "finetune": LORA,
-            "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
-            "train": {"steps": 4, "batch": 8, "micro_batches": 2, "precision": "fp64"},
-            "checkpoint": {"every": 2}, "log": {"tensorboard": False}, **changes,
-        }
-    )  # fmt: skip
-    watch = RecordingProgress()
-    train(LoadedJob(job, "", []), Path(out), resume, world, watch, LanguageModelKind())
-    return [figures["loss"] for figures in watch.figures], watch.messages
+    text = str(Path(out).parent / "text.txt")
+    return train_text(world, text, out, resume, {"layout": layout, "finetune": LORA, **changes})
 
 
 def read_state(path: Path) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import ASKING, SIGMOID, sparing, worst_element
+from layouts import ASKING, SIGMOID, sparing, train_text, worst_element
 from table import FAMILIES, SMALL
 
 from moesaic.base.errors import UserError
@@ -19,13 +19,8 @@ from moesaic.dist.world import World
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.hf.origin import open_origin
 from moesaic.serve.loading import load_model
-from moesaic.testing.jobs import tiny_job
-from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
 from moesaic.testing.states import read_checkpoint
-from moesaic.train.job_file import LoadedJob
-from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
 
 LAYOUTS = {
     "one": (1, {}),
@@ -45,20 +40,8 @@ def run_job(
     changes: dict[str, Any],
 ) -> list[float]:  # fmt: skip
     """Train on one rank; return its losses."""
-    tables = {
-        "model": {"vocab": 260},
-        "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache"),
-                 "validation_share": 0.1},
-        "train": {"steps": 4, "batch": 8, "micro_batches": 2, "precision": "fp64"},
-        "checkpoint": {"every": 2}, "log": {"tensorboard": False}, "layout": layout,
-    }  # fmt: skip
-    for table, keys in changes.items():
-        tables[table] = {**tables.get(table, {}), **keys}
-    watch = RecordingProgress()
-    train(
-        LoadedJob(tiny_job(**tables), "", []), Path(out), resume, world, watch, LanguageModelKind()
-    )
-    return [figures["loss"] for figures in watch.figures]
+    data = {"data": {"validation_share": 0.1, **changes.get("data", {})}}
+    return train_text(world, text, out, resume, {"layout": layout, **changes, **data})[0]
 
 
 def middle(out: Path) -> str:

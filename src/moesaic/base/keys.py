@@ -66,11 +66,8 @@ def _fill_descriptions(section: type[BaseModel]) -> None:
 
 @cache
 def _docstrings_of(module: str) -> dict[str, str]:
-    """Return a module's field docstrings by `Class.field`; empty if there is no source."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # Only bytecode is installed.
-        return {}
+    """Return a module's field docstrings by `Class.field`."""
+    source = inspect.getsource(sys.modules[module])
     return dict(_field_docstrings(ast.parse(source).body, ""))
 
 

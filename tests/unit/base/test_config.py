@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section, apply_sets, parse, parse_toml, read_toml
 from moesaic.base.errors import ConfigError
 
@@ -19,7 +20,8 @@ class Choice(Section):
     preset: str | None = None
     """A name."""
     from_: str | None = Field(default=None, alias="from")
-    """A directory."""
+    """A directory
+    of files."""
 
 
 class Wheel(Section):
@@ -108,31 +110,6 @@ def test_mistake_is_reported_in_one_sentence(changes: dict[str, Any], sentence: 
     assert str(caught.value) == f"bike.toml: {sentence}"
 
 
-class Tyre(Section):
-    """A tyre."""
-
-    maker: str
-    """Maker."""
-    sizes: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
-    """Sizes."""
-    profile: Literal["auto"] | Literal["slick", "wide"] | None = None
-    """Profile."""
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"maker": ""}, 'maker = "": give a non-empty string'),
-        ({"sizes": []}, "sizes = []: give a list of one or more integers from 1"),
-        ({"profile": "x"}, 'profile = "x" is not known: give "auto", "slick" or "wide"'),
-    ],
-)
-def test_remedy_names_the_constraint(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(Tyre, {"maker": "A", "sizes": [1], **changes}, "tyre.toml")
-    assert str(caught.value) == f"tyre.toml: {sentence}"
-
-
 def test_missing_keys_are_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, {"gaers": 1, "bell": 3}, "b")
@@ -168,10 +145,7 @@ def test_error_names_the_set_item() -> None:
         ('name="quoted"', "name", "quoted"),
         ("name=", "name", ""),
         ("name=a=b", "name", "a=b"),
-        ("list=[1, 2]", "list", [1, 2]),
-        ("rate=1e-3", "rate", 1e-3),
         ("two=1\nthree=4", "two", "1\nthree=4"),
-        ("path=/tmp/x.txt", "path", "/tmp/x.txt"),
     ],
 )
 def test_set_value_is_toml_or_a_string(item: str, key: str, value: Any) -> None:
@@ -215,13 +189,6 @@ def test_unusable_file_is_explained(tmp_path: Path) -> None:
         ConfigError, match=r"invalid value \(at line 1, column 5\) \(text needs quotes\)"
     ):
         read_toml(bad)
-
-
-def test_json_has_every_default_and_round_trips() -> None:
-    bicycle = parse(Bicycle, {**GOOD, "notes": {"a": [1, None]}}, "b")
-    raw = json.loads(bicycle.to_json())
-    assert raw["wheel"] == {"radius": 0.3, "spokes": 24}
-    assert parse(Bicycle, raw, "b.json") == bicycle
 
 
 def test_toml_round_trips() -> None:
@@ -324,6 +291,8 @@ def test_lists_of_tables_round_trip() -> None:
     [
         (3, "bags = 3: give a list of tables with keys preset, from, name, pockets, wheel"),
         ([{"pockets": POCKETS}], "bags[0].name is missing: give a string (its name)"),
+        ([{"name": "", "pockets": POCKETS}], 'bags[0].name = "": give a non-empty string'),
+        ([{"name": "a", "pockets": []}], "bags[0].pockets = []: give a list of one or more tables"),
         (
             [{"name": "a", "pockets": [*POCKETS, {"litres": 0}]}],
             "bags[0].pockets[2].litres = 0: give a number above 0",
@@ -342,3 +311,40 @@ def test_mistake_in_a_list_of_tables_names_the_index(bags: Any, sentence: str) -
     with pytest.raises(ConfigError) as caught:
         parse(Luggage, {"owner": "me", "bags": bags}, "l.toml")
     assert str(caught.value).startswith(f"l.toml: {sentence}")
+
+
+# Descriptions of keys.
+
+
+def test_all_keys_are_listed() -> None:
+    assert list(keys.walk(Bicycle))[:6] == [
+        ("gears", "an integer from 1", "required", "How many gears. Fewer is lighter."),
+        ("wheel", "table", "", "Both wheels."),
+        ("wheel.preset", "a string", "unset", "A name."),
+        ("wheel.from", "a string", "unset", "A directory of files."),
+        ("wheel.radius", "a number above 0", "required", "Hub to rim. In metres."),
+        ("wheel.spokes", "an integer from 3 and up to 96", "24", "How many."),
+    ]
+    assert [(entry.path, entry.kind) for entry in keys.walk(Luggage)][:2] == [
+        ("bags", "list of tables"), ("bags.preset", "a string"),
+    ]  # fmt: skip
+    expected = "bags: list of tables\n  The bags. All of them.\n  .preset: "
+    assert keys.explain(Luggage, "bags").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("owners", "unknown key 'owners': did you mean 'owner'?"),
+        ("bags.nam", "unknown key 'bags.nam': did you mean 'bags.name'?"),
+        ("litres", "unknown key 'litres': did you mean 'bags.pockets.litres'?"),
+        ("bag.litres", "unknown key 'bag.litres': did you mean 'bags.pockets.litres'?"),
+        ("bags.pockets.x", "unknown key 'bags.pockets.x': 'bags.pockets' has the keys zip, litres"),
+        ("owner.x", "unknown key 'owner.x': there are no keys"),
+        ("", "unknown key '\"\"': the keys at the top are bags, owner"),
+    ],
+)
+def test_unknown_key_is_explained(key: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        keys.explain(Luggage, key)
+    assert str(caught.value) == sentence

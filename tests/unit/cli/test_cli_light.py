@@ -113,21 +113,6 @@ def test_closed_streams_change_no_status(line: str, closed: str, status: int) ->
     assert subprocess.run(["sh", "-c", command], check=False).returncode == status
 
 
-def test_without_source_only_descriptions_are_missing(place: Path) -> None:
-    """Only bytecode may be installed."""
-    program = (
-        "import inspect\n"
-        "def fail(thing): raise OSError('could not get source code')\n"
-        "inspect.getsource = fail\n"
-        "from moesaic.cli.main import main\n"
-        "assert main(['train', '--explain', 'train.steps']) == 0\n"
-        "assert main(['train', 'job.toml', '--set', 'train.stepz=3']) == 2\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert done.stdout.decode().startswith("train.steps: an integer from 1")
-    assert "did you mean 'train.steps'?" in done.stderr.decode()
-
-
 def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
     text = run("--help", capfd)
     for verb in VERBS:
@@ -206,16 +191,6 @@ def test_a_dry_run_of_a_pipeline_shows_its_fullest_rank(
     assert facts["plan"]["stages"] == [
         ["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"],
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_dry_run_warns_of_columns_on_one_rank(
-    ranks: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    sets = ["--set", 'layout.embedding="columns"', "--set", f"layout.ep={ranks}"]
-    assert main(["train", "job.toml", "--dry-run", "--nproc", str(ranks), *sets]) == 0
-    warning = "layout.embedding has no effect: each stage has one rank"
-    assert (warning in capfd.readouterr().err) == (ranks == 1)
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(

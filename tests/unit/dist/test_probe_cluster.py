@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 
 import pytest
 
-from moesaic.base.config import parse
 from moesaic.dist.probe.cluster import ClusterBuilder, RankHardware
 from moesaic.dist.probe.compute import (  # fmt: skip
     ATTENTION_KINDS,
@@ -183,11 +181,6 @@ def test_collectives_over_all_hosts_belong_to_the_slowest_link() -> None:
     assert [("".join(link.ends), len(link.collectives)) for link in links] == [
         ("ab", 1), ("ac", 1), ("bc", 1 + len(COLLECTIVES)),
     ]  # fmt: skip
-
-
-def test_cluster_round_trips_through_toml() -> None:
-    cluster = make_cluster()
-    assert parse(Cluster, tomllib.loads(cluster.to_toml()), "file") == cluster
 
 
 def test_an_unsteady_machine_causes_a_warning() -> None:

@@ -9,7 +9,8 @@ import pytest
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset, Prices
+from moesaic.facts.cluster.file import ClusterFile
+from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset
 from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.job.job import _available_targets, fill_preset
 from moesaic.facts.job.model import PRESETS
@@ -149,15 +150,6 @@ def test_impossible_job_is_reported_in_one_sentence(sets: list[str], sentence: s
     assert message == sentence
 
 
-def test_error_between_keys_names_file_and_set_items() -> None:
-    with pytest.raises(ConfigError) as caught:
-        job("data.validation_path=v.txt", "train.steps=3", "data.validation_share=0.1")
-    assert str(caught.value).startswith(
-        "job.toml with --set data.validation_path=v.txt and --set data.validation_share=0.1: "
-        'data.validation_path = "v.txt" and data.validation_share = 0.1 exclude each other'
-    )
-
-
 @pytest.mark.parametrize(
     "sets",
     [
@@ -277,26 +269,10 @@ def test_ineffective_balance_settings_are_reported(sets: list[str], sentences: l
     ]
 
 
-def test_prices_description() -> None:
-    prices = Prices(
-        expert_tokens_per_s=1e4, bytes_per_s=1e9, latency_s=1e-4, weight_read_s=2e-3, overlaps=True,
-        cpu_s_per_byte=5e-10,
-    )  # fmt: skip
-    assert prices.describe() == (
-        "experts 10,000 tokens/s plus 2 ms to read weights, exchanges 1 GB/s with 0.1 ms latency, "
-        "0.5 ns of CPU per replica byte, replicas overlapped with compute"
-    )
-    least = {"weight_read_s": 0.0, "cpu_s_per_byte": 0.0, "overlaps": False}
-    assert prices.model_copy(update=least).describe() == (
-        "experts 10,000 tokens/s, exchanges 1 GB/s with 0.1 ms latency, replicas copied by the "
-        "ranks"
-    )
-
-
 def test_every_key_is_documented() -> None:
-    for key in keys.walk(Job):
-        assert len(key.meaning) > 10, key
-        assert key.meaning.endswith("."), key
+    for key in (*keys.walk(Job), *keys.walk(ClusterFile)):
+        assert len(key.meaning) > 5, key
+        assert key.meaning.endswith((".", "...")), key
     assert {"model.preset", "model.from"} < {key.path for key in keys.walk(Job)}
     assert "source" not in {key.path for key in keys.walk(Job)}
 

@@ -342,20 +342,6 @@ def test_missing_or_broken_file_is_rejected(text: str, words: str, tmp_path: Pat
         load_plan(tmp_path / "plan.json")
 
 
-def test_duplicate_json_key_is_rejected(tmp_path: Path) -> None:
-    """JSON would use the last one, although the first may have been edited."""
-    place = tmp_path / "plan.json"
-    place.write_text('{"ranks": 4, "ep": 2, "dp_shard": 1, "ep": 4, "experts": 4}')
-    with pytest.raises(ConfigError, match="has the key 'ep' twice in one object: remove one"):
-        load_plan(place)
-
-
-def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
-    place = tmp_path / "plan.json"
-    place.write_text(json.dumps(RAW), encoding="utf-8-sig")
-    assert load_plan(place) == Plan.model_validate(RAW)
-
-
 def test_plan_round_trips_through_json(tmp_path: Path) -> None:
     timeline = [{"rank": 1, "phases": [PHASE]}]
     plan = plan_from_job(tiny_job(layout={"ep": 2}), 4).model_copy(
@@ -561,12 +547,6 @@ def test_placement_of_dense_layer_is_rejected() -> None:
 
 def test_dispatch_settings_are_ignored_without_expert_parallelism() -> None:
     """`Job.ineffective_settings` reports them."""
-    plain = plan_from_job(tiny_job(), 2)
-    for sentence in (
-        {"chunks": 4},
-        {"overlap_local": True},
-        {"overlap_local": False},
-        {"dispatch_hosts": 1},
-    ):
-        assert plan_from_job(tiny_job(layout=sentence), 2) == plain
+    layout = {"chunks": 4, "overlap_local": True, "dispatch_hosts": 1}
+    assert plan_from_job(tiny_job(layout=layout), 2) == plan_from_job(tiny_job(), 2)
     assert plan_from_job(tiny_job(layout={"ep": 2, "dispatch_hosts": 1}), 2).dispatch_hosts == 1

@@ -189,20 +189,6 @@ def test_nothing_is_wider_than_a_narrow_screen(show: Open, run: RunStats, width:
     assert wide <= width
 
 
-@pytest.mark.parametrize(
-    ("story", "charts"), [({"experts": 0}, 6), ({"steps": 1}, 9)], ids=["dense", "one-step"]
-)
-def test_other_runs_are_drawn_too(
-    show: Open, tmp_path: Path, story: dict[str, Any], charts: int
-) -> None:
-    directory = fabricate(tmp_path / "run", **{"steps": 20, **story})
-    browser = show(page.render(RunStats.read(directory)))
-    assert len(browser.find_elements("css selector", ".chart svg.main-svg:first-child")) == charts
-    (directory / "events" / "rank-0.jsonl").write_text("")
-    browser = show(page.render(RunStats.read(directory)))
-    assert "No step has finished yet" in browser.find_element("css selector", "main").text
-
-
 def test_the_predicted_step_is_drawn(show: Open, tmp_path: Path) -> None:
     predicted = {**PREDICTED, "timeline": TIMELINE}
     browser = show(page.render(predict(fabricate(tmp_path / "run", steps=20), predicted)))

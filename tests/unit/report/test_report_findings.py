@@ -69,7 +69,6 @@ def text(run: RunStats, kind: str) -> str:
         ([[0, 2, 0, 6]], 2, []),
         ([[0.051, *[1.31] * 3]], 1000, []),
         ([[0.049, *[1.31] * 3]], 1000, ["dead_experts"]),
-        ([[1.99, *[0.67] * 3]], 1000, []),
         ([[2.02, *[0.66] * 3]], 1000, ["hot_experts"]),
     ],
 )
@@ -160,7 +159,6 @@ def test_skipped_steps(rows: list[int], severity: str) -> None:
         ([2.0, 1.9], None),
         ([3.0, 2.5, 2.2, 2.0, 1.9, 1.85, 1.83], None),
         ([3.0, 2.5, 2.0, 1.9, 2.0, 1.92, 2.01, 1.91, 1.98], None),
-        ([3.0, 2.5, 2.0, 1.9, 1.8, 2.6], None),
         ([3.0, 2.4, 2.0, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4], 40),
     ],
 )
@@ -227,7 +225,6 @@ SHORT = {"replica_wait_s": 10.6e-3, "gradient_wait_s": 0.0}
          "Waiting for replicas is not measured on this device"),
         ({"balance": {**UNMEASURED, "planning_s": 11e-3}}, "replicas_did_not_pay",
          "Replicas did not pay: they cost 33.00 ms a step, the predicted saving is 30.00 ms", ""),
-        ({"balance": {"predicted_s": 3.3e-2}}, "replicas_did_not_pay", "Replicas did not pay", ""),
         # Experts of each layer take 13 ms.
         ({"balance": {"predicted_experts_s": 13e-3 / 2.495}}, "replicas_paid", "", ""),
         ({"balance": {"predicted_experts_s": 13e-3 * 2.505}}, "replicas_unknown",

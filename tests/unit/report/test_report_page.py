@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fabricated import LOADS, PREDICTED, TIMELINE, TOKENS, fabricate, predict
+from fabricated import PREDICTED, TIMELINE, TOKENS, fabricate, predict
 
 from moesaic.base.errors import StoreError
 from moesaic.base.events import EventLog
@@ -209,41 +208,15 @@ def test_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
 
 
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100,000 steps and as many loads, written as plain text for speed."""
-    directory = fabricate(tmp_path_factory.mktemp("long") / "run", steps=1, ranks=1)
-    size, random = 100_000, np.random.default_rng(0)
-    losses = (1.4 + 0.05 * random.normal(size=size)).tolist()
-    losses[70_001] = 9.5
-    with (directory / "events" / "rank-0.jsonl").open("a") as file:
-        file.writelines(
-            f'{{"time": 1760000010.0, "event": "step", "step": {step}, "loss": {losses[step - 1]}, '
-            f'"tokens": 100, "step_s": 0.1, "tokens_per_s": 1000, "phases": {{"forward": 0.1}}}}\n'
-            for step in range(2, size + 1)
-        )
-    counts = random.poisson(TOKENS, size=(size - 1) * 8).astype(np.int64)
-    table = pa.table(
-        {
-            "step": pa.array(range(2, size + 1), pa.int32()),
-            "layer": pa.array([0] * (size - 1), pa.int16()),
-            "counts": pa.ListArray.from_arrays(pa.array(range(0, size * 8, 8), pa.int32()), counts),
-            "dropped": pa.array([0] * (size - 1), pa.int64()),
-        },
-        schema=LOADS,
-    )
-    pq.write_table(table, directory / "loads" / "part-000001.parquet")
-    return directory
-
-
-def test_long_run_makes_a_small_page_that_keeps_its_spike(long_run: Path) -> None:
-    text = page.render(RunStats.read(long_run))
+def test_long_run_makes_a_small_page_that_keeps_its_spike(tmp_path: Path) -> None:
+    run = RunStats.read(fabricate(tmp_path / "run", steps=4000, layers=1, ranks=1, spike_at=2801))
+    text = page.render(run)
     assert len(text) < 2_000_000
     figures = figures_of(text)
     for figure in figures.values():
         for trace in figure["data"]:
             assert len(trace.get("y", [])) <= 800, figure["name"]
-    assert 9.5 in figures["loss"]["data"][0]["y"]
+    assert max(figures["loss"]["data"][0]["y"]) == pytest.approx(run.steps.loss.max(), rel=1e-3)
     assert len(figures["expert-load"]["data"][0]["x"]) == 400
     assert len(data_of(text)["loads"]["hundredths"][0][0]) == 400
 

@@ -13,7 +13,7 @@ from moesaic.facts.cluster.cluster import (
     Matmul,
 )
 from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
-from moesaic.facts.cluster.file import load_cluster, parse_cluster, replace_calibration
+from moesaic.facts.cluster.file import load_cluster
 from moesaic.facts.cluster.places import (
     Place,
     device_at,
@@ -45,9 +45,7 @@ __all__ = [
     "inter_host_link",
     "intra_host_link",
     "load_cluster",
-    "parse_cluster",
     "place_ranks",
     "price_per_hour",
-    "replace_calibration",
     "unit_warnings",
 ]
