@@ -14,7 +14,7 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, ConfigError
 from moesaic.base.units import format_seconds
 from moesaic.facts.cluster import Calibration, Cluster, device_models
-from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
+from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, check_plan, placement_mismatch, round_digits
 

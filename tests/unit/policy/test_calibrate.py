@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
+from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.policy.cost.calibrate import Observation, fit_factors, fit_leave_one_out
 
 TRUE = np.array([0.8, 1.7, 1.3])

@@ -1,7 +1,7 @@
 """The cluster: hosts, devices, disks and links to run on, in one TOML file."""
 
-from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.cluster import (
+    Calibration,
     Cluster,
     Collective,
     Device,

@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field
 from moesaic.base import keys
 from moesaic.base.config import Section, parse, read_toml
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster.calibration import Calibration
-from moesaic.facts.cluster.cluster import Cluster, Host, Link, LinkProperties
+from moesaic.facts.cluster.cluster import Calibration, Cluster, Host, Link, LinkProperties
 from moesaic.facts.cluster.presets import PRESETS, Preset
 
 
