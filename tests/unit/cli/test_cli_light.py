@@ -193,6 +193,16 @@ def test_a_dry_run_of_a_pipeline_shows_its_fullest_rank(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dry_run_warns_of_columns_on_one_rank(
+    ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["--set", 'layout.embedding="columns"', "--set", f"layout.ep={ranks}"]
+    assert main(["train", "job.toml", "--dry-run", "--nproc", str(ranks), *sets]) == 0
+    warning = "layout.embedding has no effect: each stage has one rank"
+    assert (warning in capfd.readouterr().err) == (ranks == 1)
+
+
 def test_a_dry_run_shows_everything_and_writes_nothing(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

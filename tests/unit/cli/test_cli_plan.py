@@ -187,10 +187,6 @@ BEYOND = (
         ("ep=8,dispatch=all_to_all,dispatch_hosts=8", "", BEYOND),
         ("ep=1,dispatch_hosts=2", "", "layout.dispatch_hosts has no effect: layout.ep = 1"),
         (
-            "pp=16,embedding=columns", "train.micro_batches=16",
-            "layout.embedding has no effect: each stage has one rank",
-        ),
-        (
             "ep=8", "train.micro_batches=8",
             "warning: 8 of 16 ranks have no sample in a micro-batch (train.batch = 64, "
             "train.micro_batches = 8): lower train.micro_batches, use fewer ranks, or raise "
