@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import SIGMOID, Outcome, assert_same, outcome, sparing, worst_element
+from layouts import (
+    SIGMOID,
+    Outcome,
+    assert_same,
+    outcome,
+    sparing,
+    worst_element,
+)
 
 from moesaic.base.errors import UserError
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT

@@ -56,7 +56,7 @@ def test_the_probe_measures_every_host_device_and_link(
     for host in found.cluster.hosts:
         counts = [device.count for device in host.devices]
         assert counts == ([ranks_per_host, 1] if ranks_per_host > 1 else [1])
-        assert bool(found.notes) or len(host.disks) == 1
+        assert any("was not measured" in one for one in found.notes) or len(host.disks) == 1
     ends = {tuple(link.ends) for link in found.cluster.links}
     inside = {(f"host-{i}", f"host-{i}") for i in range(num_hosts) if ranks_per_host > 1}
     assert ends == inside | ({("host-0", "host-1")} if num_hosts > 1 else set())
@@ -70,8 +70,7 @@ def test_the_probe_measures_every_host_device_and_link(
     for link in found.cluster.model_dump()["links"]:
         assert (link.pop("skew_s") > 0.0) == bool(link["collectives"])
         assert all(number > 0 for number in numbers(link))
-    assert found.relative_ranges == sorted(found.relative_ranges)
-    assert found.relative_ranges[0] >= 0
+    assert 0 <= found.median_range <= found.p90_range
     assert list(tmp_path.iterdir()) == []
 
 

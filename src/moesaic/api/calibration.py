@@ -14,7 +14,7 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, ConfigError
 from moesaic.base.units import format_seconds
 from moesaic.facts.cluster import Calibration, Cluster, device_models
-from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
+from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, check_plan, placement_mismatch, round_digits
 
@@ -36,7 +36,7 @@ def fit_calibration(
     models = {model for run in runs for model in device_models(cluster, _plan(run).ranks)}
     by_kind = dict(zip(KINDS, factors.tolist(), strict=True))
     calibration = Calibration(runs=len(steps), devices=sorted(models), **by_kind)
-    held_out_factors = fit_leave_one_out(steps) if len(steps) > 1 else [factors]
+    held_out_factors = fit_leave_one_out(steps) if len(steps) > 1 else [None]
     return calibration, _summarize(calibration, steps, factors, held_out_factors)
 
 
@@ -130,40 +130,30 @@ def _summarize(
     calibration: Calibration,
     steps: Sequence[Observation],
     factors: Factors,
-    held_out_factors: Sequence[Factors],
+    held_out_factors: Sequence[Factors | None],
 ) -> dict[str, Any]:
-    """Return factors with their range, and errors of predictions, as plain data.
+    """Return factors, and errors of predictions, as plain data.
 
-    `held_out_factors` has, for each step, the factors that predict it as a held-out run.
+    `held_out_factors` has, for each step, the factors that predict it as a held-out run; None for a
+    single run.
     """
-    from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED
+    from moesaic.policy.cost.calibrate import UNCALIBRATED
 
-    shares = np.mean([step.fractions_by_kind() for step in steps], axis=0)
     runs: list[dict[str, Any]] = [
         {
             "run": step.name, "measured_s": step.measured_s,
             "predicted_s": step.predict_s(UNCALIBRATED), "calibrated_s": step.predict_s(factors),
             "uncalibrated": step.relative_error(UNCALIBRATED),
             "calibrated": step.relative_error(factors),
-            "held_out": step.relative_error(own_factors),
+            "held_out": None if others is None else step.relative_error(others),
         }
-        for step, own_factors in zip(steps, held_out_factors, strict=True)
+        for step, others in zip(steps, held_out_factors, strict=True)
     ]  # fmt: skip
+    errors = {
+        key: [abs(run[key]) for run in runs if run[key] is not None]
+        for key in ("uncalibrated", "calibrated", "held_out")
+    }
     return {
-        "calibration": calibration.model_dump(),
-        "kinds": [
-            {
-                "kind": kind, "share": float(share), "factor": getattr(calibration, kind),
-                "factor_min": float(min(own[index] for own in held_out_factors)),
-                "factor_max": float(max(own[index] for own in held_out_factors)),
-            }
-            for index, (kind, share) in enumerate(zip(KINDS, shares, strict=True))
-        ],
-        "straggler_share": max(float(1.0 - shares.sum()), 0.0),
-        "runs": runs,
-        "error": {
-            key: statistics.median(abs(run[key]) for run in runs)
-            for key in ("uncalibrated", "calibrated", "held_out")
-        },
-        "leave_one_out": len(steps) > 1,
+        "calibration": calibration.model_dump(), "runs": runs,
+        "error": {key: statistics.median(one) if one else None for key, one in errors.items()},
     }  # fmt: skip

@@ -6,13 +6,14 @@ import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.api.launch import is_torchrun, launch, num_ranks, run_reporting_errors
+from moesaic.api.launch import is_leader, is_torchrun, launch, num_ranks, run_reporting_errors
+from moesaic.api.progress import probe_progress
 from moesaic.api.start import exit_on_interrupt
 from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, ConfigError, write_error
@@ -25,9 +26,7 @@ from moesaic.facts.cluster.file import resolve_cluster
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
 
-MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
-_MAX_MEDIAN_RANGE, _MAX_P90_RANGE = 0.2, 0.5
-"""Relative ranges of repeats, at the median and at the 90th percentile, that cause a warning."""
+_MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
 
 
 class Cluster:
@@ -67,22 +66,14 @@ class Cluster:
 
         `settings` are those of `moesaic probe`, such as `seconds=5`.
         """
-        from moesaic.kernels import device as devices
-
         config = parse(ProbeConfig, settings, "probe")
         if is_torchrun():
             raise ConfigError("Cluster.probe under torchrun: run moesaic probe under torchrun")
-        ranks = num_ranks(nproc) or devices.num_devices(
-            devices.resolve(config.device, key="device")
-        )
-        devices.resolve(config.device, ranks - 1, key="device")
-        with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
-            task = json.dumps({"settings": config.model_dump(), "directory": place})
-            launch("moesaic.api.cluster", task, ranks)
-            notes = json.loads((Path(place) / "notes.json").read_text(encoding="utf-8"))
-            for note in notes:
-                warnings.warn(note, stacklevel=2)
-            return cls.load(Path(place) / "cluster.toml")
+        result = probe(config, nproc, is_shown=False)
+        assert result is not None
+        for note in result.notes:
+            warnings.warn(note, stacklevel=2)
+        return cls(result.cluster, "the probe")
 
     def calibrate(self, *runs: str | Path) -> Cluster:
         """Return the cluster with factors that correct predictions, fitted to all `runs` at once;
@@ -117,46 +108,54 @@ def _naming(origin: str) -> Iterator[None]:
         raise ConfigError(f"{origin}: {error}") from None
 
 
+def probe(config: ProbeConfig, nproc: int | None, *, is_shown: bool) -> ProbeResult | None:
+    """Measure with `nproc` ranks of this machine, or under torchrun as one of its ranks, which
+    returns None unless it is rank 0. `is_shown` shows progress."""
+    if is_torchrun():
+        return _measure(config, is_shown=is_shown)
+    from moesaic.kernels import device as devices
+
+    ranks = num_ranks(nproc) or devices.num_devices(devices.resolve(config.device, key="device"))
+    devices.resolve(config.device, ranks - 1, key="device")
+    from moesaic.dist.probe.probe import ProbeResult
+
+    with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
+        out = Path(place) / "result.json"
+        task = {"settings": config.model_dump(), "out": str(out), "is_shown": is_shown}
+        launch("moesaic.api.cluster", json.dumps(task), ranks)
+        raw = json.loads(out.read_text(encoding="utf-8"))
+    return ProbeResult(**{**raw, "cluster": parse(ClusterFacts, raw["cluster"], "the probe")})
+
+
 def main() -> int:
     """Probe as one rank, by the task in the first argument; return the exit status."""
-    return run_reporting_errors(_measure, MEMORY_HINT)
+    return run_reporting_errors(_run_task, _MEMORY_HINT)
 
 
-def _measure() -> None:
-    """Measure; rank 0 writes the cluster file and the notes."""
+def _run_task() -> None:
+    """Measure; rank 0 writes the result."""
     task = json.loads(sys.argv[1])
-    result = measure(parse(ProbeConfig, task["settings"], "probe"), lambda _: None)
+    config = parse(ProbeConfig, task["settings"], "probe")
+    result = _measure(config, is_shown=task["is_shown"])
     if result is not None:
-        directory = Path(task["directory"])
-        (directory / "cluster.toml").write_text(result.cluster.to_toml(), encoding="utf-8")
-        (directory / "notes.json").write_text(json.dumps(result.notes), encoding="utf-8")
+        cluster = result.cluster.model_dump(mode="json", by_alias=True)
+        Path(task["out"]).write_text(
+            json.dumps({**asdict(result), "cluster": cluster}), encoding="utf-8"
+        )
 
 
-def measure(config: ProbeConfig, on_phase: Callable[[str], None]) -> ProbeResult | None:
+def _measure(config: ProbeConfig, *, is_shown: bool) -> ProbeResult | None:
     """Measure as one of the ranks; return the result on rank 0.
 
     Imports and waiting for other ranks may swallow an interrupt, so it kills a rank meanwhile.
     """
     with exit_on_interrupt() if is_torchrun() else nullcontext():
-        from moesaic.dist.probe.probe import collective_timeout, probe
+        from moesaic.dist.probe import probe as probing
         from moesaic.dist.world import World
 
-        world = World.from_launcher(config.device, collective_timeout(config), key="device")
+        world = World.from_launcher(config.device, probing.collective_timeout(config), key="device")
     try:
-        result = probe(world, config, on_phase)
+        with probe_progress(is_shown and is_leader(), probing.num_phases(config)) as on_phase:
+            return probing.probe(world, config, on_phase)
     finally:
         world.leave()
-    if result is None:
-        return None
-    return replace(result, notes=[*result.notes, *_noise_warnings(result, config)])
-
-
-def _noise_warnings(result: ProbeResult, config: ProbeConfig) -> Iterator[str]:
-    """Yield a warning if repeats differ too much."""
-    median_range, p90_range = result.repeat_ranges
-    if median_range > _MAX_MEDIAN_RANGE or p90_range > _MAX_P90_RANGE:
-        yield (
-            f"the machine was not steady: repeats differ by {median_range:.0%} (median) and "
-            f"{p90_range:.0%} (90th percentile); stop other work and probe again, for longer "
-            f"(seconds = {3 * config.seconds:g}, repeats = {2 * config.repeats})"
-        )

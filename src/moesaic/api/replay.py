@@ -13,7 +13,6 @@ from moesaic.api.loads import latest_loads
 from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.base.events import RUN_LOG, read_events
 from moesaic.facts.balance import IntArray
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import YardstickConfig
@@ -23,7 +22,6 @@ from moesaic.policy.balance import (
     LayerBalancer,
     RankDevice,
     balance_stats,
-    can_migrate,
     default_prices,
     layer_problem,
     should_balance,
@@ -47,8 +45,7 @@ class ReplayConfig(YardstickConfig):
     key_prefix: ClassVar[str] = ""
 
     prices: Prices | None = None
-    """Costs that policies assume; unset: those of the run, its job or its plan, or typical ones of
-    its devices."""
+    """Costs that policies assume; unset: those of the run, or typical ones of its devices."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,19 +76,14 @@ class ReplayConfig(YardstickConfig):
         return [text for text in sentences if not text.startswith("prices has no effect")]
 
 
-def _describe_layer(
-    layer: int, stats: Sequence[BalanceStats], recorded_replicas: float | None
-) -> dict[str, Any]:
-    """Return means over all micro-batches and expert-parallel groups of a layer, beside the
-    replicas that the run itself made."""
+def _describe_layer(layer: int, stats: Sequence[BalanceStats]) -> dict[str, Any]:
+    """Return means over all micro-batches and expert-parallel groups of a layer."""
     mean = {
         name: sum(getattr(one, source) for one in stats) / len(stats)
         for name, source in _COLUMNS.items()
     }
-    return {
-        "layer": layer, "micro_batches": len(stats), "recorded_replicas": recorded_replicas, **mean,
-        "speedup": _speedup(mean["unbalanced_s"], mean["balanced_s"]),
-    }  # fmt: skip
+    speedup = _speedup(mean["unbalanced_s"], mean["balanced_s"])
+    return {"layer": layer, "micro_batches": len(stats), **mean, "speedup": speedup}
 
 
 def _speedup(unbalanced_s: float, balanced_s: float) -> float:
@@ -115,7 +107,7 @@ def replay_run(
             f"'{run}' had all experts on every rank (layout.ep = 1), so no rank has more load: "
             "replay a run with layout.ep above 1"
         )
-    prices, source = _find_prices(facts, job, plan, config.prices)
+    prices = config.prices or _find_prices(facts, job, plan)
     groups = sorted(
         {tuple(r % plan.ranks_per_stage // plan.etp for r in g) for g in plan.ep_groups()}
     )
@@ -136,18 +128,12 @@ def replay_run(
             f"'{run}' has no loads by rank under loads/: replay a run of this version, with "
             "log.loads_every not above its steps"
         )
-    recorded = _read_replicas(run)
-    layers = [
-        _describe_layer(layer, passes, recorded.get(layer))
-        for layer, passes in sorted(stats.items())
-    ]
+    layers = [_describe_layer(layer, passes) for layer, passes in sorted(stats.items())]
     unbalanced_s, balanced_s = (
         sum(one[name] for one in layers) for name in ("unbalanced_s", "balanced_s")
     )
     return {
-        "run": str(run), "policy": config.policy,
-        "as_published": config.as_published and not config.has_cost_check,
-        "prices": prices.model_dump(), "prices_source": source,
+        "run": str(run), "policy": config.display_name, "prices": prices.model_dump(),
         "enabled": _is_enabled(job, plan, config), "simulated": True, "layers": layers,
         "unbalanced_s": unbalanced_s, "balanced_s": balanced_s,
         "speedup": _speedup(unbalanced_s, balanced_s),
@@ -174,42 +160,15 @@ def _read_passes(run: Path, plan: Plan, micro_batches: int) -> Iterator[tuple[in
             yield layer.as_py(), np.rint(counts).astype(np.int64)
 
 
-def _read_replicas(run: Path) -> dict[int, float]:
-    """Return the mean replicas of a micro-batch by layer, from the decisions that the run recorded
-    in the EP group of rank 0."""
-    numbers: dict[int, list[int]] = {}
-    for event in read_events(run / RUN_LOG):
-        for decision in event.get("balance", ()) if event["event"] == "decisions" else ():
-            if not decision["is_ahead"]:  # Of tokens that it has seen.
-                numbers.setdefault(decision["layer"], []).append(len(decision["replicas"]))
-    return {layer: sum(found) / len(found) for layer, found in numbers.items()}
-
-
-def _find_prices(
-    run: RunStats, job: Job, plan: Plan, requested: Prices | None
-) -> tuple[Prices, str]:
-    """Return the prices that a policy assumes for `run`, and their source.
-
-    Without prices in the run, its job or its plan, they are typical of the run's devices.
-    """
-    if requested is not None:
-        return requested, "given"
-    if plan.prices is not None and (should_balance(job, plan) or can_migrate(job, plan)):
-        return plan.prices, "of the run"
-    if job.balance.prices is not None:
-        return job.balance.prices, "of the job"
+def _find_prices(run: RunStats, job: Job, plan: Plan) -> Prices:
+    """Return the prices that the run recorded, else those typical of its devices."""
     if plan.prices is not None:
-        return plan.prices, "of the plan"
+        return plan.prices
     machines = run.launches[-1].machines if run.launches else ()
-    if len(machines) == plan.ranks:
-        ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in machines]
-        source = "typical of such devices"
-    elif plan.places:
-        ranks = [RankDevice(place.host, place.kind, 1) for place in plan.places]
-        source = "typical of the plan's devices"
-    else:
-        ranks = [RankDevice("0", "cpu", 1)] * plan.ranks
-        source = (
-            "typical of one CPU thread per rank on one host; the run has not recorded its devices"
+    if len(machines) != plan.ranks:
+        raise StoreError(
+            f"'{run.directory}' has not recorded the devices of its ranks: give prices, such as "
+            "prices.bytes_per_s"
         )
-    return default_prices(job, plan, ranks), source
+    ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in machines]
+    return default_prices(job, plan, ranks)

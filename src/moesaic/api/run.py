@@ -86,7 +86,7 @@ class Run:
         from moesaic.report import write_report
 
         page = self.directory / "report.html" if out is None else Path(out)
-        write_report([self.directory], page)
+        write_report(self.directory, page)
         return page
 
     def replay(self, policy: str = "quota", **settings: Any) -> dict[str, Any]:

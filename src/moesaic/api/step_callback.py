@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING
 
@@ -44,3 +45,19 @@ def serve_callback(on_step: StepCallback) -> Iterator[str]:
             thread.join()
     if errors:
         raise errors[0]
+
+
+def remote_callback(address: str) -> StepCallback:
+    """Return a function that calls the callback of the process at `address`.
+
+    It connects when it is first called, which only rank 0 does.
+    """
+    connect = cache(Client)
+
+    def call(figures: dict[str, float]) -> bool | None:
+        connection = connect(address)
+        connection.send(figures)
+        answer: bool | None = connection.recv()
+        return answer
+
+    return call

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import cache
-from multiprocessing.connection import Client
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.api.launch import is_torchrun, run_reporting_errors
 from moesaic.api.progress import Output, RunProgress
 from moesaic.api.start import exit_on_interrupt
+from moesaic.api.step_callback import remote_callback
 from moesaic.train.job_file import holds_checkpoint, load_job
 
 if TYPE_CHECKING:
@@ -87,22 +86,6 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
         raise
     world.leave()
     return out
-
-
-def remote_callback(address: str) -> StepCallback:
-    """Return a function that calls the callback of the process at `address`.
-
-    It connects when it is first called, which only rank 0 does.
-    """
-    connect = cache(Client)
-
-    def call(figures: dict[str, float]) -> bool | None:
-        connection = connect(address)
-        connection.send(figures)
-        answer: bool | None = connection.recv()
-        return answer
-
-    return call
 
 
 def default_out(job: Path | Mapping[str, Any]) -> Path:

@@ -130,29 +130,14 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
 def read_json(path: Path, origin: str, remedy: str) -> dict[str, Any]:
     """Return the object in a JSON file; messages start with `origin` and end with `remedy`."""
     try:
-        raw = json.loads(
-            path.read_text(encoding="utf-8-sig"), object_pairs_hook=_reject_duplicate_keys
-        )
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{origin} cannot be read ({error.strerror}): {remedy}") from None
-    except KeyError as error:
-        raise ConfigError(
-            f"{origin} has the key '{error.args[0]}' twice in one object: remove one of the two"
-        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin} is not readable JSON ({error}): {remedy}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{origin} holds no JSON object: {remedy}")
     return raw
-
-
-def _reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise KeyError if a key occurs twice."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise KeyError(next(name for name in names if names.count(name) > 1))
-    return result
 
 
 def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:

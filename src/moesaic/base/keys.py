@@ -27,6 +27,8 @@ from pydantic.fields import FieldInfo
 
 from moesaic.base.errors import ConfigError
 
+_MAX_LISTED_DIVISORS = 12
+
 
 class Key(NamedTuple):
     """One key, described in words."""
@@ -64,11 +66,8 @@ def _fill_descriptions(section: type[BaseModel]) -> None:
 
 @cache
 def _docstrings_of(module: str) -> dict[str, str]:
-    """Return a module's field docstrings by `Class.field`; empty if there is no source."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # Only bytecode is installed.
-        return {}
+    """Return a module's field docstrings by `Class.field`."""
+    source = inspect.getsource(sys.modules[module])
     return dict(_field_docstrings(ast.parse(source).body, ""))
 
 
@@ -241,6 +240,12 @@ def check_choice(where: str, value: object, words: Sequence[str]) -> str:
 def join_words(words: Sequence[str], last: str = "or") -> str:
     """Join words: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def list_divisors(total: int) -> str:
+    """Return the divisors of `total` in words, if they are few."""
+    found = [str(one) for one in range(1, total + 1) if total % one == 0]
+    return join_words(found) if len(found) <= _MAX_LISTED_DIVISORS else "a divisor"
 
 
 def show(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,23 +11,12 @@ from moesaic.api.calibration import fit_calibration
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_seconds
 from moesaic.cli import flags, screen
-from moesaic.cli.flags import ClusterPath, DryRun, Json, Out
-from moesaic.facts.cluster import (
-    Calibration,
-    Cluster,
-    parse_cluster,
-    replace_calibration,
-)
-
-if TYPE_CHECKING:
-    pass
+from moesaic.cli.flags import ClusterPath, Json, Out
 
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(metavar="RUN...", help="Runs with plans for the cluster.", show_default=False),
 ]
-_MIN_SHOWN_SHARE = 0.005
-"""Least share of waiting for stragglers that is shown."""
 _ERROR_MARGIN = 0.005
 """Growth of an error that still counts as no worse: half a percentage point."""
 
@@ -36,13 +25,12 @@ def calibrate(
     runs: Runs = None,
     cluster_path: ClusterPath = None,
     out: Out = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
     """Fit factors to runs that correct predictions for a cluster.
 
-    The factors become the last table of the cluster file, or of a copy, --out FILE. Later plans for
-    the cluster use them. They replace earlier factors, so give all runs at once.
+    With --out FILE they become the last table of a copy of the cluster file, for later plans. Give
+    all runs at once.
     """
     if not runs:
         raise ConfigError("RUN is missing: moesaic calibrate RUN... --cluster FILE")
@@ -50,15 +38,18 @@ def calibrate(
         raise ConfigError(
             "--cluster is missing: give the cluster file that the runs were planned for"
         )
+    opened = flags.load_cluster(cluster_path)
     if out is not None:
         flags.check_new_file("--out", out, "cluster.toml")
-    opened = flags.load_cluster(cluster_path)
-    cluster = opened.facts
+        if opened.facts.calibration is not None:
+            raise ConfigError(
+                f"--cluster '{cluster_path}' is calibrated already: give the file without its "
+                "[calibration]"
+            )
     with opened.named_in_errors():
-        calibration, facts = fit_calibration(runs, cluster, str(cluster_path))
+        calibration, facts = fit_calibration(runs, opened.facts, str(cluster_path))
     if as_json:
-        writes = not (_is_worse(facts) or dry_run)
-        screen.print_json({"out": str(out or cluster_path), "writes": writes, **facts})
+        screen.print_json(facts)
     else:
         _print_facts(facts)
     if _is_worse(facts):
@@ -68,46 +59,27 @@ def calibrate(
             f"{error['held_out']:.1%}, {error['uncalibrated']:.1%} without them), so nothing is "
             "written: give more runs, or leave out runs that other work on the machine disturbed"
         )
-    if not dry_run:
-        _write(cluster_path, out, cluster, calibration)
-    if as_json:
-        return 0
-    screen.print_line(f"{'would write' if dry_run else 'wrote'} {out or cluster_path}")
+    if out is not None:
+        text = cluster_path.read_text(encoding="utf-8-sig").rstrip("\n")
+        calibrated = f"{text}\n\n[calibration]\n{calibration.to_toml()}"
+        flags.write_new_file("--out", out, calibrated)
+        if not as_json:
+            screen.print_line(f"wrote {out}")
     return 0
 
 
 def _is_worse(facts: dict[str, Any]) -> bool:
     """Return whether the factors fail on runs that they were not fitted to."""
-    error = facts["error"]
-    limit = error["uncalibrated"] + _ERROR_MARGIN
-    return bool(facts["leave_one_out"] and error["held_out"] > limit)
-
-
-def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibration) -> None:
-    """Put the calibration into the cluster's file, or into a copy of it."""
-    text = path.read_text(encoding="utf-8-sig") if path.is_file() else None
-    if text is None or parse_cluster(text, str(path)) != cluster:
-        raise ConfigError(
-            f"--cluster '{path}' has changed meanwhile, or is not a plain file: try again with a "
-            "plain file that stays as it is"
-        )
-    result = replace_calibration(text, calibration, str(path))
-    if out is None:
-        flags.write_file("--cluster", path.resolve(), result)
-    else:
-        flags.write_new_file("--out", out, result)
+    error, held_out = facts["error"], facts["error"]["held_out"]
+    return held_out is not None and bool(held_out > error["uncalibrated"] + _ERROR_MARGIN)
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    several_runs, error = facts["leave_one_out"], facts["error"]
-    kinds = []
-    for kind in facts["kinds"]:
-        factors = f"{kind['factor_min']:.2f} to {kind['factor_max']:.2f}" if several_runs else "-"
-        kinds.append((kind["kind"], f"{kind['share']:.0%}", f"{kind['factor']:.2f}", factors))
-    if facts["straggler_share"] >= _MIN_SHOWN_SHARE:
-        kinds.append(("waiting for stragglers", f"{facts['straggler_share']:.0%}", "-", "-"))
-    screen.print_table(("kind", "share of a step", "factor", "without one run"), kinds)
-    screen.print_line("")
+    calibration, error = facts["calibration"], facts["error"]
+    factors = [
+        f"{kind} {calibration[kind]:.2f}" for kind in ("matmul", "elementwise", "collectives")
+    ]
+    screen.print_line(f"factors: {', '.join(factors)}\n")
     runs = [
         (
             run["run"],
@@ -116,16 +88,15 @@ def _print_facts(facts: dict[str, Any]) -> None:
             f"{run['uncalibrated']:+.0%}",
             format_seconds(run["calibrated_s"]),
             f"{run['calibrated']:+.0%}",
-            f"{run['held_out']:+.0%}" if several_runs else "-",
+            "-" if run["held_out"] is None else f"{run['held_out']:+.0%}",
         )
         for run in facts["runs"]
     ]
     titles = ("run", "measured", "predicted", "error", "calibrated", "error", "held out")
     screen.print_table(titles, runs)
-    basis = "of held-out runs (median)"
-    if not several_runs:
-        basis = "of the same run, which tests nothing; give several runs"
-    screen.print_line(
-        f"\nerror {error['uncalibrated']:.1%} without factors, {error['held_out']:.1%} with them, "
-        f"{basis}"
-    )
+    text = f"error {error['uncalibrated']:.1%} without factors, {error['calibrated']:.1%} with them"
+    if error["held_out"] is None:
+        text += ", of the same run, which tests nothing; give several runs"
+    else:
+        text += f", {error['held_out']:.1%} of held-out runs (medians)"
+    screen.print_line(f"\n{text}")

@@ -18,7 +18,7 @@ from moesaic.api.cluster import Cluster
 from moesaic.base import keys
 from moesaic.base.config import SET_FLAG, Section, apply_sets, parse
 from moesaic.base.errors import ConfigError, write_error
-from moesaic.base.files import atomic_create, atomic_replace
+from moesaic.base.files import atomic_create
 from moesaic.cli import screen
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.job import Job
@@ -163,12 +163,3 @@ def require(value: Path | None, name: str, verb: str) -> Path:
     if value is None:
         raise ConfigError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
     return value
-
-
-def write_file(flag: str, path: Path, text: str) -> None:
-    """Write the file that `flag` names, atomically."""
-    try:
-        with atomic_replace(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise write_error(f"{flag} '{path}'", error) from None

@@ -129,7 +129,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if as_json:
         screen.print_json(planned.figures)
     else:
-        prediction.print_planned_job(planned.figures, written)
+        prediction.print_planned_job(planned, written)
     return 0
 
 

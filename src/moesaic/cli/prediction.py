@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesaic.base.keys import join_words
 from moesaic.base.units import format_bytes, format_seconds
 from moesaic.cli import screen
-from moesaic.facts.plan import dispatch_summary
+from moesaic.facts.plan import Plan, describe_plan, dispatch_summary
 from moesaic.facts.workload import STEP
+
+if TYPE_CHECKING:
+    from moesaic.policy.plan.predict import PlannedJob
 
 _WIDTH = 18
 """Width of the names of rows; block names may be longer."""
@@ -18,14 +21,14 @@ _EMBEDDING_TEXTS = {
 }  # fmt: skip
 
 
-def print_planned_job(figures: Mapping[str, Any], written: Mapping[str, str]) -> None:
-    """Print the predictions for a job, as `PlannedJob.figures` has them, and what was `written`."""
-    plan, price = figures["plan"], figures["price_per_billion_tokens"]
+def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
+    """Print the predictions for a job, and what was `written`."""
+    plan, figures = planned.plan, planned.figures
     total, active = figures["parameters"]["total"], figures["parameters"]["active"]
     run_s = figures["steps"] * figures["step_s"]
     its_device = "its device" if len(figures["devices"]) == 1 else "the slowest rank's device"
     rows = {
-        "dispatch": _describe_dispatch(figures) if plan["ep"] > 1 else None,
+        "dispatch": _describe_dispatch(figures) if plan.ep > 1 else None,
         "embedding": _describe_embedding(figures),
         "pipeline": _describe_pipeline(figures),
         "balance": _describe_replicas(figures),
@@ -33,12 +36,11 @@ def print_planned_job(figures: Mapping[str, Any], written: Mapping[str, str]) ->
         "whole run": f"{figures['steps']:,} steps in {format_seconds(run_s)}",
         "tokens": f"{figures['tokens_per_s']:,.0f} per second",
         "utilisation": f"{figures['utilisation']:.1%} of the peak matmul rate of {its_device}",
-        "collectives": _describe_collectives(figures),
         "overlapped": _describe_overlap(figures),
         "checkpoint": _describe_checkpoint(figures),
-        "price": _describe_price(figures) if price else None,
+        "price": _describe_price(figures) if figures["price_per_billion_tokens"] else None,
     }
-    _print_prediction(_describe_layout(figures), figures, rows)
+    _print_prediction(_describe_layout(plan, figures), figures, rows)
     _print_rows(list(written.items()), _WIDTH)
 
 
@@ -146,23 +148,11 @@ def _block_kind(block: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in block.split("."))
 
 
-def _describe_layout(figures: Mapping[str, Any]) -> str:
-    """Return one line about ranks, devices and layout."""
-    plan, devices = figures["plan"], figures["devices"]
-    names = [f"{count} x {model}" for model, count in devices.items()]
-    used = figures["device"] if len(devices) == 1 else join_words(names, "and")
-    ranks = f"{plan['ranks']} rank{'s' if plan['ranks'] > 1 else ''}"
-    parts = [f"{ranks} on {figures['cluster']} ({used})", f"experts over {plan['ep']}"]
-    if figures["loads"]:
-        parts.append(f"loads of {figures['loads']}")
-    shards = f"over {plan['dp_shard']}" if plan["dp_shard"] > 1 else "on every rank"
-    parts.append(f"dense parameters {shards}")
-    if plan["tp"] > 1:
-        parts.append(f"matrices over {plan['tp']} TP ranks")
-    ranks_per_stage = plan["ranks"] // plan["pp"]
-    if plan["embedding"] == "columns" and ranks_per_stage > 1:
-        parts.append(f"embedding columns over {ranks_per_stage}")
-    return ", ".join(parts)
+def _describe_layout(plan: Plan, figures: Mapping[str, Any]) -> str:
+    """Return one line about cluster, devices and plan."""
+    devices = [f"{count} x {model}" for model, count in figures["devices"].items()]
+    loads = f", loads of {figures['loads']}" if figures["loads"] else ""
+    return f"{figures['cluster']} ({join_words(devices, 'and')}): {describe_plan(plan)}{loads}"
 
 
 def _describe_dispatch(figures: Mapping[str, Any]) -> str:
@@ -214,14 +204,6 @@ def _describe_replicas(figures: Mapping[str, Any]) -> str | None:
         size = format_bytes(replicas["max_bytes"])
         text += f"; up to {size} per rank and micro-batch in flight, not counted below"
     return text
-
-
-def _describe_collectives(figures: Mapping[str, Any]) -> str | None:
-    calls = figures["collectives"]
-    if not calls["per_step"]:
-        return None
-    reductions = calls["gradient_reductions"]
-    return f"{calls['per_step']:,} per step, {reductions:,} of them gradient reductions"
 
 
 def _describe_overlap(figures: Mapping[str, Any]) -> str | None:

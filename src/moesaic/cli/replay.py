@@ -44,13 +44,13 @@ def replay(
 
 def _print_facts(facts: dict[str, Any]) -> None:
     titles = (
-        "layer", "micro-batches", "imbalance before", "after", "replicas", "of the run",
-        "unbalanced", "balanced", "speedup",
+        "layer", "micro-batches", "imbalance before", "after", "replicas", "unbalanced", "balanced",
+        "speedup",
     )  # fmt: skip
     screen.print_table(titles, map(_cells, facts["layers"]), left=0)
-    screen.print_line(f"prices {facts['prices_source']}; {Prices(**facts['prices']).describe()}")
-    name = f"{facts['policy']}{', as published' if facts['as_published'] else ''}"
-    if not facts["enabled"] and facts["policy"] != "none":
+    screen.print_line(f"prices: {Prices(**facts['prices']).describe()}")
+    name = facts["policy"]
+    if not facts["enabled"] and name != "none":
         screen.print_line(
             f"a job with {name} would make no replicas: balance.max_replicas = 0, too few routed "
             "tokens per rank and layer (balance.min_replica_tokens), or experts with adapters"
@@ -66,7 +66,6 @@ def _cells(layer: dict[str, Any]) -> Sequence[str]:
     return (
         str(layer["layer"]), str(layer["micro_batches"]), f"{layer['imbalance_before']:.2f}x",
         f"{layer['imbalance_after']:.2f}x", f"{layer['replicas']:.3g}",
-        "-" if (recorded := layer["recorded_replicas"]) is None else f"{recorded:.3g}",
         f"{1e3 * layer['unbalanced_s']:.4g} ms", f"{1e3 * layer['balanced_s']:.4g} ms",
         f"{layer['speedup']:.3g}x",
     )  # fmt: skip

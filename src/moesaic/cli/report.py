@@ -1,4 +1,4 @@
-"""`moesaic report`: a page about one run, or a comparison of several."""
+"""`moesaic report`: a page about one run."""
 
 from __future__ import annotations
 
@@ -12,39 +12,33 @@ from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Json
 
-Runs = Annotated[
-    list[Path] | None, typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)
+RunPath = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
         "--out", metavar="FILE", show_default="RUN/report.html",
-        help="To compare several runs, or to write the page elsewhere.",
+        help="To write the page elsewhere.",
     ),
 ]  # fmt: skip
 
 
-def report(runs: Runs = None, out: Out = None, as_json: Json = False) -> int:
-    """Write a self-contained HTML page about one run, or a comparison of several.
+def report(run: RunPath = None, out: Out = None, as_json: Json = False) -> int:
+    """Write a self-contained HTML page about one run.
 
     With --json the figures are printed, and a page is written only with --out.
     """
-    flags.require(runs[0] if runs else None, "RUN", "report")
-    assert runs
-    if out is None and len(runs) > 1 and not as_json:
-        raise ConfigError("--out is missing: name the file that compares the runs")
+    directory = flags.require(run, "RUN", "report")
     if out is not None and out.is_dir():
         raise ConfigError(
             f"--out '{out}' is a directory: name a file, such as {out / 'report.html'}"
         )
-    from moesaic.report import write_report
-
-    facts = [Run.open(run).summary() for run in runs]
-    if out is not None or not as_json:
-        page = out or runs[0] / "report.html"
-        write_report(runs, page)
+    opened = Run.open(directory)
+    facts = opened.summary()
+    page = opened.report(out) if out is not None or not as_json else None
     if as_json:
-        screen.print_json(facts[0] if len(facts) == 1 else facts)
+        screen.print_json(facts)
     else:
         screen.print_line(f"wrote {page}")
     return 0

@@ -28,9 +28,7 @@ LOGO = (
 """Logo of the page as SVG."""
 
 
-def document(
-    title: str, body: str, figures: Sequence[Figure], num_steps: int, loads: Any = None
-) -> str:
+def document(title: str, body: str, figures: Sequence[Figure], num_steps: int, loads: Any) -> str:
     """Return the whole file: `body` is HTML, `title` is text; `page.js` draws the rest."""
     data = {
         "figures": [figure.to_json() for figure in figures], "span": num_steps, "loads": loads,
@@ -57,10 +55,10 @@ def document(
     )
 
 
-def header(kind: str, title: str, state: str = "") -> str:
+def header(title: str, state: str) -> str:
     """Return the head of the page; `title` is text, `state` is HTML."""
     return (
-        f'<header><div class="brand">{LOGO}<div><p>moesaic {kind}</p>'
+        f'<header><div class="brand">{LOGO}<div><p>moesaic run report</p>'
         f"<h1>{html.escape(title)}</h1></div></div>{state}</header>"
     )
 

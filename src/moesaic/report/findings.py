@@ -11,7 +11,7 @@ import numpy as np
 
 from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
 from moesaic.report.run_stats import RunStats
-from moesaic.report.series import Ints, known_mean, median
+from moesaic.report.series import known_mean, median
 from moesaic.report.wording import (
     count,
     digits,
@@ -19,7 +19,6 @@ from moesaic.report.wording import (
     listing,
     loss,
     plural,
-    size,
     step_range,
 )
 
@@ -40,40 +39,10 @@ _SPIKE_RISE = 0.1
 """... and by this share."""
 _OVERFIT_RISE = 0.01
 """Share above the best validation loss at which the last three count as overfitting."""
-_SLOW = 2.0
-"""Multiple of the median above which a step is slow."""
-_LOST = 0.01
-"""Share of the run's time above which slow steps are reported."""
-_OFF = 0.2
-"""Relative error of the prediction above which it is reported."""
-_EVEN = 1.1
-"""Busiest rank over the mean, up to which loads count as even."""
 _FAR_OFF = 2.5
 """Ratio of measured to predicted expert time, in either direction, that noise does not explain."""
 _FEWEST = 3
 """Recorded steps needed for a median that ignores the first, slow one."""
-
-_COMPUTING = (
-    "That is computation, not waiting. Fewer train.micro_batches, train.recompute = false and, on "
-    'a GPU, train.precision = "bf16" shorten it, as far as memory allows.'
-)
-_PHASE_ADVICE: dict[str, tuple[Severity, str]] = {
-    "data": (
-        "warning",
-        "The ranks wait for data: put data.cache on a local disk, or shorten the documents.",
-    ),
-    "forward": ("note", _COMPUTING),
-    "backward": ("note", _COMPUTING),
-    "pipeline": ("note", "Raise train.micro_batches to shrink the pipeline bubble."),
-    "reduce": (
-        "warning",
-        "The ranks wait for gradients. Raise train.batch and train.micro_batches to reduce them "
-        "less often, and look for a slow rank under 'Phases by rank'.",
-    ),
-    "clip": ("warning", "It waits for every rank: look for a slow rank under 'Phases by rank'."),
-    "optimizer": ("note", 'Set layout.dp_shard = "all" to shard the update over the ranks.'),
-    "log": ("warning", "Raise log.loads_every, or turn off loggers you do not read."),
-}
 
 
 @dataclass(frozen=True)
@@ -194,9 +163,7 @@ def _spikes(run: RunStats) -> Finding | None:
         f"recur, lower optimizer.lr (now {rate}), lengthen schedule.warmup, or "
         + (f"lower train.clip (now {clip:g})." if clip else "set train.clip = 1.0.")
     )
-    number = 1 + int((np.diff(rows) > _NEAR).sum())  # Neighbours are one spike.
-    times = "" if number == 1 else f" {number:,} times, most"
-    title = f"The loss spiked{times} at step {int(steps.step[row]):,}"
+    title = f"The loss spiked at step {int(steps.step[row]):,}"
     return Finding("loss_spikes", "warning", title, text)
 
 
@@ -309,99 +276,19 @@ def _now(value: object) -> str:
     return f" (now {value:g})" if isinstance(value, (int, float)) else ""
 
 
-def _slow_steps(run: RunStats) -> Finding | None:
-    steps = run.steps
-    starts = [launch.step + 1 for launch in run.launches]
-    warm = ~np.isin(steps.step, starts) & np.isfinite(steps.step_s)
-    if warm.sum() < 8:
-        return None
-    usual_s = float(np.median(steps.step_s[warm]))
-    rows = np.flatnonzero(warm & (steps.step_s > _SLOW * usual_s))
-    lost_s = float((steps.step_s[rows] - usual_s).sum())
-    if not len(rows) or lost_s < _LOST * float(steps.step_s[warm].sum()):
-        return None
-    worst = int(rows[steps.step_s[rows].argmax()])
-    text = (
-        f"They cost {duration(lost_s)} in total. The longest, step {int(steps.step[worst]):,}, "
-        f"took {duration(float(steps.step_s[worst]))}; the median is {duration(usual_s)}. "
-        f"{_cause(run, rows)}"
-    )
-    title = f"{plural(len(rows), 'step')} took over {_SLOW:g}x the median"
-    return Finding("slow_steps", "warning", title, text)
-
-
-def _cause(run: RunStats, rows: Ints) -> str:
-    """Return a sentence on what most of the slow steps coincide with, or on their phase."""
-    steps = run.steps.step[rows]
-    for noun, key, events in (
-        ("checkpoint", "checkpoint.every", run.checkpoints),
-        ("validation pass", "train.validate_every", run.validations),
-    ):
-        at = [event.step for event in events]
-        if np.mean(np.isin(steps, at) | np.isin(steps - 1, at)) > 0.5:
-            return f"Most come at or just after a {noun}: raise {key}."
-    excess_s = {
-        name: float(np.nansum(seconds[rows] - np.nanmedian(seconds)))
-        for name, seconds in run.steps.phases.items()
-    }
-    phase = max(excess_s, key=lambda name: excess_s[name], default="step")
-    return (
-        f"Steps {listing([f'{step:,.0f}' for step in steps])} were slow, mostly in '{phase}': look "
-        "for other work on the machine at those times."
-    )
-
-
-def _slowest_phase(run: RunStats) -> Finding | None:
-    """Report the longest phase on rank 0; the first step is warmup and does not count."""
-    steps = run.steps
-    later = slice(min(1, len(steps) - 1), None)
-    totals = {name: float(np.nansum(seconds[later])) for name, seconds in steps.phases.items()}
-    whole_s = sum(totals.values())
-    if whole_s <= 0:
-        return None
-    name = max(totals, key=lambda phase: totals[phase])
-    severity, advice = _PHASE_ADVICE.get(name, ("note", "See 'Time by phase' for when it grew."))
-    text = (
-        f"It takes {duration(totals[name] / len(steps.step[later]))} of a step on rank 0, at "
-        f"{count(median(steps.tokens_per_s))} {run.unit} a second. {advice}"
-    )
-    title = f"'{name}' is the slowest phase: {totals[name] / whole_s:.0%} of a step"
-    return Finding("slowest_phase", severity, title, text)
-
-
-def _wrong_prediction(run: RunStats) -> Finding | None:
-    if run.prediction is None or abs(run.prediction.ratio - 1) <= _OFF:
-        return None
-    predicted, measured = run.prediction.predicted, run.prediction.measured
-    text = (
-        f"Measured {duration(measured.step_s)}, predicted {duration(predicted.step_s)} for cluster "
-        f"'{predicted.cluster}'. Run `moesaic probe` while the machines are idle and plan again. "
-        "Check that nothing else ran on them."
-    )
-    title = f"A step took {digits(run.prediction.ratio)}x the predicted time"
-    return Finding("prediction", "note", title, text)
-
-
 # Balance. The saving of replicas is predicted, because no step runs twice. Their cost, waiting and
 # planning, is measured.
 
 
 def _replicas(run: RunStats) -> Finding | None:
     made, stats = known_mean(run.steps.replicas), run.balance
-    if np.isnan(made):
+    if stats is None or not made > 0 or not stats.mean("predicted_unbalanced_s") > 0:
         return None
-    before = known_mean(run.steps.imbalance_before)
-    if made == 0:
-        return _no_replicas(before)
     text = (
         f"{digits(made)} replicas a step. In the least even layer the busiest rank had "
-        f"{digits(before)} times the mean without replicas and "
+        f"{digits(known_mean(run.steps.imbalance_before))} times the mean without replicas and "
         f"{digits(known_mean(run.steps.imbalance_after))} with them."
     )
-    if stats is None or not stats.mean("predicted_unbalanced_s") > 0:
-        title = "Replicas were made; no record shows their saving"
-        text += " Lower log.loads_every to record the layers."
-        return Finding("replicas_unknown", "note", title, text)
     mismatch = _price_mismatch(stats)
     if mismatch:
         title = f"Balance prices do not match this machine: {mismatch}"
@@ -411,18 +298,6 @@ def _replicas(run: RunStats) -> Finding | None:
         )
         return Finding("replicas_unknown", "warning", title, text)
     return _judge_replicas(stats, text)
-
-
-def _no_replicas(before: float) -> Finding:
-    text = f"In the least even layer the busiest rank had {digits(before)} times the mean."
-    title = "Loads were even: no replicas were needed"
-    if before > _EVEN:
-        title = "No replicas were made"
-        text += (
-            " None would pay by balance.prices, within balance.max_replicas and with at least "
-            "balance.min_replica_tokens tokens each."
-        )
-    return Finding("no_replicas", "note", title, text)
 
 
 def _price_mismatch(stats: BalanceStats) -> str:
@@ -463,27 +338,7 @@ def _judge_replicas(stats: BalanceStats, text: str) -> Finding:
     return Finding("replicas_did_not_pay", "warning", title, f'{text} Set balance.policy = "none".')
 
 
-def _migrated(run: RunStats) -> Finding | None:
-    migrations = run.migrations
-    if not migrations:
-        return None
-    before, after = (
-        digits(float(np.mean([getattr(one, f"imbalance_{when}") for one in migrations])))
-        for when in ("before", "after")
-    )
-    experts = plural(sum(one.experts for one in migrations), "expert")
-    layers = plural(len({one.layer for one in migrations}), "layer")
-    times = plural(len({one.step for one in migrations}), "time")
-    text = (
-        f"They moved {size(sum(one.bytes for one in migrations))}. In the layers that changed, the "
-        f"busiest rank had {before} times the mean, and {after} with the new owner ranks."
-    )
-    title = f"{experts} migrated to another rank ({layers}, {times})"
-    return Finding("migrated", "note", title, text)
-
-
 _FINDERS: tuple[Callable[[RunStats], Finding | None], ...] = (
     _not_a_number, _stopped, _failed_saves, _dead_experts, _hot_experts, _drops, _replay_mismatches,
-    _spikes, _skipped, _overfitting, _slow_steps, _replicas, _migrated, _wrong_prediction,
-    _slowest_phase,
+    _spikes, _skipped, _overfitting, _replicas,
 )  # fmt: skip

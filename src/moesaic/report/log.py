@@ -72,10 +72,6 @@ class Launch:
     unit: str = "tokens"
     """Plural noun of the unit of progress."""
 
-    def has_layout_of(self, other: Launch) -> bool:
-        """Return whether ranks, layout and device are those of `other`."""
-        return (self.ranks, self.layout, self.device) == (other.ranks, other.layout, other.device)
-
 
 @dataclass(frozen=True)
 class Validation:
@@ -99,24 +95,6 @@ class Checkpoint:
     """Progress; "done" means committed."""
     error: str = ""
     """Reason of a failure."""
-
-
-@dataclass(frozen=True)
-class Migration:
-    """Experts of one layer that migrated to another rank."""
-
-    step: int
-    """Step after which they migrated."""
-    layer: int
-    """Layer of the experts."""
-    experts: int
-    """Number of experts."""
-    bytes: float
-    """Bytes moved over all ranks."""
-    imbalance_before: float
-    """Tokens of the busiest rank over the mean, since the previous migration."""
-    imbalance_after: float
-    """The same tokens with the new owner ranks."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +156,9 @@ class Log:
     """Validation passes, by step."""
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     """Saves, by step."""
-    migrations: dict[tuple[int, int], Migration] = field(default_factory=dict)
-    """Migrated experts, by step and layer."""
     ended: str = ""
-    """Reason of the end: "finished" or what cut the run off; empty while the log has no end."""
+    """Reason of the end: "finished", "stopped early", or what cut the run off; empty while the log
+    has no end."""
     rows: dict[int, _Row] = field(default_factory=dict)
     """Values of each step."""
 
@@ -206,10 +183,6 @@ class Log:
             self.rows[step] = row
         elif kind == "validation":
             self.validations[step] = Validation(step, number(event["loss"]))
-        elif kind == "decisions":
-            self.migrations |= {
-                (step, one["layer"]): _migration(one, step) for one in event.get("migration", ())
-            }
         elif kind in _CHECKPOINT_STATES:
             path, error = (str(event.get(name, "")) for name in ("path", "error"))
             self.checkpoints[step] = Checkpoint(step, path, _CHECKPOINT_STATES[kind], error)
@@ -253,7 +226,6 @@ class Log:
         for kept in (self.rows, self.validations, self.checkpoints):
             for late in [key for key in kept if key > step]:
                 del kept[late]
-        self.migrations = {key: one for key, one in self.migrations.items() if key[0] <= step}
 
 
 def read_log(path: Path) -> Log:
@@ -292,11 +264,6 @@ def _machines(ranks: Iterable[Mapping[str, Any]]) -> tuple[Machine, ...]:
     """Return the host and device of each rank; none if any rank is damaged."""
     machines = tuple(Machine(one["host"], one["kind"], one["threads"]) for one in ranks)
     return machines if all(isinstance(one.threads, int) for one in machines) else ()
-
-
-def _migration(decision: Event, step: int) -> Migration:
-    values = (number(decision[name]) for name in ("bytes", "imbalance_before", "imbalance_after"))
-    return Migration(step, int(decision["layer"]), len(decision["moves"]), *values)
 
 
 def _phases(event: Event) -> dict[str, float]:

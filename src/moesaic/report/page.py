@@ -71,9 +71,9 @@ def _prediction_table(prediction: Prediction, unit: str) -> str:
     basis = f", calibrated by {plural(calibration.runs, 'run')}" if calibration else ""
     basis += f", with the loads of '{predicted.loads}'" if predicted.loads else ""
     guide = (
-        f"Look for ratios far from 1: the plan was wrong there. Predicted for cluster "
-        f"'{predicted.cluster}'{basis}; measured as medians of {plural(measured.steps, 'step')} on "
-        "rank 0. A phase includes its waiting for other ranks."
+        "Look for ratios far from 1: plan again with a probe of idle machines. Predicted for "
+        f"cluster '{predicted.cluster}'{basis}; measured as medians of "
+        f"{plural(measured.steps, 'step')} on rank 0. A phase includes its waiting for other ranks."
     )
     return table_card(guide, ("", "predicted", "measured", "measured / predicted"), rows)
 
@@ -102,7 +102,6 @@ def _head(run: RunStats, headline: dict[str, Any]) -> str:
     state = f"{status} \N{MIDDLE DOT} step {headline['step']:,}{goal}"
     text = html.escape(" \N{MIDDLE DOT} ".join(_describe(run, headline)))
     return header(
-        "run report",
         run.name,
         f'<div class="state"><span class="pill {status}">{state}</span><p>{text}</p></div>',
     )

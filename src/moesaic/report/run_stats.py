@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,6 @@ from moesaic.report.loads import BalanceStats, Loads, read_balance_stats, read_l
 from moesaic.report.log import (
     Checkpoint,
     Launch,
-    Migration,
     RankStats,
     Steps,
     Validation,
@@ -29,8 +27,12 @@ from moesaic.report.log import (
 )
 from moesaic.report.prediction import Prediction, read_prediction
 
-Status = Literal["finished", "running", "stopped"]
+Status = Literal["finished", "stopped early", "running", "stopped"]
 
+_PLANNED_ENDS: dict[str, Status] = {
+    "finished": "finished", "stopped early": "stopped early",
+}  # fmt: skip
+"""Status by the reason of an end that the run or its caller chose."""
 SILENCE_S = 120.0
 """Seconds without an event after which an unfinished run counts as stopped ..."""
 SILENT_STEPS = 20
@@ -59,8 +61,6 @@ class RunStats:
     """Validation passes, by step."""
     checkpoints: list[Checkpoint]
     """Saves, by step."""
-    migrations: list[Migration]
-    """Experts that migrated to another rank, by step and layer."""
     ranks: list[RankStats]
     """Averages of each rank that has a log."""
     loads: Loads | None
@@ -94,7 +94,6 @@ class RunStats:
             steps=steps,
             validations=[one for _, one in sorted(log.validations.items())],
             checkpoints=[one for _, one in sorted(log.checkpoints.items())],
-            migrations=[one for _, one in sorted(log.migrations.items())],
             ranks=ranks,
             loads=read_loads(run_dir / "loads", last_step),
             balance=read_balance_stats(run_dir / "balance", last_step),
@@ -109,16 +108,10 @@ class RunStats:
         return self.launches[-1].unit if self.launches else "tokens"
 
     @property
-    def layout_since(self) -> int:
-        """Steps that were finished when the current ranks and layout came into use."""
-        same = takewhile(lambda one: one.has_layout_of(self.launches[-1]), self.launches[::-1])
-        return min((launch.step for launch in same), default=0)
-
-    @property
     def status(self) -> Status:
-        """State of the run: finished, running, or stopped before its end."""
+        """State of the run: finished, stopped early by its `on_step`, running, or cut off."""
         if self.ended:
-            return "finished" if self.ended == "finished" else "stopped"
+            return _PLANNED_ENDS.get(self.ended, "stopped")
         step_s = float(np.nanmedian(self.steps.step_s)) if len(self.steps) else 0.0
         silence_s = self.read_at_s - self.last_event_s
         return "running" if silence_s <= max(SILENCE_S, SILENT_STEPS * step_s) else "stopped"

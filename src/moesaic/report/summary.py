@@ -19,7 +19,8 @@ _RECENT = 50
 def summary(run: RunStats) -> dict[str, Any]:
     """Return the headline and the findings of `run`; unknown values are None."""
     launch = run.launches[-1] if run.launches else None
-    current = run.steps.step > run.layout_since  # Steps of other layouts had other speeds.
+    # Earlier launches may have had other ranks, and so other speeds.
+    current = run.steps.step > (launch.step if launch else 0)
     checkpoint = run.newest_checkpoint
     peaks = [*(one.peak_bytes for one in run.launches), *(one.peak_bytes for one in run.ranks)]
     peak_bytes = max((peak for peak in peaks if math.isfinite(peak)), default=None)
@@ -50,7 +51,6 @@ def summary(run: RunStats) -> dict[str, Any]:
         "loss_scale": float(run.steps.loss_scale[-1]) if len(run.steps) else None,
         "experts": _experts(run),
         "balance": _balance(run),
-        "experts_migrated": [asdict(one) for one in run.migrations],
         "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],
     }

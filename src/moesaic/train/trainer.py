@@ -329,11 +329,14 @@ class _Session(Generic[J]):
             )
         self.saver.prepare(self.run.state())
         self.progress.start(train.steps, first_done)
-        rates: list[float] = []
+        rates, reason = list[float](), "finished"
         for step in range(first_done + 1, train.steps + 1):
             self._step()
             rates.append(self.figures[f"{self.kind.unit}_per_s"])
             if on_step is not None and self._is_stopped_by(on_step):
+                if step < train.steps:
+                    reason = "stopped early"
+                    self.progress.message(f"stopped early at step {step} of {train.steps}")
                 break
             if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                 self._validate()
@@ -348,7 +351,7 @@ class _Session(Generic[J]):
         self.progress.done()
         seconds = time.perf_counter() - began
         self.record.write_event(
-            "run_end", step=self.run.counters["step"], seconds=seconds, reason="finished",
+            "run_end", step=self.run.counters["step"], seconds=seconds, reason=reason,
             peak_bytes=peak_bytes,
         )  # fmt: skip
         rates.sort()

@@ -17,17 +17,7 @@ from moesaic.api.launch import ERROR_FILE, RankFailed, RunInterrupted, _first_fa
 from moesaic.api.start import SPIN_COUNT, set_spin_count
 from moesaic.base.errors import ConfigError, MoesaicError, UserError
 from moesaic.cli.main import main
-
-JOB = """
-[model]
-preset = "tiny-olmoe"
-[data]
-path = "x"
-sequence = 4
-[train]
-steps = 1
-batch = 1
-"""
+from moesaic.testing.jobs import RUN_JOB
 
 
 def test_idle_threads_sleep_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +104,7 @@ def test_a_rank_writes_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job, file = tmp_path / "job.toml", tmp_path / "error.json"
-    job.write_text(JOB + "[trian]\n")
+    job.write_text(RUN_JOB + "[trian]\n")
     assert run_rank(job, file, monkeypatch) == 2
     record = json.loads(file.read_text())
     assert record["kind"] == "ConfigError"
@@ -151,10 +141,9 @@ def test_every_failure_has_an_exit_status(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("moesaic.api.job.launch", fail)
-    Path("job.toml").write_text(JOB)
-    Path("x").write_text("text")
-    line = "train job.toml --nproc 2 --set train.device=cpu --set data.format=text"
-    assert main(line.split()) == status
+    Path("job.toml").write_text(RUN_JOB)
+    Path("text.txt").write_text("text")
+    assert main(["train", "job.toml", "--nproc", "2"]) == status
     assert capfd.readouterr().err.splitlines()[-1] == last
 
 

@@ -112,62 +112,32 @@ def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("start_event", "flops", "bytes_per_s", "source"),
+    ("start_event", "flops", "bytes_per_s"),
     [
-        (machines(0, 0, 0, 0, threads=2), 5e10, 3e9, "typical of such devices"),
-        (machines(0, 1, 2, 3), 2.5e10, 1.1e8, "typical of such devices"),
-        (machines(0, 0, 0, 1), 2.5e10, 1.1e8 / 3, "typical of such devices"),
-        (machines(0, 0, 0, 0, kind="gpu"), 2e13, 5e10, "typical of such devices"),
-        ({}, 2.5e10, 3e9, "typical of one CPU thread per rank on one host; the run has not"),
+        (machines(0, 0, 0, 0, threads=2), 5e10, 3e9),
+        (machines(0, 1, 2, 3), 2.5e10, 1.1e8),
+        (machines(0, 0, 0, 1), 2.5e10, 1.1e8 / 3),
+        (machines(0, 0, 0, 0, kind="gpu"), 2e13, 5e10),
     ],
 )
 def test_a_run_without_prices_gets_typical_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], start_event: dict[str, Any], flops: float,
-    bytes_per_s: float, source: str,
+    bytes_per_s: float,
 ) -> None:  # fmt: skip
     write_run(tmp_path / "run", start_event=start_event)
-    result = replay(capsys, str(tmp_path / "run"))
-    assert result["prices"]["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
-    assert result["prices"]["bytes_per_s"] == pytest.approx(bytes_per_s)
-    assert result["prices_source"].startswith(source)
-    assert main(["replay", str(tmp_path / "run")]) == 0
-    assert f"prices {result['prices_source']}; experts " in capsys.readouterr().out
+    prices = replay(capsys, str(tmp_path / "run"))["prices"]
+    assert prices["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
+    assert prices["bytes_per_s"] == pytest.approx(bytes_per_s)
 
 
-def test_hosts_of_the_plan_replace_unrecorded_ones(
+def test_given_prices_replace_those_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run")
-    path = tmp_path / "run" / "plan.json"
-    places = [{"host": f"h{rank // 2}", "device": "X", "kind": "gpu"} for rank in range(4)]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "places": places}))
-    facts = replay(capsys, str(tmp_path / "run"))
-    assert facts["prices_source"] == "typical of the plan's devices"
-    assert facts["prices"]["bytes_per_s"] == 5e10  # Each expert-parallel group is within a host.
-
-
-def test_the_source_of_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in training, prices of the job come before those of its plan."""
-    own, planned = Prices(**PRICES), Prices(**{**PRICES, "expert_tokens_per_s": 2e4})
-    small = {"policy": "quota", "prices": PRICES}  # Inactive with so few tokens.
-    runs: dict[str, tuple[dict[str, Any], float]] = {
-        "of the run": ({"prices": planned, "policy": "quota", "min_replica_tokens": 1}, 2e4),
-        "of the job": ({"prices": planned}, 1e4),
-        "of the plan": ({"prices": planned}, 2e4),
-    }
-    for number, (source, (facts, tokens_per_s)) in enumerate(runs.items()):
-        directory = tmp_path / f"run-{number}"
-        write_run(directory, **facts)
-        if source == "of the job":
-            job = tiny_job(layout={"ep": 2}, train={"micro_batches": MICRO}, balance=small)
-            (directory / "job.json").write_text(job.to_json())
-        result = replay(capsys, str(directory))
-        assert (result["prices_source"], result["prices"]["expert_tokens_per_s"]) == (
-            source,
-            tokens_per_s,
-        )
-    result = replay(capsys, str(tmp_path / "run-0"), *SET)
-    assert (result["prices_source"], result["prices"]) == ("given", own.model_dump())
+    planned = Prices(**{**PRICES, "expert_tokens_per_s": 2e4})
+    write_run(tmp_path / "run", prices=planned)
+    assert replay(capsys, str(tmp_path / "run"))["prices"] == planned.model_dump()
+    own = replay(capsys, str(tmp_path / "run"), *SET)["prices"]
+    assert own == Prices(**PRICES).model_dump()
 
 
 def test_policies_by_past_loads_make_no_replicas_at_first(
@@ -240,34 +210,18 @@ def test_compiling_is_announced(
     )
 
 
-def test_recorded_decisions_stand_beside_the_replayed_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
-    log = EventLog(tmp_path / "run" / "events" / "rank-0.jsonl")
-    made = {"layer": 1, "is_ahead": False, "replicas": [[0, 1, 9], [3, 0, 2]], "planning_s": 0.1}
-    none = {**made, "replicas": []}
-    placed = {**made, "is_ahead": True}
-    log.emit("decisions", step=1, balance=[made, none, placed])
-    log.close()
-    layers = replay(capsys, str(tmp_path / "run"))["layers"]
-    assert [one["recorded_replicas"] for one in layers] == [None, 1.0]
-    assert main(["replay", str(tmp_path / "run")]) == 0
-    assert "of the run" in capsys.readouterr().out
-
-
 def test_output_names_the_policy_and_settings_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "run", prices=Prices(**PRICES))
     line = [str(tmp_path / "run"), "--set=policy=top-k-broadcast", "--set=as_published=true"]
-    assert replay(capsys, *line)["as_published"] is True
-    assert replay(capsys, *line[:-1])["as_published"] is False
-    assert replay(capsys, line[0], line[2])["as_published"] is False  # quota ignores it.
+    assert replay(capsys, *line)["policy"] == "top-k-broadcast, as published"
+    assert replay(capsys, *line[:-1])["policy"] == "top-k-broadcast"
+    assert replay(capsys, line[0], line[2])["policy"] == "quota"  # It ignores the setting.
     assert main(["replay", *line]) == 0
     text = capsys.readouterr().out
     assert "predicted, not measured: with top-k-broadcast, as published the expert" in text
-    assert "prices of the plan; experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
+    assert "prices: experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
     sets = ["--set=policy=none", "--set=min_replica_tokens=2", *SET]
     assert main(["replay", line[0], *sets]) == 0
     assert capsys.readouterr().err.count("has no effect") == 1
@@ -292,6 +246,7 @@ def test_output_names_the_policy_and_settings_without_effect(
         ),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
         (["EMPTY", *SET], "has no loads by rank"),
+        (["RUN"], "has not recorded the devices of its ranks: give prices, such as"),
     ],
 )
 def test_mistakes(

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section, apply_sets, parse, parse_toml, read_toml
 from moesaic.base.errors import ConfigError
 
@@ -19,7 +20,8 @@ class Choice(Section):
     preset: str | None = None
     """A name."""
     from_: str | None = Field(default=None, alias="from")
-    """A directory."""
+    """A directory
+    of files."""
 
 
 class Wheel(Section):
@@ -78,23 +80,8 @@ GOOD: dict[str, Any] = {"gears": 1, "wheel": {"radius": 0.3}}
             "unknown key 'zzz': the keys at the top are "
             "gears, wheel, colour, brake, bell, tags, span, notes, lock",
         ),
-        (
-            {"wheel": {"radius": 1, "form": "x"}},
-            "unknown key 'wheel.form': did you mean 'wheel.from'?",
-        ),
-        ({"wheel": {"radius": 1, "bell": True}}, "unknown key 'wheel.bell': did you mean 'bell'?"),
-        ({"radiuss": 1}, "unknown key 'radiuss': did you mean 'wheel.radius'?"),
-        (
-            {"wheel": {"radius": 1, "zzz": 3}},
-            "unknown key 'wheel.zzz': 'wheel' has the keys preset, from, radius, spokes",
-        ),
         ({"gears": "3"}, 'gears = "3": give an integer from 1'),
         ({"gears": True}, "gears = true: give an integer from 1"),
-        ({"gears": {"a": 3}}, "gears = { a = 3 }: give an integer from 1"),
-        (
-            {"gears": parse_toml("x = 2020-01-02", "")["x"]},
-            "gears = 2020-01-02: give an integer from 1",
-        ),
         ({"wheel": 3}, "wheel = 3: give a table with keys preset, from, radius, spokes"),
         ({"wheel": {"radius": float("inf")}}, "wheel.radius = inf: give a number above 0"),
         ({"wheel": {}}, "wheel.radius is missing: give a number above 0 (hub to rim)"),
@@ -121,31 +108,6 @@ def test_mistake_is_reported_in_one_sentence(changes: dict[str, Any], sentence: 
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, {**GOOD, **changes}, "bike.toml")
     assert str(caught.value) == f"bike.toml: {sentence}"
-
-
-class Tyre(Section):
-    """A tyre."""
-
-    maker: str
-    """Maker."""
-    sizes: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
-    """Sizes."""
-    profile: Literal["auto"] | Literal["slick", "wide"] | None = None
-    """Profile."""
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"maker": ""}, 'maker = "": give a non-empty string'),
-        ({"sizes": []}, "sizes = []: give a list of one or more integers from 1"),
-        ({"profile": "x"}, 'profile = "x" is not known: give "auto", "slick" or "wide"'),
-    ],
-)
-def test_remedy_names_the_constraint(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(Tyre, {"maker": "A", "sizes": [1], **changes}, "tyre.toml")
-    assert str(caught.value) == f"tyre.toml: {sentence}"
 
 
 def test_missing_keys_are_reported() -> None:
@@ -183,10 +145,7 @@ def test_error_names_the_set_item() -> None:
         ('name="quoted"', "name", "quoted"),
         ("name=", "name", ""),
         ("name=a=b", "name", "a=b"),
-        ("list=[1, 2]", "list", [1, 2]),
-        ("rate=1e-3", "rate", 1e-3),
         ("two=1\nthree=4", "two", "1\nthree=4"),
-        ("path=/tmp/x.txt", "path", "/tmp/x.txt"),
     ],
 )
 def test_set_value_is_toml_or_a_string(item: str, key: str, value: Any) -> None:
@@ -230,13 +189,6 @@ def test_unusable_file_is_explained(tmp_path: Path) -> None:
         ConfigError, match=r"invalid value \(at line 1, column 5\) \(text needs quotes\)"
     ):
         read_toml(bad)
-
-
-def test_json_has_every_default_and_round_trips() -> None:
-    bicycle = parse(Bicycle, {**GOOD, "notes": {"a": [1, None]}}, "b")
-    raw = json.loads(bicycle.to_json())
-    assert raw["wheel"] == {"radius": 0.3, "spokes": 24}
-    assert parse(Bicycle, raw, "b.json") == bicycle
 
 
 def test_toml_round_trips() -> None:
@@ -334,27 +286,13 @@ def test_lists_of_tables_round_trip() -> None:
     assert parse(Luggage, parse_toml(empty.to_toml(), "l"), "l") == empty
 
 
-@given(st.lists(st.lists(st.floats(min_value=1e-9, max_value=5), min_size=1, max_size=3)))
-def test_any_lists_of_tables_round_trip(litres: list[list[float]]) -> None:
-    pockets = [[Pocket(litres=one) for one in inside] for inside in litres]
-    luggage = Luggage(owner="[me]", bags=[Bag(name="x", pockets=inside) for inside in pockets])
-    assert parse(Luggage, parse_toml(luggage.to_toml(), "l"), "l") == luggage
-
-
 @pytest.mark.parametrize(
     ("bags", "sentence"),
     [
         (3, "bags = 3: give a list of tables with keys preset, from, name, pockets, wheel"),
-        (
-            ["a"],
-            'bags[0] = "a": bags takes a list of tables with keys preset, from, name, pockets, '
-            "wheel",
-        ),
         ([{"pockets": POCKETS}], "bags[0].name is missing: give a string (its name)"),
-        (
-            [{"name": "a", "pockets": []}],
-            "bags[0].pockets = []: give a list of one or more tables with keys zip, litres",
-        ),
+        ([{"name": "", "pockets": POCKETS}], 'bags[0].name = "": give a non-empty string'),
+        ([{"name": "a", "pockets": []}], "bags[0].pockets = []: give a list of one or more tables"),
         (
             [{"name": "a", "pockets": [*POCKETS, {"litres": 0}]}],
             "bags[0].pockets[2].litres = 0: give a number above 0",
@@ -363,7 +301,6 @@ def test_any_lists_of_tables_round_trip(litres: list[list[float]]) -> None:
             [{"name": "a", "pockets": [*POCKETS, {"litres": 9}]}],
             "bags[0].pockets[2]: litres = 9.0 with a zip: give at most 5",
         ),
-        ([{"nam": "a", "pockets": POCKETS}], "unknown key 'bags[0].nam': did you mean 'bags.name'"),
         (
             [{"name": "a", "pockets": [{"litres": 1, "zzz": 2}]}],
             "unknown key 'bags[0].pockets[0].zzz': 'bags.pockets' has the keys zip, litres",
@@ -376,7 +313,38 @@ def test_mistake_in_a_list_of_tables_names_the_index(bags: Any, sentence: str) -
     assert str(caught.value).startswith(f"l.toml: {sentence}")
 
 
-def test_error_names_the_set_item_of_a_list_of_tables() -> None:
-    item = 'bags=[{name="a", pockets=[{litres=0}]}]'
-    with pytest.raises(ConfigError, match=r"^--set bags=.*: bags\[0\]\.pockets\[0\]\.litres = 0"):
-        parse(Luggage, apply_sets({"owner": "me"}, [item]), "l.toml", [item])
+# Descriptions of keys.
+
+
+def test_all_keys_are_listed() -> None:
+    assert list(keys.walk(Bicycle))[:6] == [
+        ("gears", "an integer from 1", "required", "How many gears. Fewer is lighter."),
+        ("wheel", "table", "", "Both wheels."),
+        ("wheel.preset", "a string", "unset", "A name."),
+        ("wheel.from", "a string", "unset", "A directory of files."),
+        ("wheel.radius", "a number above 0", "required", "Hub to rim. In metres."),
+        ("wheel.spokes", "an integer from 3 and up to 96", "24", "How many."),
+    ]
+    assert [(entry.path, entry.kind) for entry in keys.walk(Luggage)][:2] == [
+        ("bags", "list of tables"), ("bags.preset", "a string"),
+    ]  # fmt: skip
+    expected = "bags: list of tables\n  The bags. All of them.\n  .preset: "
+    assert keys.explain(Luggage, "bags").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("owners", "unknown key 'owners': did you mean 'owner'?"),
+        ("bags.nam", "unknown key 'bags.nam': did you mean 'bags.name'?"),
+        ("litres", "unknown key 'litres': did you mean 'bags.pockets.litres'?"),
+        ("bag.litres", "unknown key 'bag.litres': did you mean 'bags.pockets.litres'?"),
+        ("bags.pockets.x", "unknown key 'bags.pockets.x': 'bags.pockets' has the keys zip, litres"),
+        ("owner.x", "unknown key 'owner.x': there are no keys"),
+        ("", "unknown key '\"\"': the keys at the top are bags, owner"),
+    ],
+)
+def test_unknown_key_is_explained(key: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        keys.explain(Luggage, key)
+    assert str(caught.value) == sentence

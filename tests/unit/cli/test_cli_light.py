@@ -113,21 +113,6 @@ def test_closed_streams_change_no_status(line: str, closed: str, status: int) ->
     assert subprocess.run(["sh", "-c", command], check=False).returncode == status
 
 
-def test_without_source_only_descriptions_are_missing(place: Path) -> None:
-    """Only bytecode may be installed."""
-    program = (
-        "import inspect\n"
-        "def fail(thing): raise OSError('could not get source code')\n"
-        "inspect.getsource = fail\n"
-        "from moesaic.cli.main import main\n"
-        "assert main(['train', '--explain', 'train.steps']) == 0\n"
-        "assert main(['train', 'job.toml', '--set', 'train.stepz=3']) == 2\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert done.stdout.decode().startswith("train.steps: an integer from 1")
-    assert "did you mean 'train.steps'?" in done.stderr.decode()
-
-
 def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
     text = run("--help", capfd)
     for verb in VERBS:

@@ -261,9 +261,8 @@ def test_runs_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     assert loaded("report run", capfd)["step"] == 4
     assert not Path("run/report.html").exists()
     assert run("report run", capfd) == "wrote run/report.html\n"
-    assert run("report run run --out pages/both.html", capfd) == "wrote pages/both.html\n"
-    assert Path("pages/both.html").stat().st_size > 1000
-    assert [row["step"] for row in loaded("report run run", capfd)] == [4, 4]
+    assert run("report run --out pages/run.html", capfd) == "wrote pages/run.html\n"
+    assert Path("pages/run.html").stat().st_size > 1000
 
 
 def test_from_fine_tunes(capfd: pytest.CaptureFixture[str]) -> None:

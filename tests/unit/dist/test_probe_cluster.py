@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 
 import pytest
 
-from moesaic.base.config import parse
-from moesaic.dist.probe.cluster import ClusterBuilder, RankHardware, headlines
+from moesaic.dist.probe.cluster import ClusterBuilder, RankHardware
 from moesaic.dist.probe.compute import (  # fmt: skip
     ATTENTION_KINDS,
     CHAIN_LENGTH,
@@ -19,6 +17,7 @@ from moesaic.dist.probe.compute import (  # fmt: skip
     Sizes,
 )
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, link_pairs, message_bytes
+from moesaic.dist.probe.probe import _noise_warnings
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures
 from moesaic.facts.cluster import Cluster
@@ -184,19 +183,13 @@ def test_collectives_over_all_hosts_belong_to_the_slowest_link() -> None:
     ]  # fmt: skip
 
 
-def test_cluster_round_trips_through_toml() -> None:
-    cluster = make_cluster()
-    assert parse(Cluster, tomllib.loads(cluster.to_toml()), "file") == cluster
-
-
-def test_headlines_name_every_device_link_and_disk() -> None:
-    lines = list(headlines(make_cluster()))
-    assert {line.subject for line in lines} == {
-        "a: a gpu, 2 devices", "a: a cpu, 1 rank, 8 threads each", "a: disk /data", "a: nvlink",
-        "b: a gpu, 2 devices", "b: a cpu, 1 rank, 8 threads each", "b: disk /data", "b: pcie",
-        "a to b: infiniband",
-    }  # fmt: skip
-    assert all(line.value > 0 for line in lines)
+def test_an_unsteady_machine_causes_a_warning() -> None:
+    config = ProbeConfig(seconds=20.0, repeats=3)
+    assert _noise_warnings(0.2, 0.5, config) == []
+    for ranges in ((0.21, 0.3), (0.1, 0.51)):
+        (warning,) = _noise_warnings(*ranges, config)
+        assert warning.startswith("the machine was not steady: repeats differ by ")
+        assert warning.endswith("(seconds = 60, repeats = 6)")
 
 
 def test_measured_pairs_of_ranks() -> None:

@@ -22,7 +22,6 @@ from moesaic.facts.plan import (
     check_places,
     check_plan,
     describe_plan,
-    idle_ranks,
     idle_ranks_warning,
     job_under_plan,
     load_plan,
@@ -69,28 +68,6 @@ def test_layout_is_resolved() -> None:
         ranks=4, ep=2, dp_shard=4, experts=16
     )
     assert plan_from_layout(LayoutConfig(), MODEL, 3) == Plan(ranks=3, ep=1, dp_shard=1, experts=16)
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks", "sentence"),
-    [
-        (LayoutConfig(ep=4), 2, "ep = 4 does not divide 2 ranks: use 1 or 2, or another number "),
-        (LayoutConfig(pp=2), 1, "pp = 2 does not divide 1 rank: use 1, or another number of ranks"),
-        (LayoutConfig(pp=2, tp=2), 2, "tp = 2 does not divide 1 rank of a stage: use 1, or"),
-        (LayoutConfig(dp_shard=3), 4, "dp_shard = 3 does not divide 4 ranks: use 1, 2 or 4, or"),
-        (LayoutConfig(ep=32), 32, "ep = 32 does not divide experts = 16: use 1, 2, 4, 8 or 16"),
-        (LayoutConfig(tp=2, embedding="columns"), 4, 'embedding = "columns" with tp = 2, which'),
-        (
-            LayoutConfig(ep=2, dispatch="dedup", dispatch_hosts=3), 2,
-            "dispatch_hosts = 3 does not divide ep = 2",
-        ),
-        (LayoutConfig(), 1 << 32, "ranks = 4294967296: give an integer from 1"),
-    ],
-)  # fmt: skip
-def test_impossible_layout_is_rejected(layout: LayoutConfig, ranks: int, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_from_layout(layout, MODEL, ranks)
-    assert str(caught.value).startswith(f"layout: {sentence}")
 
 
 @pytest.mark.parametrize(
@@ -222,9 +199,10 @@ WIDE = {"vocab": 60, "head_dim": 64}
     ("layout", "tables", "words"),
     [
         ({"tp": 2}, {"model": {"vocab": 60}}, None),
-        ({"tp": 2}, {}, "tp = 2 does not divide model.vocab = 61, which these ranks split"),
+        ({"tp": 2}, {}, "tp = 2 does not divide model.vocab = 61, which these ranks split: use 1"),
+        ({"tp": 2, "etp": 2}, {"model": {"vocab": 60, "ffn": 15}}, "ffn = 15, which these ranks "),
         ({"tp": 2}, {"model": {**NARROW_DEEPSEEK, "dense_ffn": 41}}, "network 0 = 41, which"),
-        ({"tp": 2, "etp": 2}, {"model": {"vocab": 60, "ffn": 15}}, "etp = 2 does not divide mod"),
+        ({"tp": 8}, {"model": {"vocab": 64}}, "heads = 4, which these ranks split: use 1 or 2"),
         (
             {"tp": 2}, {"model": {"vocab": 60}, "optimizer": {"moments": "8bit"}},
             "blocks of 128 columns, but shards of the output of attention over 2 TP ranks have 16",
@@ -250,10 +228,10 @@ def test_tensors_that_do_not_split_are_rejected(
 ) -> None:
     job = tiny_job(**tables, layout=layout)
     if words is None:
-        plan_from_job(job, 2)
+        plan_from_job(job, 8)
         return
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        plan_from_job(job, 2)
+        plan_from_job(job, 8)
     assert str(caught.value).startswith(("the job: layout.", "the job: optimizer.moments = "))
 
 
@@ -273,7 +251,6 @@ def test_ranks_without_samples_are_reported_with_a_remedy(
 ) -> None:
     job = tiny_job(layout=layout, train=train, model={"vocab": 64})
     plan = plan_from_job(job, ranks)
-    assert idle_ranks(plan, job) == idle
     sentence = idle_ranks_warning(plan, job) or ""
     assert sentence.startswith(f"{idle} of {ranks} ranks ") == bool(idle)
     for batch in re.findall(r"raise train.batch to (\d+)", sentence):
@@ -303,6 +280,8 @@ def predictions(**change: Any) -> dict[str, Any]:
         ({"etp": 2}, "etp = 2 does not divide tp = 1, whose ranks split the experts"),
         ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide 4 ranks: use 1, 2 or 4"),
         ({"experts": 5}, "ep = 2 does not divide experts = 5: use 1 or 5"),
+        ({"tp": 2, "embedding": "columns"}, 'embedding = "columns" with tp = 2, which already'),
+        ({"dispatch_hosts": 3}, "dispatch_hosts = 3 does not divide ep = 2, and every host has"),
         ({"ep": 1, "chunks": 2}, "chunks = 2 and overlap_local = false with ep = 1, where all"),
         ({"expert_placement": [[0, 1]]}, "expert_placement has expert 2 0 times: place every"),
         ({"expert_placement": [[0, 1], [1, 2]]}, "expert_placement has expert 1 2 times: place"),
@@ -312,10 +291,6 @@ def predictions(**change: Any) -> dict[str, Any]:
         (
             {"expert_placement": [["0"], [1]]},
             'expert_placement[0][0] = "0": expert_placement takes a',
-        ),
-        (
-            predictions(used_bytes_by_kind={"peak": 1.5}),
-            "predictions.used_bytes_by_kind.peak = 1.5: predictions.used_bytes_by_kind takes a",
         ),
         (
             predictions(phases_s={"": 1.0}),
@@ -333,21 +308,11 @@ def predictions(**change: Any) -> dict[str, Any]:
         ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages where pp = 1: spread the names"),
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
-        ({"rank": 2}, "unknown key 'rank': did you mean 'ranks'?"),
         ({"homes": [[0, 1], [2, 3]]}, "unknown key 'homes': the keys at the top are ranks,"),
         ({"ranks": 1 << 60}, "ranks = 1152921504606846976: give an integer from 1"),
-        ({"experts": 10**11}, "experts = 100000000000: give an integer from 0"),
-        (
-            {"ranks": 10**9, "ep": 10**9, "experts": 0},
-            "ranks = 1000000000: give an integer from 1 and up to 1048576",
-        ),
         (
             predictions(phases_s={"forward": -1}),
             "predictions.phases_s.forward = -1: predictions.phases_s takes a table of values",
-        ),
-        (
-            predictions(timeline=[{"rank": 0, "phases": []}]),
-            "predictions.timeline[0].phases = []: give a list of one or more tables",
         ),
         (
             predictions(timeline=[{"rank": 0, "phases": [{**PHASE, "waiting_s": -1.0}]}]),
@@ -375,20 +340,6 @@ def test_missing_or_broken_file_is_rejected(text: str, words: str, tmp_path: Pat
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_plan(tmp_path / "plan.json")
-
-
-def test_duplicate_json_key_is_rejected(tmp_path: Path) -> None:
-    """JSON would use the last one, although the first may have been edited."""
-    place = tmp_path / "plan.json"
-    place.write_text('{"ranks": 4, "ep": 2, "dp_shard": 1, "ep": 4, "experts": 4}')
-    with pytest.raises(ConfigError, match="has the key 'ep' twice in one object: remove one"):
-        load_plan(place)
-
-
-def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
-    place = tmp_path / "plan.json"
-    place.write_text(json.dumps(RAW), encoding="utf-8-sig")
-    assert load_plan(place) == Plan.model_validate(RAW)
 
 
 def test_plan_round_trips_through_json(tmp_path: Path) -> None:
@@ -450,15 +401,7 @@ def test_expert_placement_is_obeyed() -> None:
             {"pp": 2, "stages": [["embed", "layers.0", "layers.1", "head"], []]},
             "stages[1] is empty: give it a block, or lower pp",
         ),
-        ({"tp": 2}, "tp = 2 does not divide model.vocab = 61, which these ranks split: choose a"),
-        (
-            {"pp": 2, "stages": [["embed", "layers.0"], ["layers.1", "head"]]},
-            "train.micro_batches = 1 is fewer than pp = 2, but schedule",
-        ),
-        (
-            {"pp": 2, "schedule": "zero-bubble", "recompute": True},
-            'recompute = true with schedule = "zero-bubble"',
-        ),
+        ({"tp": 2}, "tp = 2 does not divide model.vocab = 61, which these ranks split: use 1"),
         *(
             (
                 {"expert_placement_by_layer": {layer: [[0, 1, 2, 3], [4, 5, 6, 7]]}},
@@ -604,12 +547,6 @@ def test_placement_of_dense_layer_is_rejected() -> None:
 
 def test_dispatch_settings_are_ignored_without_expert_parallelism() -> None:
     """`Job.ineffective_settings` reports them."""
-    plain = plan_from_job(tiny_job(), 2)
-    for sentence in (
-        {"chunks": 4},
-        {"overlap_local": True},
-        {"overlap_local": False},
-        {"dispatch_hosts": 1},
-    ):
-        assert plan_from_job(tiny_job(layout=sentence), 2) == plain
+    layout = {"chunks": 4, "overlap_local": True, "dispatch_hosts": 1}
+    assert plan_from_job(tiny_job(layout=layout), 2) == plan_from_job(tiny_job(), 2)
     assert plan_from_job(tiny_job(layout={"ep": 2, "dispatch_hosts": 1}), 2).dispatch_hosts == 1

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.base.compiled import cached_njit, notify_on_compile
 from moesaic.base.errors import ConfigError
 from moesaic.facts.balance import BalanceProblem, IntArray
 from moesaic.facts.job import BalanceConfig
@@ -19,11 +16,10 @@ from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.balance import (
     LayerBalancer,
-    pro_prophet,
     reason_not_to_balance,
     should_balance,
 )
-from moesaic.policy.balance.balancer import load_drift, prefetch_mask
+from moesaic.policy.balance.balancer import prefetch_mask
 from moesaic.policy.balance.cost_model import use_local_replicas
 from moesaic.policy.balance.eplb import assign_evenly
 from moesaic.policy.balance.yardsticks import make_balancer, split_optimally
@@ -88,13 +84,6 @@ def test_replicas_are_kept_for_replan_every_micro_batches(drifted: float | None)
     assert each[1] != each[4] != each[7]
 
 
-def test_replicas_are_replanned_every_time_by_default() -> None:
-    passes = [hot(number % 8) for number in range(6)]
-    found = replan(config(policy="pro-prophet"), passes)
-    wanted = [pro_prophet(counts, PROBLEM).replicas.tolist() for counts in passes]
-    assert found == [[], *wanted[:-1]]
-
-
 def test_current_tokens_are_split_over_kept_replicas() -> None:
     lp = make_balancer(YardstickConfig(policy="lp", replan_every=9), PROBLEM)
     eplb = LayerBalancer(config(policy="eplb", replan_every=9), PROBLEM)
@@ -146,14 +135,6 @@ def test_early_replicas_are_rated_with_their_assigned_tokens() -> None:
         found = balancer(counts)
         assert (len(found.replicas) > 0) == early
         assert (found.rerouted[:, 3].sum() > 0) == early
-
-
-def test_drift_is_the_fraction_of_tokens_that_changed_expert() -> None:
-    one = np.array([[10, 0, 30], [10, 30, 20]])
-    assert load_drift(one, 3 * one) == 0.0
-    assert load_drift(one, one[::-1]) == 0.0  # Other ranks, but the same experts.
-    assert load_drift(one, np.array([[0, 10, 30], [0, 40, 20]])) == pytest.approx(0.2)
-    assert load_drift(np.zeros_like(one), np.zeros_like(one)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -253,19 +234,3 @@ def test_replicas_that_do_not_fit_under_attention_are_sent_earlier(follows: bool
     if found.prefetched is not None and early.prefetched is not None:
         early_pairs = found.replicas[found.prefetched]
         assert early_pairs.tolist() == early.replicas[early.prefetched].tolist()
-
-
-def test_compilations_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The callback runs before a compilation, not for cached functions, and knows if it can be
-    cached."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-
-    def double(x: int) -> int:
-        return 2 * x
-
-    for expected in ([True], []):
-        begun, function = list[bool](), cached_njit(double)
-        with notify_on_compile(begun.append):
-            assert function(4) == 8
-            assert function(5) == 10
-        assert begun == expected

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
+from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.policy.cost.calibrate import Observation, fit_factors, fit_leave_one_out
 
 TRUE = np.array([0.8, 1.7, 1.3])
@@ -32,14 +32,7 @@ def steps(
 
 def linear_step(name: str, predicted_s: np.ndarray, measured_s: float) -> Observation:
     """Return a step that is linear in the factors."""
-    return step_without_skew(name, lambda factors: float(predicted_s @ factors), measured_s)
-
-
-def step_without_skew(
-    name: str, step_s: Callable[[np.ndarray], float], measured_s: float
-) -> Observation:
-    """Return a step without skew."""
-    return Observation(name, measured_s, step_s, step_s)
+    return Observation(name, measured_s, lambda factors: float(predicted_s @ factors))
 
 
 def test_factors_are_found_for_linear_steps() -> None:
@@ -94,7 +87,7 @@ def nonlinear_step(number: int, measured_by: np.ndarray = TRUE) -> Observation:
         computing = each[:, :2] @ factors[:2]
         return float((computing + 0.4 * np.sqrt(computing) + each[:, 2] * factors[2]).max())
 
-    return step_without_skew(str(number), step_s, step_s(measured_by))
+    return Observation(str(number), step_s(measured_by), step_s)
 
 
 def test_factors_are_found_for_nonlinear_steps() -> None:
@@ -120,15 +113,9 @@ def test_a_step_with_changing_bottleneck_is_fitted(
     step_s: Callable[[np.ndarray], float], measured_s: float
 ) -> None:
     """The bottleneck changes with every move, which must not oscillate."""
-    one = step_without_skew("", step_s, measured_s)
+    one = Observation("", measured_s, step_s)
     assert one.relative_error(np.ones(3)) > 0.2
     assert abs(one.relative_error(fit_factors([one]))) < 0.1
-
-
-def test_fractions_exclude_skew() -> None:
-    late = Observation("", 1.0, lambda by: 2 * by[0] + by[1] + np.sqrt(by[0]),
-                    lambda by: 2 * by[0] + by[1])  # fmt: skip
-    assert late.fractions_by_kind() == pytest.approx([0.5, 0.25, 0.0])
 
 
 @given(

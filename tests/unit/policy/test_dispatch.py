@@ -58,21 +58,15 @@ def test_all_dispatch_methods_are_candidates() -> None:
     assert len(dispatch_methods(plan_of(8), on(8))) == 1
 
 
-def test_a_description_names_overlap() -> None:
-    plan = plan_of(8, ep=8)
-    for update, words in (
-        ({"overlap_local": True}, "expert while local ones are computed"),
-        (
-            {"overlap_local": True, "chunks": 2},
-            "expert in 2 chunks while local ones are computed",
-        ),
-    ):
-        assert f"tokens once per {words}, dense" in describe_plan(plan.model_copy(update=update))
-
-
-def test_a_description_names_the_dispatch_method() -> None:
-    words = [describe_plan(one) for one in dispatch_methods(plan_of(8, ep=8), on(4, 4))]
-    assert words == [
+def test_a_description_names_dispatch_and_overlap() -> None:
+    plans = dispatch_methods(plan_of(8, ep=8), on(4, 4))
+    for overlap in ({"overlap_local": True}, {"overlap_local": True, "chunks": 2}):
+        plans.append(plan_of(8, ep=8).model_copy(update=overlap))
+    assert [describe_plan(one) for one in plans] == [
         f"8 ranks, experts over 8, tokens once per {method}, dense parameters on every rank"
-        for method in ("expert", "rank", "expert via 2 hosts", "host (2 hosts)")
+        for method in (
+            "expert", "rank", "expert via 2 hosts", "host (2 hosts)",
+            "expert while local ones are computed",
+            "expert in 2 chunks while local ones are computed",
+        )
     ]  # fmt: skip

@@ -6,7 +6,7 @@ docs/policies.md contains these figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from moesaic.policy.balance.yardsticks import best, llep, lp, top_k_broadcast
 POLICIES: dict[str, Callable[[IntArray, BalanceProblem], BalanceDecision]] = {
     "none": lambda counts, problem: no_replicas(), "best": best, "quota": quota, "llep": llep,
     "lp": lp, "eplb": eplb, "pro-prophet": pro_prophet, "faster-moe": faster_moe,
-    "top-k-broadcast": partial(top_k_broadcast, num_experts=1),
+    "top-k-broadcast": top_k_broadcast,
 }  # fmt: skip
 DRAWS = 100
 DOCS = Path(__file__).parents[3] / "docs" / "policies.md"

@@ -1,7 +1,7 @@
 """Fabricated run directories, as a training run would write them.
 
 Values follow a seeded random walk around those of a small mixture-of-experts model. `Story` selects
-the events of the run: a dead expert, a kill, a slow step.
+the events of the run: a dead expert, a kill, a spike.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Story:
     resumed_at: int | None = None
     """The killed run goes on after this step; unset: it does not."""
     spike_at: int | None = None
-    slow_at: tuple[int, ...] = ()
     checkpoint_every: int = 20
     validate_every: int = 20
     loads_every: int = 1
@@ -73,10 +72,6 @@ class Story:
     """A balance policy runs, and its times are measured."""
     balance: dict[str, float] = field(default_factory=dict)
     """Overrides of the balance record of each layer."""
-    busiest: float = 1.9
-    """Busiest rank over the mean without replicas, in the least even layer."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """The job's [balance]."""
 
 
 class Fabric:
@@ -151,7 +146,7 @@ class Fabric:
             tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped,
             num_replay_mismatches=story.flips, memory_bytes=memory, phases=all_phases[0],
             **({"replicas": story.balance.get("replicas", 2) * story.layers,
-                "imbalance_before": story.busiest, "imbalance_after": 1.1,
+                "imbalance_before": 1.9, "imbalance_after": 1.1,
                 "planning_s": 1e-3} if story.balanced else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
@@ -183,8 +178,6 @@ class Fabric:
         noise = 1 + 0.05 * self.random.normal(size=7)
         share = np.array([0.03, 0.31, 0.47, 0.08, 0.02, 0.07, 0.02]) * noise
         share[1:3] *= 1 + 0.06 * rank
-        if step in self.story.slow_at:
-            share[0] += 3.0
         names = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
         return dict(zip(names, (self.story.step_s * share).tolist(), strict=True))
 
@@ -227,24 +220,10 @@ class Fabric:
             "top_k": story.top_k if story.experts else 0,
         }  # fmt: skip
         job = {
-            "seed": 0,
-            "model": model,
-            "routing": {"router": "top-k", "balance_loss": 0.01, "z_loss": 0.001,
-                        "capacity_factor": None},
-            "layout": {"ep": self.plan()["ep"], "dp_shard": "all"},
-            "data": {"path": "text/*.txt", "tokenizer": "bytes", "sequence": 256},
-            "train": {"steps": story.steps, "batch": 8, "clip": 1.0,
-                      "precision": "fp32"},
-            "optimizer": {"kind": "adamw", "lr": 3e-3},
-            "schedule": {"kind": "cosine", "warmup": max(story.steps // 12, 1)},
-            "balance": story.settings,
-            "checkpoint": {"every": story.checkpoint_every},
+            "model": model, "routing": {"balance_loss": 0.01}, "data": {"path": "text/*.txt"},
+            "train": {"steps": story.steps, "clip": 1.0}, "optimizer": {"lr": 3e-3},
         }  # fmt: skip
-        versions = {
-            "moesaic": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.2",
-            "platform": "Linux-6.1-x86_64", "device": "cpu",
-            "command": "moesaic train job.toml --nproc 2",
-        }  # fmt: skip
+        versions = {"moesaic": "0.1.0", "command": "moesaic train job.toml --nproc 2"}
         for name, value in (("job", job), ("plan", self.plan()), ("versions", versions)):
             (self.directory / f"{name}.json").write_text(json.dumps(value))
 

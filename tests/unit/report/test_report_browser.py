@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fabricated import PREDICTED, TIMELINE, fabricate, predict
 
-from moesaic.report import RunStats, page, write_report
+from moesaic.report import RunStats, page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 ui = pytest.importorskip("selenium.webdriver.support.ui")
@@ -189,20 +189,6 @@ def test_nothing_is_wider_than_a_narrow_screen(show: Open, run: RunStats, width:
     assert wide <= width
 
 
-@pytest.mark.parametrize(
-    ("story", "charts"), [({"experts": 0}, 6), ({"steps": 1}, 9)], ids=["dense", "one-step"]
-)
-def test_other_runs_are_drawn_too(
-    show: Open, tmp_path: Path, story: dict[str, Any], charts: int
-) -> None:
-    directory = fabricate(tmp_path / "run", **{"steps": 20, **story})
-    browser = show(page.render(RunStats.read(directory)))
-    assert len(browser.find_elements("css selector", ".chart svg.main-svg:first-child")) == charts
-    (directory / "events" / "rank-0.jsonl").write_text("")
-    browser = show(page.render(RunStats.read(directory)))
-    assert "No step has finished yet" in browser.find_element("css selector", "main").text
-
-
 def test_the_predicted_step_is_drawn(show: Open, tmp_path: Path) -> None:
     predicted = {**PREDICTED, "timeline": TIMELINE}
     browser = show(page.render(predict(fabricate(tmp_path / "run", steps=20), predicted)))
@@ -240,11 +226,3 @@ def test_balance_is_drawn(show: Open, tmp_path: Path) -> None:
     hover = browser.find_element("css selector", "#balance-layers .hoverlayer").text
     assert "layer 3, without replicas: 2.11x" in hover
     assert_silent(browser)
-
-
-def test_comparison_is_drawn(show: Open, tmp_path: Path) -> None:
-    runs = [fabricate(tmp_path / name, steps=steps) for name, steps in (("a", 40), ("b", 20))]
-    write_report(runs, tmp_path / "both.html")
-    browser = show((tmp_path / "both.html").read_text())
-    assert [trace["name"] for trace in traces(browser, "units-per-second")] == ["a", "b"]
-    assert points(browser, "loss") == [40, 2, 20, 1]

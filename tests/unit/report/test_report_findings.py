@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from fabricated import fabricate
 
-from moesaic.facts.plan import Predictions
 from moesaic.report import RunStats
 from moesaic.report.findings import Finding, find
 from moesaic.report.loads import Loads
 from moesaic.report.log import Checkpoint, Launch, Steps, Validation
-from moesaic.report.prediction import Measurements, Prediction
 
 JOB: dict[str, Any] = {
     "routing": {"balance_loss": 0.01, "capacity_factor": None},
@@ -33,7 +31,7 @@ def make_run(size: int = 1, job: dict[str, Any] = JOB, **values: Any) -> RunStat
     steps = Steps(**{**known, "step": np.arange(1.0, size + 1), "phases": {}, **columns})
     run = RunStats(
         name="run", directory=Path("run"), job=job, plan={}, versions={}, launches=[launch()],
-        steps=steps, validations=[], checkpoints=[], migrations=[], ranks=[], loads=None,
+        steps=steps, validations=[], checkpoints=[], ranks=[], loads=None,
         balance=None, prediction=None, ended="finished", read_at_s=0.0,
     )  # fmt: skip
     return replace(run, **values)
@@ -64,27 +62,6 @@ def text(run: RunStats, kind: str) -> str:
     return f"{finding.title}. {finding.text}"
 
 
-def predicted(step_s: float) -> Prediction:
-    return Prediction(
-        Predictions(
-            cluster="here", step_s=1.0, phases_s={}, blocks_s={}, tokens_per_s=10.0,
-            used_bytes_by_kind={},
-        ),
-        Measurements(
-            steps=5, step_s=step_s, phases_s={}, tokens_per_s=10 / step_s, peak_bytes=None,
-            memory="resident",
-        ),
-    )  # fmt: skip
-
-
-def test_a_step_far_from_its_prediction() -> None:
-    for near in (None, predicted(1.19), predicted(0.81)):
-        assert kinds(make_run(prediction=near)) == []
-    assert text(make_run(prediction=predicted(2.0)), "prediction").startswith(
-        "A step took 2.00x the predicted time. Measured 2.00 s, predicted 1.00 s for cluster"
-    )
-
-
 @pytest.mark.parametrize(
     ("recent", "tokens", "found"),
     [
@@ -92,7 +69,6 @@ def test_a_step_far_from_its_prediction() -> None:
         ([[0, 2, 0, 6]], 2, []),
         ([[0.051, *[1.31] * 3]], 1000, []),
         ([[0.049, *[1.31] * 3]], 1000, ["dead_experts"]),
-        ([[1.99, *[0.67] * 3]], 1000, []),
         ([[2.02, *[0.66] * 3]], 1000, ["hot_experts"]),
     ],
 )
@@ -154,9 +130,6 @@ def test_spike_is_named_once_with_its_gradient() -> None:
     assert "The loss spiked at step 202." in spike
     assert "14.0 (median 0.700)" in spike
     assert "optimizer.lr (now 0.003)" in spike
-    loss[300] += 2.0
-    twice = text(make_run(400, loss=loss, grad_norm=norms), "loss_spikes")
-    assert "spiked 2 times, most at step 202" in twice
 
 
 def test_loss_that_is_no_number() -> None:
@@ -186,7 +159,6 @@ def test_skipped_steps(rows: list[int], severity: str) -> None:
         ([2.0, 1.9], None),
         ([3.0, 2.5, 2.2, 2.0, 1.9, 1.85, 1.83], None),
         ([3.0, 2.5, 2.0, 1.9, 2.0, 1.92, 2.01, 1.91, 1.98], None),
-        ([3.0, 2.5, 2.0, 1.9, 1.8, 2.6], None),
         ([3.0, 2.4, 2.0, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4], 40),
     ],
 )
@@ -204,51 +176,20 @@ def test_failed_saves() -> None:
     assert "No space left on device" in finding
 
 
-def test_slow_steps_are_traced_to_their_cause() -> None:
-    seconds, data = np.full(100, 0.2), np.full(100, 0.01)
-    seconds[0] = 9.0  # The first step of a launch may be slow.
-    phases = {"data": data, "forward": np.full(100, 0.1)}
-    assert "slow_steps" not in kinds(make_run(100, step_s=seconds, phases=phases))
-    seconds[[30, 60]] += 1.0
-    data[[30, 60]] += 1.0
-    slow = make_run(100, step_s=seconds, phases=phases)
-    finding = text(slow, "slow_steps")
-    assert "2 steps took over 2x the median" in finding
-    assert "Steps 31 and 61 were slow, mostly in 'data'" in finding
-    saves = [Checkpoint(30, "a", "done"), Checkpoint(60, "b", "done")]
-    assert "raise checkpoint.every" in text(replace(slow, checkpoints=saves), "slow_steps")
-    passes = [Validation(31, 1.0), Validation(61, 1.0)]
-    assert "train.validate_every" in text(replace(slow, validations=passes), "slow_steps")
-    launches = [launch(), launch(30), launch(60)]
-    assert "slow_steps" not in kinds(replace(slow, launches=launches))
-
-
-def test_slowest_phase() -> None:
-    phases = {"data": np.full(4, 0.3), "forward": np.full(4, 0.1)}
-    phases["forward"][0] = 9.0  # The first step is warmup.
-    run = make_run(4, phases=phases, tokens_per_s=np.full(4, 10.0))
-    assert "'data' is the slowest phase: 75% of a step" in text(run, "slowest_phase")
-    assert finding_of(run, "slowest_phase").severity == "warning"
-    samples = replace(launch(), unit="samples")
-    assert "10 samples a second" in text(replace(run, launches=[samples]), "slowest_phase")
-    assert "'other'" in text(make_run(4, phases={"other": np.ones(4)}), "slowest_phase")
-
-
-def test_healthy_run_has_nothing_but_notes(tmp_path: Path) -> None:
-    assert kinds(RunStats.read(fabricate(tmp_path / "run", steps=60))) == ["slowest_phase"]
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    assert kinds(RunStats.read(fabricate(tmp_path / "run", steps=60))) == []
 
 
 def test_findings_are_ordered_by_severity(tmp_path: Path) -> None:
     directory = fabricate(
         tmp_path / "run", steps=80, killed_at=70, dead={1: 3}, hot={0: 5}, spike_at=44,
-        slow_at=(31, 52), dropped=300, flips=2,
+        dropped=300, flips=2,
     )  # fmt: skip
     found = find(RunStats.read(directory))
     kinds = [finding.kind for finding in found]
     assert kinds[0] == "stopped"
     assert set(kinds) == {
         "stopped", "dead_experts", "hot_experts", "drops", "replay_mismatches", "loss_spikes",
-        "slow_steps", "slowest_phase",
     }  # fmt: skip
     assert "newest checkpoint, step 60; it repeats 10 steps" in found[0].text
 
@@ -284,19 +225,11 @@ SHORT = {"replica_wait_s": 10.6e-3, "gradient_wait_s": 0.0}
          "Waiting for replicas is not measured on this device"),
         ({"balance": {**UNMEASURED, "planning_s": 11e-3}}, "replicas_did_not_pay",
          "Replicas did not pay: they cost 33.00 ms a step, the predicted saving is 30.00 ms", ""),
-        ({"balance": {"predicted_s": 3.3e-2}}, "replicas_did_not_pay", "Replicas did not pay", ""),
         # Experts of each layer take 13 ms.
         ({"balance": {"predicted_experts_s": 13e-3 / 2.495}}, "replicas_paid", "", ""),
         ({"balance": {"predicted_experts_s": 13e-3 * 2.505}}, "replicas_unknown",
          "Balance prices do not match this machine: experts took 39.00 ms on rank 0, predicted "
          "97.69 ms", "Remove balance.prices"),
-        ({"balance": {"replicas": 0}}, "no_replicas",
-         "No replicas were made. In the least even layer the busiest rank had 1.90 times the mean. "
-         "None would pay by balance.prices", ""),
-        ({"balance": {"replicas": 0}, "busiest": 1.04}, "no_replicas",
-         "Loads were even: no replicas were needed. In the least even layer the busiest rank had "
-         "1.04 times the mean.", ""),
-        ({"loads_every": 9}, "replicas_unknown", "", "Lower log.loads_every"),
     ],
 )  # fmt: skip
 def test_replicas_are_judged(
@@ -308,6 +241,12 @@ def test_replicas_are_judged(
     assert (finding_of(run, kind).severity == "warning") == (
         kind == "replicas_did_not_pay" or "prices do not" in start
     )
+
+
+def test_runs_without_replicas_have_no_verdict(tmp_path: Path) -> None:
+    for name, story in (("none", {"balance": {"replicas": 0}}), ("unrecorded", {"loads_every": 9})):
+        run = RunStats.read(fabricate(tmp_path / name, steps=4, balanced=True, **story))
+        assert kinds(run) == []
 
 
 def test_first_steps_do_not_judge_prices(tmp_path: Path) -> None:

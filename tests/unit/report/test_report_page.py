@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fabricated import LOADS, PREDICTED, TIMELINE, TOKENS, fabricate, predict
+from fabricated import PREDICTED, TIMELINE, TOKENS, fabricate, predict
 
 from moesaic.base.errors import StoreError
 from moesaic.base.events import EventLog
@@ -86,15 +85,13 @@ def test_balance_charts_need_a_policy_and_records(tmp_path: Path) -> None:
     run = RunStats.read(fabricate(tmp_path / "run", steps=20))
     assert not BALANCE & set(figures_of(page.render(run)))
     assert summary(run)["balance"] is None
-    seldom = RunStats.read(
-        fabricate(tmp_path / "seldom", steps=20, balanced=True, loads_every=99, busiest=1.7)
-    )
+    seldom = RunStats.read(fabricate(tmp_path / "seldom", steps=20, balanced=True, loads_every=99))
     figures = figures_of(page.render(seldom))
     assert BALANCE & set(figures) == {"busiest-rank", "expert-replicas"}
     before, after = (trace["y"] for trace in figures["busiest-rank"]["data"])
-    assert (set(before), set(after)) == ({1.7}, {1.1})
+    assert (set(before), set(after)) == ({1.9}, {1.1})
     assert summary(seldom)["balance"] == pytest.approx({
-        "replicas": 6.0, "imbalance_before": 1.7, "imbalance_after": 1.1, "planning_s": 1e-3,
+        "replicas": 6.0, "imbalance_before": 1.9, "imbalance_after": 1.1, "planning_s": 1e-3,
     })  # fmt: skip
 
 
@@ -127,34 +124,6 @@ def test_every_chart_explains_itself_on_a_small_page(tmp_path: Path) -> None:
     for one in cards:
         (guide,) = re.findall(r'<p class="guide">([^<]+\.)</p>', one)
         assert len(guide) <= 120
-
-
-def test_migrated_experts_are_reported(tmp_path: Path) -> None:
-    """A resume voids later migrations."""
-    directory = fabricate(tmp_path / "run", steps=20, finished=False)
-    log = EventLog(directory / "events" / "rank-0.jsonl")
-    for step, layer, before in ((10, 0, 1.9), (20, 0, 1.5), (20, 2, 1.71)):
-        log.emit(
-            "decisions", step=step, migration=[{
-                "layer": layer, "moves": [[3, 0, 1], [4, 1, 0]], "bytes": 1 << 20,
-                "imbalance_before": before, "imbalance_after": 1.08,
-            }],
-        )  # fmt: skip
-    run = RunStats.read(directory)
-    assert (
-        "<h3>6 experts migrated to another rank (2 layers, 2 times)</h3><p>They moved 3.0 MiB. In "
-        "the layers that changed, the busiest rank had 1.70 times the mean, and 1.08 with the new "
-        "owner ranks.</p>"
-    ) in page.render(run)
-    assert summary(run)["experts_migrated"][2] == {
-        "step": 20, "layer": 2, "experts": 2, "bytes": 1 << 20, "imbalance_before": 1.71,
-        "imbalance_after": 1.08,
-    }  # fmt: skip
-    log.emit("run_start", step=16, ranks=2, device="cpu", resumed_from="step-00000015")
-    log.close()
-    again = RunStats.read(directory)
-    assert [(one.step, one.layer) for one in again.migrations] == [(10, 0)]
-    assert "2 experts migrated to another rank (1 layer, 1 time)<" in page.render(again)
 
 
 def test_starts_show_their_layout(tmp_path: Path) -> None:
@@ -239,41 +208,15 @@ def test_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
 
 
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100,000 steps and as many loads, written as plain text for speed."""
-    directory = fabricate(tmp_path_factory.mktemp("long") / "run", steps=1, ranks=1)
-    size, random = 100_000, np.random.default_rng(0)
-    losses = (1.4 + 0.05 * random.normal(size=size)).tolist()
-    losses[70_001] = 9.5
-    with (directory / "events" / "rank-0.jsonl").open("a") as file:
-        file.writelines(
-            f'{{"time": 1760000010.0, "event": "step", "step": {step}, "loss": {losses[step - 1]}, '
-            f'"tokens": 100, "step_s": 0.1, "tokens_per_s": 1000, "phases": {{"forward": 0.1}}}}\n'
-            for step in range(2, size + 1)
-        )
-    counts = random.poisson(TOKENS, size=(size - 1) * 8).astype(np.int64)
-    table = pa.table(
-        {
-            "step": pa.array(range(2, size + 1), pa.int32()),
-            "layer": pa.array([0] * (size - 1), pa.int16()),
-            "counts": pa.ListArray.from_arrays(pa.array(range(0, size * 8, 8), pa.int32()), counts),
-            "dropped": pa.array([0] * (size - 1), pa.int64()),
-        },
-        schema=LOADS,
-    )
-    pq.write_table(table, directory / "loads" / "part-000001.parquet")
-    return directory
-
-
-def test_long_run_makes_a_small_page_that_keeps_its_spike(long_run: Path) -> None:
-    text = page.render(RunStats.read(long_run))
+def test_long_run_makes_a_small_page_that_keeps_its_spike(tmp_path: Path) -> None:
+    run = RunStats.read(fabricate(tmp_path / "run", steps=4000, layers=1, ranks=1, spike_at=2801))
+    text = page.render(run)
     assert len(text) < 2_000_000
     figures = figures_of(text)
     for figure in figures.values():
         for trace in figure["data"]:
             assert len(trace.get("y", [])) <= 800, figure["name"]
-    assert 9.5 in figures["loss"]["data"][0]["y"]
+    assert max(figures["loss"]["data"][0]["y"]) == pytest.approx(run.steps.loss.max(), rel=1e-3)
     assert len(figures["expert-load"]["data"][0]["x"]) == 400
     assert len(data_of(text)["loads"]["hundredths"][0][0]) == 400
 
@@ -352,66 +295,11 @@ def test_predictions_that_no_one_can_read_are_left_out(predicted: Any, tmp_path:
     assert "Predicted and measured" not in page.render(run)
 
 
-def test_comparison_overlays_runs(tmp_path: Path) -> None:
-    runs = [
-        fabricate(tmp_path / parent / "run", steps=steps)
-        for parent, steps in (("a", 30), ("b", 50))
-    ]
-    write_report(runs, tmp_path / "both.html")
-    text = (tmp_path / "both.html").read_text()
-    figures = figures_of(text)
-    lines = [trace for trace in figures["loss"]["data"] if trace["mode"] == "lines"]
-    assert [(line["name"], len(line["x"])) for line in lines] == [("a/run", 30), ("b/run", 50)]
-    assert len(figures["units-per-second"]["data"]) == 2
-    assert len({line["line"]["color"] for line in lines}) == 2
-
-
-def test_comparison_says_how_far_runs_are_apart_and_why(tmp_path: Path) -> None:
-    runs = [
-        fabricate(tmp_path / name, steps=20, layers=layers, balanced=name == "a")
-        for name, layers in (("a", 2), ("b", 3))
-    ]
-    log = runs[1] / "events" / "rank-0.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    losses = {
-        event["step"]: event["loss"]
-        for event in map(json.loads, (runs[0] / "events" / "rank-0.jsonl").read_text().splitlines())
-        if event["event"] == "step"
-    }
-    for event in lines:
-        if event["event"] == "step":
-            event["loss"] = losses[event["step"]] + (0.25 if event["step"] == 7 else 0.0)
-    log.write_text("".join(json.dumps(event) + "\n" for event in lines))
-    write_report(runs, tmp_path / "both.html")
-    text = (tmp_path / "both.html").read_text()
-    assert "<td>b against a</td><td>20</td><td>7</td><td>0.25 at step 7</td><td>0</td>" in text
-    assert "<td>model.layers</td><td>2</td><td>3</td>" in text
-    assert "tokens/s</td>" in text
-    rows = re.findall("<tr>(<td>.*?)</tr>", text)
-    cells = [re.findall("<td>(.*?)</td>", row) for row in rows[:2]]
-    assert [row[-3:] for row in cells] == [["4.00", "1.90", "1.10"], ["\N{EN DASH}"] * 3]
-    write_report([runs[0], runs[0]], tmp_path / "same.html")
-    text = (tmp_path / "same.html").read_text()
-    assert "<td>none</td><td>0 at step 1</td>" in text
-    assert "Settings that differ" not in text
-
-
-def test_comparison_takes_a_run_without_steps(tmp_path: Path) -> None:
-    started = fabricate(tmp_path / "started", steps=1)
-    (started / "events" / "rank-0.jsonl").write_text("")
-    write_report([fabricate(tmp_path / "done", steps=20), started], tmp_path / "both.html")
-    assert len(figures_of((tmp_path / "both.html").read_text())["units-per-second"]["data"]) == 1
-    write_report([started, started], tmp_path / "none.html")
-    assert figures_of((tmp_path / "none.html").read_text()) == {}
-
-
 def test_report_is_written_whole_or_says_where_it_cannot(tmp_path: Path) -> None:
     directory, out = fabricate(tmp_path / "run", steps=5), tmp_path / "new" / "report.html"
-    write_report([directory], out)
+    write_report(directory, out)
     assert out.read_text().endswith("</html>\n")
     assert list(out.parent.iterdir()) == [out]
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"file/report\.html' cannot be written \(.*another"):
-        write_report([directory], tmp_path / "file" / "report.html")
-    with pytest.raises(StoreError, match="no run directory"):
-        write_report([], tmp_path / "report.html")
+        write_report(directory, tmp_path / "file" / "report.html")

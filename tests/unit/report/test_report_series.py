@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.report import wording
 from moesaic.report.series import keep_extremes, median, smooth
 
 
@@ -50,25 +49,3 @@ def test_median_leaves_the_first_step_out() -> None:
     assert median(np.array([100.0, 1.0, 2.0, np.nan, 3.0])) == 2.0
     assert median(np.array([5.0])) == 5.0
     assert math.isnan(median(np.array([])))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (wording.count(99_999), "99,999"),
-        (wording.count(350_000), "350 k"),
-        (wording.count(13_640_832), "13.6 M"),
-        (wording.count(math.nan), "\u2013"),
-        (wording.count(None), "\u2013"),
-        (wording.digits(0.0), "0"),
-        (wording.digits(0.01234), "0.0123"),
-        (wording.digits(0.0000123), "1.23e-05"),
-        (wording.size(None), "\u2013"),
-        (wording.duration(math.nan), "\u2013"),
-        (wording.listing(["a"]), "a"),
-        (wording.listing(["a", "b", "c"]), "a, b and c"),
-        (wording.listing(["a", "b", "c"], 2), "a, b and 1 more"),
-    ],
-)
-def test_wording(text: str, expected: str) -> None:
-    assert text == expected

@@ -13,13 +13,9 @@ from moesaic.base.errors import DataError
 from moesaic.cli.main import main
 from moesaic.models.chat import ChatTemplate, Messages
 from moesaic.models.tokenizer import open_tokenizer
+from moesaic.testing.chat_templates import CHATML
 from moesaic.testing.chat_templates import write_tokenizer as put
 from moesaic.testing.jobs import RUN_JOB
-
-CHATML = """{%- for message in messages %}
-    {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"""
 
 TRICKS = """{%- set ns = namespace(system='', turns=0) %}
 {%- for message in messages %}

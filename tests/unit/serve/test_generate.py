@@ -114,11 +114,6 @@ def test_sampling_follows_probabilities_and_top_p() -> None:
     }
 
 
-def test_empty_requests(model: LanguageModel) -> None:
-    assert generate(model, [], 5) == []
-    assert generate(model, [[1], [2]], 0) == [[], []]
-
-
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "words"),
     [([], 4, "no token"), ([41], 4, "vocabulary of 41"), ([1] * 60, 5, "lower max_tokens")],

@@ -1,11 +1,10 @@
-"""Conversion of the figures of all ranks to a cluster, and to headline numbers for the terminal."""
+"""Conversion of the figures of all ranks to a cluster."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from moesaic.dist.probe.compute import (  # fmt: skip
     ATTENTION_KINDS,
@@ -261,43 +260,3 @@ def _round(value: float) -> float:
 
 def _round_all(values: Sequence[float]) -> list[float]:
     return [_round(value) for value in values]
-
-
-class Headline(NamedTuple):
-    """A headline number for the terminal."""
-
-    subject: str
-    """Device, link or disk that was measured."""
-    metric: str
-    value: float
-    unit: str
-
-
-def headlines(cluster: Cluster) -> Iterator[Headline]:
-    """Yield the headline numbers of a cluster."""
-    for host in cluster.hosts:
-        for device in host.devices:
-            count = f"{device.count} devices"
-            if device.kind == "cpu":  # The ranks share the cores.
-                threads = f"{device.threads} thread{'s'[: device.threads > 1]}"
-                count = f"{device.count} rank{'s'[: device.count > 1]}, {threads} each"
-            subject = f"{host.name}: {device.model}, {count}"
-            for matmul in device.matmul:
-                yield Headline(subject, f"{matmul.dtype} matmul", matmul.flops, "flop/s")
-            yield Headline(subject, "memory bandwidth", device.memory_bandwidth, "B/s")
-            yield Headline(subject, "kernel launch", device.launch_s, "s")
-        for disk in host.disks:
-            subject = f"{host.name}: disk {disk.path}"
-            for name in ("read", "write", "random_read", "random_write", "mixed"):
-                yield Headline(subject, name.replace("_", " "), getattr(disk, name), "B/s")
-    for link in cluster.links:
-        subject = f"{' to '.join(dict.fromkeys(link.ends))}: {link.kind}"
-        yield Headline(subject, "latency", link.latency_s, "s")
-        yield Headline(subject, "bandwidth", link.bandwidth, "B/s")
-        for collective in link.collectives:
-            size, unit = collective.times.num_bytes[-1] / 2**20, "MiB"
-            if size < 1:
-                size, unit = size * 2**10, "KiB"
-            name = collective.name.replace("_", "-")
-            metric = f"{name} of {size:.0f} {unit}, {collective.ranks} ranks"
-            yield Headline(subject, metric, collective.times.seconds[-1], "s")

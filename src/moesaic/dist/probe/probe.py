@@ -26,6 +26,8 @@ from moesaic.kernels import device as devices
 
 PhaseCallback = Callable[[str], None]
 """Callback at the start of each phase, with its name."""
+_MAX_MEDIAN_RANGE, _MAX_P90_RANGE = 0.2, 0.5
+"""Relative ranges of repeats, at the median and at the 90th percentile, that cause a warning."""
 _PHASES = ("one rank with all cores", "all ranks at once", "links", "disks")
 
 
@@ -35,16 +37,12 @@ class ProbeResult:
 
     cluster: Cluster
     """Cluster from the medians of all repeats."""
-    relative_ranges: list[float]
-    """Relative range over the repeats of every measured number, ascending."""
+    median_range: float
+    """Median over all measured numbers of their range over the repeats, relative to the median."""
+    p90_range: float
+    """90th percentile of these ranges."""
     notes: list[str]
     """Sentences on what could not be measured, or may be wrong."""
-
-    @property
-    def repeat_ranges(self) -> tuple[float, float]:
-        """Median and 90th percentile of the relative ranges."""
-        ranges = self.relative_ranges
-        return median(ranges), ranges[int(0.9 * (len(ranges) - 1))]
 
 
 def collective_timeout(config: ProbeConfig) -> timedelta:
@@ -79,11 +77,24 @@ def probe(world: World, config: ProbeConfig, on_phase: PhaseCallback) -> ProbeRe
     if not world.is_rank_zero:
         return None
     by_rank = [medians([repeat[rank] for repeat in repeats]) for rank in range(world.size)]
+    ranges = sorted(_relative_ranges(repeats))
+    median_range, p90_range = median(ranges), ranges[int(0.9 * (len(ranges) - 1))]
+    unique = [note for several in notes for note in dict.fromkeys(several)]
     return ProbeResult(
-        builder.build(by_rank),
-        sorted(_relative_ranges(repeats)),
-        [note for several in notes for note in dict.fromkeys(several)],
-    )
+        builder.build(by_rank), median_range, p90_range,
+        [*unique, *_noise_warnings(median_range, p90_range, config)],
+    )  # fmt: skip
+
+
+def _noise_warnings(median_range: float, p90_range: float, config: ProbeConfig) -> list[str]:
+    """Return a warning if repeats differ too much."""
+    if median_range <= _MAX_MEDIAN_RANGE and p90_range <= _MAX_P90_RANGE:
+        return []
+    return [
+        f"the machine was not steady: repeats differ by {median_range:.0%} (median) and "
+        f"{p90_range:.0%} (90th percentile); stop other work and probe again, for longer "
+        f"(seconds = {3 * config.seconds:g}, repeats = {2 * config.repeats})"
+    ]
 
 
 def _choose_sizes(world: World, config: ProbeConfig, ranks_per_host: int) -> list[Sizes]:

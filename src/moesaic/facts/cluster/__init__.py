@@ -1,7 +1,7 @@
 """The cluster: hosts, devices, disks and links to run on, in one TOML file."""
 
-from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.cluster import (
+    Calibration,
     Cluster,
     Collective,
     Device,
@@ -13,17 +13,15 @@ from moesaic.facts.cluster.cluster import (
     Matmul,
 )
 from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
-from moesaic.facts.cluster.file import load_cluster, parse_cluster, replace_calibration
+from moesaic.facts.cluster.file import load_cluster
 from moesaic.facts.cluster.places import (
-    Hop,
     Place,
     device_at,
     device_models,
+    inter_host_link,
     intra_host_link,
-    links_between,
     place_ranks,
     price_per_hour,
-    route,
     unit_warnings,
 )
 
@@ -37,7 +35,6 @@ __all__ = [
     "Disk",
     "ElementwiseKernel",
     "Grid",
-    "Hop",
     "Host",
     "Link",
     "LinkProperties",
@@ -45,13 +42,10 @@ __all__ = [
     "Place",
     "device_at",
     "device_models",
+    "inter_host_link",
     "intra_host_link",
-    "links_between",
     "load_cluster",
-    "parse_cluster",
     "place_ranks",
     "price_per_hour",
-    "replace_calibration",
-    "route",
     "unit_warnings",
 ]

@@ -18,10 +18,11 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ClusterError
-from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
+"""Range of a factor; beyond it, something other than a measured figure is wrong."""
 
 
 class Matmul(Section):
@@ -201,6 +202,22 @@ class Link(LinkProperties):
     ends: list[str] = Field(min_length=2, max_length=2)
     """Names of two hosts; the same name twice: between the devices of that host. A name with `*`
     matches many hosts: each match of the first end is linked to each other match of the second."""
+
+
+class Calibration(Section):
+    """Factors that correct predicted times: ratios of measured times to those predicted from the
+    cluster's figures."""
+
+    runs: int = Field(ge=1)
+    """Number of runs that the factors come from."""
+    devices: list[str] = Field(min_length=1)
+    """Models of the devices of these runs; other devices are not corrected."""
+    matmul: float = Field(ge=MIN_FACTOR, le=MAX_FACTOR)
+    """Factor on times of matmuls and attention."""
+    elementwise: float = Field(ge=MIN_FACTOR, le=MAX_FACTOR)
+    """Factor on times of elementwise kernels."""
+    collectives: float = Field(ge=MIN_FACTOR, le=MAX_FACTOR)
+    """Factor on times of collectives."""
 
 
 class Cluster(Section):

@@ -6,7 +6,6 @@ table of links inside a host. All of them are resolved here; a `Cluster` has non
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,16 +13,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from moesaic.base import keys
-from moesaic.base.config import Section, parse, parse_toml, read_toml
+from moesaic.base.config import Section, parse, read_toml
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster.calibration import Calibration
-from moesaic.facts.cluster.cluster import Cluster, Host, Link, LinkProperties
+from moesaic.facts.cluster.cluster import Calibration, Cluster, Host, Link, LinkProperties
 from moesaic.facts.cluster.presets import PRESETS, Preset
-
-_CALIBRATION_NOTE = "# Written by `moesaic calibrate`, which replaces this table."
-_CALIBRATION_TABLE = re.compile(
-    rf"^\[calibration\].*\n(?:{re.escape(_CALIBRATION_NOTE)}\n)?(?:(?![\[#]).*\n?)*", re.MULTILINE
-)
 
 
 class HostPreset(Section):
@@ -53,8 +46,8 @@ class ClusterFile(Section):
     hosts: list[HostEntry] = Field(min_length=1)
     """Hosts of the cluster."""
     links: list[Link] = Field(default_factory=list)
-    """Links inside and between hosts. Traffic between two hosts takes the route with the fewest
-    links, and of those the widest."""
+    """Links inside and between hosts. Traffic between two hosts takes the widest link that joins
+    them."""
     calibration: Calibration | None = None
     """Corrections of predicted times from measured runs, written by `moesaic calibrate`; unset:
     none."""
@@ -69,11 +62,6 @@ def load_cluster(path: Path) -> Cluster:
             "with [[hosts]]"
         )
     return resolve_cluster(raw, str(path))
-
-
-def parse_cluster(text: str, origin: str) -> Cluster:
-    """Return the cluster in the text of a file; error messages start with `origin`."""
-    return resolve_cluster(parse_toml(text, origin), origin)
 
 
 def resolve_cluster(raw: Mapping[str, Any], origin: str) -> Cluster:
@@ -92,22 +80,6 @@ def resolve_cluster(raw: Mapping[str, Any], origin: str) -> Cluster:
             links += [Link(ends=[name, name], **properties) for name in names if name not in joined]
     whole = {"name": file.name, "hosts": hosts, "links": links, "calibration": file.calibration}
     return parse(Cluster, whole, origin)
-
-
-def replace_calibration(text: str, calibration: Calibration, origin: str) -> str:
-    """Return a file's text with `calibration` as its last table, in place of an earlier one."""
-    kept = _CALIBRATION_TABLE.sub("", text).rstrip("\n")
-    result = f"{kept}\n\n[calibration]\n{_CALIBRATION_NOTE}\n{calibration.to_toml()}"
-    wanted = {**parse_toml(text, origin), "calibration": calibration.model_dump()}
-    try:
-        is_same = parse_toml(result, origin) == wanted
-    except ConfigError:  # Duplicate tables, if one is not written as a table.
-        is_same = False
-    if not is_same:
-        raise ConfigError(
-            f"{origin}: calibration is not written as one table [calibration]: remove it"
-        )
-    return result
 
 
 def _fill_presets(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:

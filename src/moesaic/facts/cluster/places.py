@@ -1,10 +1,9 @@
-"""Placement of ranks on devices, routes between them, and prices."""
+"""Placement of ranks on devices, links between them, and prices."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from moesaic.base import keys
@@ -73,16 +72,6 @@ def _place_on_host(host: Host, num_wanted: int) -> list[Place]:
     return [Place(host.name, entries[num_ranks], number) for number in range(num_ranks)]
 
 
-class Hop(NamedTuple):
-    """One link of a route between hosts."""
-
-    link: Link
-    source: str
-    """Host that traffic leaves."""
-    target: str
-    """Host that traffic reaches."""
-
-
 def intra_host_link(cluster: Cluster, host: str) -> Link:
     """Return the link between the devices of `host`, the widest if there are several."""
     own = [link for link in cluster.links_of_host[host] if link.ends == [host, host]]
@@ -95,63 +84,21 @@ def intra_host_link(cluster: Cluster, host: str) -> Link:
     return widest
 
 
-def route(cluster: Cluster, source: str, target: str) -> list[Hop]:
-    """Return the route between two hosts: the fewest links, and of those routes the widest."""
-    direct = [
-        link for link in cluster.links_of_host[source] if _connects(cluster, link, source, target)
-    ]
-    if direct:
-        return [Hop(max(direct, key=lambda link: link.bandwidth), source, target)]
-    reached: dict[str, list[Hop]] = {source: []}
-    edge = reached
-    while edge and target not in reached:
-        edge = _extend_routes(cluster, edge, reached)
-        reached = {**reached, **edge}
-    if target not in reached:
+def inter_host_link(cluster: Cluster, one: str, other: str) -> Link:
+    """Return the link between two hosts, the widest if there are several."""
+    joining = [link for link in cluster.links_of_host[one] if _joins(cluster, link, one, other)]
+    widest = max(joining, key=lambda link: link.bandwidth, default=None)
+    if widest is None:
         raise ClusterError(
-            f"no links lead from host '{source}' to host '{target}': add [[links]] with "
-            f'ends = ["{source}", "{target}"], or ["*", "*"] for a network of all hosts'
+            f"no link joins the hosts '{one}' and '{other}': add [[links]] with "
+            f'ends = ["{one}", "{other}"], or ["*", "*"] for a network of all hosts'
         )
-    return reached[target]
+    return widest
 
 
-def links_between(cluster: Cluster, a: Place, b: Place) -> list[Link]:
-    """Return the links from `a` to `b`: none for the same place, one inside a host."""
-    if a == b:
-        return []
-    if a.host == b.host:
-        return [intra_host_link(cluster, a.host)]
-    return [hop.link for hop in route(cluster, a.host, b.host)]
-
-
-def _connects(cluster: Cluster, link: Link, source: str, target: str) -> bool:
+def _joins(cluster: Cluster, link: Link, one: str, other: str) -> bool:
     first, second = (cluster.hosts_of_end[end] for end in link.ends)
-    return source != target and (
-        (source in first and target in second) or (source in second and target in first)
-    )
-
-
-def _extend_routes(
-    cluster: Cluster, edge: dict[str, list[Hop]], reached: dict[str, list[Hop]]
-) -> dict[str, list[Hop]]:
-    """Return the widest routes to all hosts that are one link beyond those of `edge`."""
-    routes: dict[str, list[Hop]] = {}
-    for source, hops in edge.items():
-        for link in cluster.links_of_host[source]:
-            first, second = (cluster.hosts_of_end[end] for end in link.ends)
-            ends = [*(second if source in first else ()), *(first if source in second else ())]
-            width = min(_bandwidth(hops), link.bandwidth)
-            for target in ends:
-                if target not in reached and width > (
-                    _bandwidth(routes[target]) if target in routes else 0
-                ):
-                    routes[target] = [*hops, Hop(link, source, target)]
-    return routes
-
-
-def _bandwidth(hops: Sequence[Hop]) -> float:
-    """Return the bytes a second of a route's narrowest link."""
-    return min((hop.link.bandwidth for hop in hops), default=math.inf)
+    return (one in first and other in second) or (one in second and other in first)
 
 
 def price_per_hour(cluster: Cluster, places: Iterable[Place]) -> float:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section
 
 MAX_EXPERTS = 1 << 15
@@ -176,7 +177,7 @@ class ModelConfig(Section):
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}: "
-                "choose a divisor of the number of heads"
+                f"use {keys.list_divisors(self.heads)}"
             )
         if self.head_dim % 2:
             raise ValueError(
@@ -245,7 +246,7 @@ class ModelConfig(Section):
         if self.experts % self.expert_groups:
             raise ValueError(
                 f"model.expert_groups = {self.expert_groups} does not divide "
-                f"model.experts = {self.experts}: choose a divisor of the number of experts"
+                f"model.experts = {self.experts}: use {keys.list_divisors(self.experts)}"
             )
         if self.top_expert_groups > self.expert_groups:
             raise ValueError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from moesaic.base import keys
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
@@ -67,22 +69,22 @@ def _tensor_parallel_error(plan: Plan, job: Job) -> str | None:
     """Return why TP ranks cannot split the job's matrices and tokens, or None."""
     model, finetune = job.model, job.finetune
     widths = {
-        "model.heads": (plan.tp, model.heads),
-        "model.kv_heads": (plan.tp, model.kv_heads),
-        "model.vocab": (plan.tp, model.vocab),
-        "data.sequence": (plan.tp, job.data.sequence),
-        "model.shared_experts * model.ffn": (plan.tp, model.shared_experts * model.ffn),
-        "model.ffn": (plan.etp, model.ffn),
-    }
+        "model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.vocab": model.vocab,
+        "data.sequence": job.data.sequence,
+        "model.shared_experts * model.ffn": model.shared_experts * model.ffn,
+    }  # fmt: skip
     for layer in range(model.layers - len(model.expert_layers)):
-        widths[f"the width of feed-forward network {layer}"] = (plan.tp, model.ffn_width(layer))
-    for width, (ranks, size) in widths.items():
-        if size % ranks:
-            key = "etp" if width == "model.ffn" else "tp"
-            return (
-                f"{key} = {ranks} does not divide {width} = {size}, which these ranks split: "
-                "choose a divisor"
-            )
+        widths[f"the width of feed-forward network {layer}"] = model.ffn_width(layer)
+    for key, ranks, sizes, total in (
+        ("tp", plan.tp, widths, math.gcd(*widths.values())),
+        ("etp", plan.etp, {"model.ffn": model.ffn}, math.gcd(model.ffn, plan.tp)),
+    ):
+        for width, size in sizes.items():
+            if size % ranks:
+                return (
+                    f"{key} = {ranks} does not divide {width} = {size}, which these ranks split: "
+                    f"use {keys.list_divisors(total)}"
+                )
     if plan.etp > 1 and not model.experts:
         return f"etp = {plan.etp} with a dense model (model.experts = 0): set etp = 1"
     adapted = finetune.targets if finetune is not None and finetune.method == "lora" else []

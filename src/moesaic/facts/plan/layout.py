@@ -99,15 +99,10 @@ def complete_plan(plan: Plan, job: Job) -> Plan:
     )  # fmt: skip
 
 
-def idle_ranks(plan: Plan, job: Job) -> int:
-    """Return the number of ranks that have no sample of a micro-batch of `job`."""
-    size = job.train.batch // job.train.micro_batches
-    return sum(not plan.sample_range(rank, size) for rank in range(plan.ranks))
-
-
 def idle_ranks_warning(plan: Plan, job: Job) -> str | None:
     """Return a warning about ranks without samples, with a remedy, or None."""
-    idle, batch, micro = idle_ranks(plan, job), job.train.batch, job.train.micro_batches
+    batch, micro = job.train.batch, job.train.micro_batches
+    idle = sum(not plan.sample_range(rank, batch // micro) for rank in range(plan.ranks))
     if not idle:
         return None
     return (

@@ -26,7 +26,6 @@ from moesaic.facts.plan.predictions import Predictions
 MAX_RANKS = 1 << 20
 """Most ranks of a plan."""
 _LINE_WIDTH = 100
-_MAX_LISTED_DIVISORS = 12
 
 
 def _consecutive_experts(given: dict[str, Any]) -> list[list[int]]:
@@ -36,12 +35,6 @@ def _consecutive_experts(given: dict[str, Any]) -> list[list[int]]:
         return []
     share = experts // ep
     return [list(range(rank * share, (rank + 1) * share)) for rank in range(ep)]
-
-
-def _divisors(total: int) -> str:
-    """Return the divisors of `total` in words."""
-    found = [str(one) for one in range(1, total + 1) if total % one == 0]
-    return keys.join_words(found) if len(found) <= _MAX_LISTED_DIVISORS else "a divisor"
 
 
 class RankPlace(Section):
@@ -132,7 +125,7 @@ class Plan(Section):
         if self.tp % self.etp:
             raise ValueError(
                 f"etp = {self.etp} does not divide tp = {self.tp}, whose ranks split the experts: "
-                f"use {_divisors(self.tp)}"
+                f"use {keys.list_divisors(self.tp)}"
             )
         ep_name = "ep * etp" if self.etp > 1 else "ep"
         for name, value, total, noun in (
@@ -145,12 +138,12 @@ class Plan(Section):
                 noun = "rank{}" if total == self.ranks else noun
                 raise ValueError(
                     f"{name} = {value} does not divide {total} {noun.format('s' * (total != 1))}: "
-                    f"use {_divisors(total)}, or another number of ranks"
+                    f"use {keys.list_divisors(total)}, or another number of ranks"
                 )
         if self.experts % self.ep:
             raise ValueError(
                 f"ep = {self.ep} does not divide experts = {self.experts}: "
-                f"use {_divisors(self.experts)}"
+                f"use {keys.list_divisors(self.experts)}"
             )
         if self.embedding == "columns" and self.tp > 1:
             raise ValueError(
@@ -160,7 +153,7 @@ class Plan(Section):
         if self.ep % self.dispatch_hosts:
             raise ValueError(
                 f"dispatch_hosts = {self.dispatch_hosts} does not divide ep = {self.ep}, and every "
-                "host has equally many of these ranks: choose a divisor"
+                f"host has equally many of these ranks: use {keys.list_divisors(self.ep)}"
             )
         if self.ep == 1 and self.overlaps_dispatch:
             raise ValueError(

@@ -21,6 +21,9 @@ from moesaic.policy.balance.faster_moe import faster_moe, replicate_everywhere, 
 from moesaic.policy.balance.pro_prophet import pro_prophet
 from moesaic.policy.balance.quota import quota
 
+_LLEP_THRESHOLD = 1.3
+"""Imbalance (busiest rank over the mean) up to which LLEP does nothing."""
+
 
 def make_balancer(config: YardstickConfig, problem: BalanceProblem) -> LayerBalancer:
     """Return the balancer that `config` names: a training policy or a yardstick."""
@@ -54,38 +57,19 @@ def _fits_limits(balance: BalanceDecision, problem: BalanceProblem) -> bool:
     )
 
 
-def top_k_broadcast(
-    counts: IntArray, problem: BalanceProblem, num_experts: int = 1
-) -> BalanceDecision:
-    """Replicate the `num_experts` experts with the most tokens on every rank, at any cost."""
-    return replicate_everywhere(
-        counts, problem, [int(e) for e in sort_by_load(counts)[:num_experts]]
-    )
+def top_k_broadcast(counts: IntArray, problem: BalanceProblem) -> BalanceDecision:
+    """Replicate the expert with the most tokens on every rank, at any cost."""
+    return replicate_everywhere(counts, problem, [int(sort_by_load(counts)[0])])
 
 
-def llep(
-    counts: IntArray,
-    problem: BalanceProblem,
-    *,
-    threshold: float = 1.3,
-    min_replica_tokens: int | None = None,
-) -> BalanceDecision:
+def llep(counts: IntArray, problem: BalanceProblem) -> BalanceDecision:
     """LLEP: tokens above a rank's share spill over to the least loaded ranks, expert by expert, the
-    one with the most tokens first.
-
-    Args:
-        counts: routed tokens [ranks, experts].
-        problem: costs of the layer.
-        threshold: imbalance (busiest rank over the mean) up to which nothing is done.
-        min_replica_tokens: smallest spill, unless it is an expert's last; None for the problem's
-            value.
-    """
+    one with the most tokens first."""
     totals, ranks = counts.sum(axis=0), problem.num_ranks
     owner_load = np.zeros(ranks, np.int64)
     np.add.at(owner_load, problem.owners, totals)
-    if owner_load.max() * ranks <= threshold * owner_load.sum():
+    if owner_load.max() * ranks <= _LLEP_THRESHOLD * owner_load.sum():
         return no_replicas()
-    min_tokens = problem.min_replica_tokens if min_replica_tokens is None else min_replica_tokens
     capacity = -(-int(owner_load.sum()) // ranks)
     computed, taken = np.zeros(ranks, np.int64), list[tuple[int, int, int]]()
     slots_left, sends_left = (
@@ -102,7 +86,7 @@ def llep(
         while left and free.any() and sends_left[owner] > 0:
             rank = int(np.where(free, computed, np.iinfo(np.int64).max).argmin())
             number = min(left, capacity - int(computed[rank]))
-            if number < min(min_tokens, left) or number <= 0:
+            if number < min(problem.min_replica_tokens, left) or number <= 0:
                 break
             taken.append((expert, rank, number))
             computed[rank] += number

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moesaic.facts.cluster import Calibration, Cluster, device_models
-from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
+from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.policy.cost.event import Event
@@ -56,16 +56,10 @@ class Observation:
     measured_s: float
     predict_s: Callable[[Factors], float]
     """Predicted seconds as a function of factors."""
-    predict_without_skew_s: Callable[[Factors], float]
-    """The prediction without skew: no rank is later than others with equal work."""
 
     def relative_error(self, factors: Factors) -> float:
         """Return the error of the prediction with `factors`, as a fraction of the measured time."""
         return self.predict_s(factors) / self.measured_s - 1.0
-
-    def fractions_by_kind(self) -> Factors:
-        """Return the fraction of the predicted step per kind; the rest is waiting."""
-        return _gradient(self.predict_without_skew_s, UNCALIBRATED) / self.predict_s(UNCALIBRATED)
 
 
 def observe_step(
@@ -95,20 +89,16 @@ def observe_step(
         for one, *variants in zip(events_before, *changed, strict=True)
     ]
 
-    def step_function(base: Sequence[Event]) -> Callable[[Factors], float]:
-        @cache
-        def step_s(*factors: float) -> float:
-            values = np.array(factors)
-            scaled = (
-                replace(event, seconds=values @ part)
-                for event, part in zip(base, parts, strict=True)
-            )
-            return simulate_events(scaled, plan.ranks).step_s
+    @cache
+    def step_s(*factors: float) -> float:
+        values = np.array(factors)
+        scaled = (
+            replace(event, seconds=values @ part)
+            for event, part in zip(events_before, parts, strict=True)
+        )
+        return simulate_events(scaled, plan.ranks).step_s
 
-        return lambda factors: step_s(*factors.tolist())
-
-    without_skew = [replace(event, skew_s=0.0) for event in events_before]
-    return Observation(name, measured_s, step_function(events_before), step_function(without_skew))
+    return Observation(name, measured_s, lambda factors: step_s(*factors.tolist()))
 
 
 def _gradient(predict_s: Callable[[Factors], float], factors: Factors) -> Factors:

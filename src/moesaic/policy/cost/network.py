@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moesaic.facts.cluster import Cluster, Curve, Link, Place, intra_host_link, route
+from moesaic.facts.cluster import Cluster, Curve, Link, Place, inter_host_link, intra_host_link
 
 
 class CommRound(NamedTuple):
@@ -101,10 +101,10 @@ class PortLoad:
     num_latencies: int = 0
     fraction_by_port: dict[Port, float] = field(default_factory=lambda: defaultdict(float))
     latency_s: float = 0.0
-    """Latency of the slowest route in use, in seconds."""
+    """Latency of the slowest link in use, in seconds."""
 
     def add(self, latency_s: float, ports: Iterable[Port], size_fraction: float) -> None:
-        """Add a load to each port of a route with this latency."""
+        """Add a load to each port of a link with this latency."""
         self.latency_s = max(self.latency_s, latency_s)
         for port in ports:
             self.fraction_by_port[port] += size_fraction
@@ -118,20 +118,12 @@ def link_ports(link: Link, source: Place | str, destination: Place | str) -> tup
     return Port(id(link), source, out), Port(id(link), destination, into)
 
 
-class HostRoute(NamedTuple):
-    """Route from host to host."""
-
-    latency_s: float
-    ports: list[Port]
-    """Ports of all links on the route."""
-
-
 class NetworkModel:
     """Cost of collectives between the ranks of a cluster."""
 
     def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
         self._cluster, self._places = cluster, places
-        self._routes: dict[tuple[str, str], HostRoute] = {}
+        self._host_links: dict[tuple[str, str], Link] = {}
         self._cost_cache: dict[tuple[str, tuple[tuple[int, ...], ...]], list[CollectiveCost]] = {}
         self._bandwidths = {id(link): link.bandwidth for link in cluster.links}
         self._link_indices = {id(link): number for number, link in enumerate(cluster.links)}
@@ -179,11 +171,8 @@ class NetworkModel:
         if not own_loads:
             return CollectiveCost(0.0, 0.0, 1.0, None)
         link, measured = self._narrowest_link(group, own_loads), None
-        link_ids = {port.link for load in own_loads for port in load.fraction_by_port}
         for one in link.collectives:
-            # Sends were measured over one link, collectives over the whole group.
-            whole = operation != "send" or link_ids == {id(link)}
-            if (one.name, one.ranks) == (operation, len(group)) and whole:
+            if (one.name, one.ranks) == (operation, len(group)):
                 measured = one.times
         alone_s = sum(
             self._bottleneck_s_per_byte(load, load.fraction_by_port) for load in own_loads
@@ -212,9 +201,12 @@ class NetworkModel:
     def _add_inter_host(
         self, load: PortLoad, source: str, destination: str, size_fraction: float
     ) -> None:
-        """Add bytes from host to host, on all links of the route."""
-        host_route = self._route(source, destination)
-        load.add(host_route.latency_s, host_route.ports, size_fraction)
+        """Add bytes from host to host."""
+        if (source, destination) not in self._host_links:
+            link = inter_host_link(self._cluster, source, destination)
+            self._host_links[source, destination] = link
+        link = self._host_links[source, destination]
+        load.add(link.latency_s, link_ports(link, source, destination), size_fraction)
 
     def _add_all_to_all(
         self, load: PortLoad, places: Sequence[Place], size_fraction: float
@@ -231,15 +223,6 @@ class NetworkModel:
                     load.add(link.latency_s, link_ports(link, place, place), fraction)
         for (source, own), (destination, others) in itertools.permutations(by_host.items(), 2):
             self._add_inter_host(load, source, destination, size_fraction * len(own) * len(others))
-
-    def _route(self, source: str, destination: str) -> HostRoute:
-        if (source, destination) not in self._routes:
-            hops = route(self._cluster, source, destination)
-            ports = [port for hop in hops for port in link_ports(hop.link, hop.source, hop.target)]
-            self._routes[source, destination] = HostRoute(
-                sum(hop.link.latency_s for hop in hops), ports
-            )
-        return self._routes[source, destination]
 
     def _narrowest_link(self, group: Sequence[int], own_loads: Sequence[PortLoad]) -> Link:
         """Return the narrowest link between the hosts of `group`, or inside its only host."""

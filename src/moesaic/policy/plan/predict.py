@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moesaic.base import keys
@@ -24,7 +23,6 @@ from moesaic.facts.plan import (
     Predictions,
     RankTimeline,
     complete_plan,
-    idle_ranks,
     idle_ranks_warning,
     job_under_plan,
     placement_mismatch,
@@ -35,14 +33,12 @@ from moesaic.facts.plan import (
 )
 from moesaic.facts.workload import (
     COMPUTED_BYTES,
-    Block,
     Memory,
     TracedModel,
     count_parameters,
     traced_blocks,
     traced_memory,
 )
-from moesaic.facts.workload.gradient_reduction import ALL_REDUCTIONS
 from moesaic.policy.balance import break_even_tokens, layer_problem, should_balance
 from moesaic.policy.cost.memory import RankMemory, checkpoint_cost
 from moesaic.policy.cost.network import NetworkModel
@@ -151,10 +147,9 @@ def _predict(choices: Choices, facts: PlanFacts) -> PlannedJob:
         "pipeline": _pipeline_bubble(timeline, plan, job),
         "balance": _replica_costs(job, plan),
         "parameters": {"total": counts.total, "active": counts.active},
-        "memory_rank": memory.rank, "idle_ranks": idle_ranks(plan, job),
+        "memory_rank": memory.rank,
         "steps": job.train.steps, "phases_s": phases, "blocks_s": blocks,
         "seconds_by_kind": seconds_by_kind,
-        "collectives": _count_collectives(costs.blocks(slowest), job.train.micro_batches),
         "overlapped_s": {"collectives": collectives_s, "exposed": exposed_s},
         "tokens_per_s": tokens / timeline.step_s,
         "utilisation": sum(op.flops for op in costs.ops(slowest))
@@ -273,15 +268,6 @@ def _seconds_by_kind(costs: JobCosts, timeline: Timeline) -> dict[str, float]:
         "collectives": timeline.communication_s(rank) + queueing_s,
         "waiting": timeline.waiting_s(rank) - queueing_s,
     }
-
-
-def _count_collectives(blocks: Sequence[Block], micro_batches: int) -> dict[str, int]:
-    """Return the collectives of a rank per step, and how many of them are gradient reductions."""
-    passes = [one for block in blocks for one in (block.forward, block.backward)]
-    collectives = [one for work in passes for one in work.collectives] * micro_batches
-    collectives += [one for block in blocks for one in block.update.collectives]
-    num_reductions = sum(one.name in ALL_REDUCTIONS for one in collectives)
-    return {"per_step": len(collectives), "gradient_reductions": num_reductions}
 
 
 def _pipeline_bubble(timeline: Timeline, plan: Plan, job: Job) -> dict[str, float] | None:

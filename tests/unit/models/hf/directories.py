@@ -19,27 +19,16 @@ from moesaic.models.hf import names
 from moesaic.models.hf.config import config_text
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
 from moesaic.models.hf.shards import InMemoryTensors
+from moesaic.testing.jobs import RUN_JOB
 from moesaic.testing.states import whole_shard
 
-TUNE_JOB = """
+TUNE_JOB = f"""
 [model]
 from = "base"
 
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 4
-batch = 4
-device = "cpu"
-
+{RUN_JOB[RUN_JOB.index("[data]") :]}
 [optimizer]
 lr = 0.03
-
-[log]
-tensorboard = false
 """
 
 
