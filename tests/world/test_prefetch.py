@@ -87,7 +87,8 @@ def test_the_next_layer_is_read_and_gathered_while_one_computes(
         for layer in range(1, LAYERS):
             computed = events.index(("end", layer - 1))
             assert events.index(("gather", layer)) < events.index(("begin", layer - 1))
-            assert any(event == ("read", layer) for event in events[:computed]), layer
+            # Layer 1 was read at the end of the step before.
+            assert layer == 1 or ("read", layer) in events[:computed], layer
 
 
 def trained(world: World, job: Job, reads_ahead: bool) -> tuple[list[float], list[Any]]:

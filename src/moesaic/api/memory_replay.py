@@ -62,7 +62,7 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
         raise StoreError(
             f"'{run}' has no loads under loads/: set log.loads_every to 1 and run anew"
         )
-    traffic = _Replay(job, expert_blocks(job, facts, budget), budget.num_blocks).run(steps)
+    traffic = _Replay(job, expert_blocks(job, plan, facts, budget), budget.num_blocks).run(steps)
     rows = [
         {
             "step": number, "accesses": one.accesses, "reads": one.reads,
@@ -151,8 +151,8 @@ class _Replay:
                 self._forward_block(layer, slots)
             for layer in [1 << 30, *reversed(list(blocks.experts)), -1]:
                 self._backward_block(layer, slots)
-                if blocks.updates_early and group == num_groups - 1 and layer in slots:
-                    self._update(layer, slots[layer], number)
+                if group == num_groups - 1 and layer in slots:
+                    self._end_layer(layer, slots[layer], number)
         if not blocks.updates_early:
             self._update_late(slots, number)
         self._num_updates = number
@@ -178,10 +178,14 @@ class _Replay:
         for _ in range(self._blocks.num_micro_batches):
             self._backward(layer, slots.get(layer, ()))
 
+    def _end_layer(self, layer: int, used: Sequence[int], number: int) -> None:
+        if self._blocks.updates_early:
+            self._update(layer, used, number)
+            return
+        for slot in used:
+            self._hold(layer, [slot], [BlockKind.GRADIENT])  # For the norm.
+
     def _update_late(self, slots: dict[int, list[int]], number: int) -> None:
-        for layer, used in slots.items():
-            for slot in used:
-                self._hold(layer, [slot], [BlockKind.GRADIENT])  # For the norm.
         self._expect(self._blocks.update_order(self._used))
         for layer, used in slots.items():
             self._update(layer, used, number)
@@ -196,7 +200,7 @@ class _Replay:
             self._hold(layer, wave, [BlockKind.PARAMETERS])
 
     def _backward(self, layer: int, slots: Sequence[int]) -> None:
-        if self._job.train.recompute:
+        if self._blocks.recomputes:
             self._forward(layer, slots)
         for first in range(0, len(slots), self._wave):
             wave = slots[first : first + self._wave]

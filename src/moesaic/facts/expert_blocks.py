@@ -41,7 +41,7 @@ def wave_size(num_places: int) -> int:
 
 def lookahead(num_places: int) -> int:
     """Return how many coming accesses the cache is told, given the blocks that fit in memory."""
-    return 4 * num_places
+    return 16 * num_places
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class ExpertBlocks:
     """Number of experts by layer, in forward order."""
     num_micro_batches: int
     """Micro-batches that pass through a layer together."""
+    recomputes: bool
+    """True if backward computes a layer again first."""
     updates_early: bool
     """True if a layer's experts are updated right behind its backward; else after all layers."""
 
@@ -109,8 +111,12 @@ class ExpertBlocks:
 
     def _backward(self, layer: int, slots: Sequence[int]) -> Iterator[int]:
         for _ in range(self.num_micro_batches):
+            if self.recomputes:
+                yield from (self.block(layer, slot, BlockKind.PARAMETERS) for slot in slots)
             for slot in slots:
                 yield self.block(layer, slot, BlockKind.PARAMETERS)
                 yield self.block(layer, slot, BlockKind.GRADIENT)
         if self.updates_early:
             yield from self.update_order({layer: slots})
+        else:  # For the norm.
+            yield from (self.block(layer, slot, BlockKind.GRADIENT) for slot in slots)

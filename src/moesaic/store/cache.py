@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 
 from moesaic.store.io_threads import BlockStorage, IOThreads
 
+_SLOTS_PER_READ_AHEAD = 8
+"""Slots for each access that is read ahead; with fewer, more blocks are read twice."""
+
+
+_MIN_READ_AHEAD = 4
+"""Least accesses that are read ahead."""
+
 
 class Residency(Protocol):
     """The policy that chooses the blocks that leave memory."""
@@ -74,6 +81,8 @@ class BlockCache:
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8).reshape(num_slots, -1)
         """Contents of the slots, [slots, stride_bytes]; it starts at a page."""
+        self._distance = max(num_slots // _SLOTS_PER_READ_AHEAD, _MIN_READ_AHEAD)
+        """Expected accesses ahead of the last one that are read."""
         self._threads = IOThreads(file, self.memory, num_threads)
         self._slots: dict[int, int] = {}
         """Slots of the blocks in memory, in the order of loading."""
@@ -91,6 +100,8 @@ class BlockCache:
         """Index of the next expected access of each block."""
         self._read_ahead_at = 0
         """Index in the expected accesses; read-ahead is done with those before it."""
+        self._consumed = 0
+        """Index behind the last expected access that has happened."""
         self._closed = False
         self._accesses = self._reads = self._writes = 0
         self._stall_s = 0.0
@@ -166,7 +177,7 @@ class BlockCache:
         for index, block in enumerate(self._expected):
             self._positions.setdefault(block, deque()).append(index)
         self._coming = {block: indices[0] for block, indices in self._positions.items()}
-        self._read_ahead_at = 0
+        self._read_ahead_at = self._consumed = 0
         self._read_ahead()
 
     def flush(self) -> None:
@@ -227,7 +238,7 @@ class BlockCache:
         indices = self._positions.get(block)
         if not indices:
             return
-        indices.popleft()
+        self._consumed = max(self._consumed, indices.popleft() + 1)
         if indices:
             self._coming[block] = indices[0]
         else:
@@ -236,8 +247,10 @@ class BlockCache:
     def _read_ahead(self) -> None:
         """Read expected blocks, in their order, until a slot would come from one expected before.
 
-        An error in a transfer ends read-ahead."""
-        while self._read_ahead_at < len(self._expected) and not self._threads.failed:
+        The distance is limited: a block that is read much too early takes the slot of one that is
+        used again before it. An error in a transfer ends read-ahead."""
+        end = min(len(self._expected), self._consumed + self._distance)
+        while self._read_ahead_at < end and not self._threads.failed:
             index = self._read_ahead_at
             block = self._expected[index]
             if self._coming.get(block) == index and self._can_be_read(block):

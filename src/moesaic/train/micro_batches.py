@@ -1,8 +1,8 @@
 """Block-by-block walk: all micro-batches pass through one block before the next one.
 
-A block is then needed once per step and direction, not once per micro-batch, so experts on a drive
-are read once, and FSDP2 gathers a layer once. In return the inputs of all blocks are kept for all
-micro-batches of a group; `train.recompute` leaves no other activations.
+A block is needed once per step and direction, whatever the number of micro-batches. So experts on a
+drive are read once, and FSDP2 gathers a layer once. In return, the inputs of all blocks are kept
+for all micro-batches of a group. With `train.recompute` no other activations are kept.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
     budget = decide(divide_budget, facts, decisions)
     tiers = ExpertTiers(
         Path(job.memory.ssd) / f"experts-rank-{world.rank}.blocks",
-        expert_blocks(job, facts, budget),
+        expert_blocks(job, plan, facts, budget),
         facts.width,
         dtype,
         num_places=budget.num_blocks,
@@ -207,9 +207,12 @@ class ExpertTiers:
         self._expect(self._blocks.backward_order(_layer(block), self._used))
 
     def end_backward(self, block: str, *, is_last: bool) -> None:
-        """Update the experts of a block whose gradients are complete."""
+        """Update the experts of a block whose gradients are complete, or compute their norms."""
         places = self.places.get(_layer(block))
-        if places is None or not is_last or not self._blocks.updates_early:
+        if places is None or not is_last:
+            return
+        if not self._blocks.updates_early:
+            places.keep_norms()
             return
         assert self._update is not None
         optimizer, number, lr = self._update

@@ -94,6 +94,9 @@ class Places:
     def hold_gradients(self, slots: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Load the gradients of `slots`, and yield them to be written by slot. Those of slots that
         were not `touched` before have no values yet."""
+        if not slots:
+            yield {}
+            return
         blocks = {slot: self.block(slot, BlockKind.GRADIENT) for slot in slots}
         with self._cache.hold(list(blocks.values())) as places:
             yield {slot: self.memory[places[block]] for slot, block in blocks.items()}
@@ -113,6 +116,11 @@ class Places:
     def keep_norm(self, slot: int, gradient: Tensor) -> None:
         """Count the gradient of one expert in the next `pop_norms`, though it is dropped before."""
         self._norms[slot] = block_norms([gradient])
+
+    def keep_norms(self) -> None:
+        """Compute the norms of all gradients while they are likely in memory, for `pop_norms`."""
+        for slot in sorted(self.touched):
+            self._norms[slot] = self._norm(slot)
 
     def drop_gradient(self, slot: int) -> None:
         """Remove the gradient of one expert."""

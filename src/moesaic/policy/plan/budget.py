@@ -78,11 +78,12 @@ def smallest_budget(facts: BudgetFacts) -> int:
     return min(facts.other_bytes.values()) + MIN_BLOCKS * facts.block_bytes
 
 
-def expert_blocks(job: Job, facts: BudgetFacts, budget: Budget) -> ExpertBlocks:
+def expert_blocks(job: Job, plan: Plan, facts: BudgetFacts, budget: Budget) -> ExpertBlocks:
     """Return the expert state of a rank and its order of use. fp16 updates experts late, because an
     overflow anywhere skips the update."""
     return ExpertBlocks(
         dict.fromkeys(job.model.expert_layers, facts.experts_per_layer),
         budget.group_size,
+        recomputes=plan.recomputes(job),
         updates_early=not job.train.clip and job.train.precision != "fp16",
     )
