@@ -200,7 +200,7 @@ def named_arguments(func: Any, args: Any, kwargs: Kwargs) -> Kwargs:
 
 def matmul(rows: int, columns: int, inner: int, count: int = 1) -> tuple[Op, int]:
     """Return `count` matmuls of [rows, inner] and [inner, columns]."""
-    return Op("matmuls", (MatmulShape(rows, columns, inner),)), count
+    return Op("matmul", (MatmulShape(rows, columns, inner),)), count
 
 
 def _shape_function(func: Any, name: str) -> Callable[[Kwargs], OpCounts] | None:
