@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moesaic.facts.job.model import LatentConfig
+from moesaic.facts.workload.collectives import collective
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import (
     gather_sequence,
@@ -11,7 +12,6 @@ from moesaic.facts.workload.ops import (
     norm,
     residual,
     scatter_sequence,
-    tp_calls,
 )
 from moesaic.facts.workload.sizes import ATTENTION_QUERY_BLOCK, Sizes
 
@@ -52,7 +52,7 @@ def _qk_norm(s: Sizes, width: int) -> Operation:
     if s.model.qk_norm == "heads" or s.tp == 1:
         return one
     n, cast = s.tokens * width, s.cast_bytes(s.tokens * width)
-    calls = tp_calls(s, "all_reduce", s.tokens * s.stored_bytes, "qk norm")
+    calls = collective("qk norm", "all_reduce", s.tp_ranks, s.tokens * s.stored_bytes)
     return Operation(
         Op("head norm", (), 7 * n * s.stored_bytes + cast, 9),
         Op("head norm", (), 21 * n * s.stored_bytes + cast, 16),

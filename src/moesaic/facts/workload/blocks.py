@@ -14,8 +14,8 @@ from moesaic.facts.workload import ops
 from moesaic.facts.workload.attention import attention
 from moesaic.facts.workload.collectives import (
     CollectiveCall,
+    collective,
     count_exchange,
-    count_reductions,
     scalar_reductions,
 )
 from moesaic.facts.workload.experts import mixture_of_experts
@@ -107,8 +107,7 @@ def workload(
     """
     builder = BlockBuilder(RankParams.of_rank(job, plan, rank), loads, on_cpu)
     reductions = gradient_reductions(builder.params)
-    sums = (*count_reductions(job, plan, rank), *scalar_reductions(job.model, plan, rank))
-    last = BlockWork((), sums)
+    last = BlockWork((), scalar_reductions(job, plan, rank))
     return with_gradient_reductions(builder.blocks(), reductions, last)
 
 
@@ -244,11 +243,10 @@ class BlockBuilder:
         if not trained:
             return unshard, BlockWork(), BlockWork()
         scatter = CollectiveCall("gradients", "reduce_scatter", ranks, scattered)
-        reduce = CollectiveCall("replicas", "all_reduce", replicas, gradient_bytes)
         return (
             unshard,
             BlockWork((Op("reshard", (), 2 * scattered, 1),), (scatter,)),
-            BlockWork((), (reduce,) if len(replicas) > 1 else ()),
+            BlockWork((), collective("replicas", "all_reduce", replicas, gradient_bytes)),
         )
 
 

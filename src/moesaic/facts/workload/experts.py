@@ -16,6 +16,7 @@ from moesaic.facts.workload.collectives import (
     CollectiveCall,
     CollectiveKind,
     all_to_all,
+    collective,
 )
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
@@ -87,16 +88,11 @@ def _router(s: Sizes) -> Operation:
 def _etp_collective(
     s: Sizes, kind: CollectiveKind, num_bytes: int, *, has_grad: bool = True
 ) -> Operation:
-    """Return a collective of the expert TP group, and its inverse in backward.
-
-    A group of one has none.
-    """
-    if s.etp == 1:
-        return Operation()
-    gather = CollectiveCall("gather dispatched tokens", "all_gather", s.etp_ranks, num_bytes)
-    scatter = replace(gather, name="reduce-scatter expert results", operation="reduce_scatter")
+    """Return a collective of the expert TP group, and its inverse in backward."""
+    gather = collective("gather dispatched tokens", "all_gather", s.etp_ranks, num_bytes)
+    scatter = collective("reduce-scatter expert results", "reduce_scatter", s.etp_ranks, num_bytes)
     forward, backward = (gather, scatter) if kind == "all_gather" else (scatter, gather)
-    return Operation(forward_calls=(forward,), backward_calls=has_grad * (backward,))
+    return Operation(forward_calls=forward, backward_calls=has_grad * backward)
 
 
 def _exchange(

@@ -11,6 +11,7 @@ temporaries count as if the whole model were trained, without the few of adapter
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -121,30 +122,30 @@ class _StepMemory:
         on_cpu: bool,
         lasting: Memory,
     ) -> None:
-        job, plan = params.job, params.plan
         builder = BlockBuilder(params, loads, on_cpu)
-        self.params, self.job, self.plan, self.sizes = params, job, plan, builder.sizes
-        self.routed, self.is_sharded = builder.routed, plan.dp_shard > 1
+        self.params, self.plan, self.sizes = params, params.plan, builder.sizes
+        self.recomputes = self.plan.recomputes(params.job)
+        self.routed, self.is_sharded = builder.routed, self.plan.dp_shard > 1
         self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
-        self.angle_bytes = self.sizes.tokens * job.model.rotary_dim * self.sizes.stored_bytes
-        self.saved = dict[str, int]()
+        rotary_elements = self.sizes.tokens * self.sizes.model.rotary_dim
+        self.angle_bytes = rotary_elements * self.sizes.stored_bytes
+        self.saved: Counter[str] = Counter()
         """Bytes that autograd saves per module."""
-        self.captured = dict[str, int]()
+        self.captured: Counter[str] = Counter()
         """Bytes of gradients per module that a split backward keeps."""
-        self.dense_bytes = dict[str, int]()
+        self.dense_bytes: Counter[str] = Counter()
         """Bytes of the dense parameters of each module, which FSDP gathers; "" for embedding and
         head."""
         for block in builder.blocks():
             name, layer = block.spec.model_block, block.spec.layer
-            self.saved[name] = self.saved.get(name, 0) + block.saved_bytes
-            self.captured[name] = self.captured.get(name, 0) + block.captured_bytes
-            group, dense = "" if layer is None else name, block.spec.dense
-            elements = sum(p.size for p in dense if not p.is_column_shard)
-            num_bytes = elements * self.sizes.stored_bytes
-            self.dense_bytes[group] = self.dense_bytes.get(group, 0) + num_bytes
-        experts = [p for spec in params.blocks for p in spec.parameters if p.expert is not None]
-        trained = [p for p in experts if p.layer == experts[0].layer and params.is_trained(p)]
-        self.arena_bytes = sum(p.size for p in trained) * self.sizes.stored_bytes
+            self.saved[name] += block.saved_bytes
+            self.captured[name] += block.captured_bytes
+            elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
+            self.dense_bytes["" if layer is None else name] += elements * self.sizes.stored_bytes
+        trained = [p for p in params.experts if params.is_trained(p)]
+        self.arena_bytes = self.sizes.stored_bytes * sum(
+            p.size for p in trained if p.layer == trained[0].layer
+        )
         """Bytes of the gradient of one layer's experts."""
         has_table = any(p.layer is None for p in params.trainable_dense)
         self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
@@ -154,39 +155,31 @@ class _StepMemory:
         """Bytes of activations and buffers, and of gradients, at present."""
         self.peak = lasting
 
-    def _gradient_bytes(self, spec: BlockSpec) -> int:
-        """Return bytes of the gradients of a block.
-
-        Pipelines keep gradients unsharded until the last backward.
-        """
-        num_shards = 1 if self.plan.pp > 1 else self.plan.dp_shard
-        elements = sum(
-            p.size if p.expert is not None else local_size(p, num_shards)
-            for p in spec.parameters
-            if self.params.is_trained(p)
-        )
-        return elements * self.sizes.stored_bytes
-
     def _gradient_allocations(self, names: Sequence[str]) -> list[tuple[float, int]]:
         """Return when backward of some modules allocates gradients, and their bytes.
 
         Times count down from infinity for the head over the indices of layers to -1 for the
-        embedding. A bucket of several gradients is allocated with its first one.
+        embedding. A bucket of several gradients is allocated with its first one. Pipelines keep
+        gradients unsharded until the last backward.
         """
-        found, bucketed = list[tuple[float, int]](), dict[str, int]()
+        num_shards = 1 if self.plan.pp > 1 else self.plan.dp_shard
+        own_bytes: Counter[str] = Counter()
+        for spec in self.params.blocks:
+            if spec.model_block in names:
+                own_bytes[spec.name] = self.sizes.stored_bytes * sum(
+                    p.size if p.expert is not None else local_size(p, num_shards)
+                    for p in spec.parameters
+                    if self.params.is_trained(p)
+                )
+        found = list[tuple[float, int]]()
         for reduction in self.reductions:
             for bucket in reduction.buckets if reduction.overlaps_backward else ():
                 members = [reduction.gradients[at] for at in bucket.members]
                 if len(members) > 1:
                     found.append((self._time(members[0].block), bucket.num_bytes))
                     for gradient in members:
-                        block = gradient.block
-                        bucketed[block] = bucketed.get(block, 0) + gradient.num_bytes
-        for spec in self.params.blocks:
-            if spec.model_block in names:
-                rest = self._gradient_bytes(spec) - bucketed.get(spec.name, 0)
-                found.append((self._time(spec.name), rest))
-        return found
+                        own_bytes[gradient.block] -= gradient.num_bytes
+        return found + [(self._time(name), size) for name, size in own_bytes.items()]
 
     def _time(self, block: str) -> float:
         if block.startswith("layers."):
@@ -219,31 +212,28 @@ class _StepMemory:
 
     def run(self) -> Memory:
         """Walk over the step, and return the memory at its peak."""
-        plan, micro_batches = self.plan, self.job.train.micro_batches
-        names, pp_rank = stage_blocks(plan, self.job.model), plan.pp_rank(self.params.rank)
+        plan, micro_batches = self.plan, self.params.job.train.micro_batches
+        names, pp_rank = stage_blocks(plan, self.sizes.model), plan.pp_rank(self.params.rank)
         stages = {n: self._stage(n, names[n]) for n in range(pp_rank, plan.num_stages, plan.pp)}
-        kept = 0
-        if plan.pp == 1:
+        if plan.pp > 1:
+            self._run_pipeline(stages, micro_batches)
+        else:
             for _ in range(min(micro_batches, 2)):  # Later ones are like the second.
                 self.current = self.angle_bytes
                 self._forward(stages[0])
                 self._backward(stages[0])
-        else:
-            kept = self._run_pipeline(stages)
+            self.current = 0
         late = [one for one in self.reductions if not one.overlaps_backward]
         buckets = [bucket for one in late for bucket in one.buckets if len(bucket.members) > 1]
-        self._record(self.made + max((one.num_bytes for one in buckets), default=0), kept)
+        largest = max((one.num_bytes for one in buckets), default=0)
+        self._record(self.made + largest, self.current)
         return self.peak
 
-    def _run_pipeline(self, stages: Mapping[int, _Stage]) -> int:
-        """Walk over all micro-batches, and return the bytes kept until the end of the step.
-
-        These are receive buffers, and the angles of all micro-batches.
-        """
-        plan, micro_batches = self.plan, self.job.train.micro_batches
+    def _run_pipeline(self, stages: Mapping[int, _Stage], micro_batches: int) -> None:
+        """Walk over all micro-batches. Receive buffers are kept until the end of the step."""
+        plan = self.plan
         num_received = sum(2 - stage.is_first - stage.is_last for stage in stages.values())
-        receive_bytes = num_received * micro_batches * self.stream_bytes
-        self.current = receive_bytes
+        self.current = num_received * micro_batches * self.stream_bytes
         for kind, number, batch in pipeline_actions(
             plan.schedule, plan.pp, len(stages), micro_batches, plan.pp_rank(self.params.rank)
         ):
@@ -255,20 +245,21 @@ class _StepMemory:
                 self.current += (not stage.is_first) * stage.captured_bytes
                 norm_bytes = _NORM_STREAMS * self.stream_bytes
                 self._record(self.made, self.current, self._gathered_bytes(math.inf), norm_bytes)
-            elif kind == "backward" or stage.is_first:  # The first stage has no input half.
-                self._backward(stage)
-                self._free(stage, batch, sum(stage.saved.values()))
             else:
-                gathered = self._gathered_bytes(math.inf)
-                self._record(self.made, self.current, gathered, self.arena_bytes)
-                self._make_gradients(stage)
-                self._free(stage, batch, sum(stage.saved.values()) + stage.captured_bytes)
-        return receive_bytes + micro_batches * self.angle_bytes
+                num_bytes = sum(stage.saved.values())
+                if kind == "backward" or stage.is_first:  # The first stage has no input half.
+                    self._backward(stage)
+                else:
+                    gathered = self._gathered_bytes(math.inf)
+                    self._record(self.made, self.current, gathered, self.arena_bytes)
+                    self._make_gradients(stage)
+                    num_bytes += stage.captured_bytes
+                self._free(stage, batch, num_bytes)
 
     def _stage(self, number: int, names: Sequence[str]) -> _Stage:
         layers = [int(name.removeprefix("layers.")) for name in names if "." in name]
         saved = {name: self.saved[name] for name in names}
-        if self.plan.recomputes(self.job):
+        if self.recomputes:
             saved.update({f"layers.{index}": self.stream_bytes for index in layers})
         is_first, is_last = number == 0, number == self.plan.num_stages - 1
         if not is_first:
@@ -312,16 +303,14 @@ class _StepMemory:
             table = self.table_bytes
             if not s.gathers_tied_embedding:
                 table *= s.embedding_shards
-            held = (self.job.model.tied or self.is_sharded) * table
+            held = (s.model.tied or self.is_sharded) * table
             at_head = self._gradients_at(stage, 1e9)
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
                 self._record(at_head + table, base, working=s.stream_elements * s.compute_bytes)
         for index in reversed(stage.layers):
             name, working = f"layers.{index}", self._working_bytes(index)
-            if self.plan.recomputes(self.job):
+            if self.recomputes:
                 working += self.saved[name] - self.stream_bytes
-            if index == stage.layers[-1] and not stage.is_last:
-                working -= self.stream_bytes  # Its first gradient is in a receive buffer.
             gradients = self._gradients_at(stage, index) + held
             self._record(gradients, base, self._gathered_bytes(index), working)
             base -= stage.saved[name]
@@ -331,7 +320,6 @@ class _StepMemory:
             gathered = self._gathered_bytes(math.inf) if self.plan.pp > 1 else 0
             self._record(gradients, base, gathered, self.table_bytes + columns)
         self._make_gradients(stage)
-        self._record(self.made, base)
 
     def _free(self, stage: _Stage, batch: int, num_bytes: int) -> None:
         """Free the activations of one micro-batch in a pipeline.

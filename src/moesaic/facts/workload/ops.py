@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from moesaic.facts.job.finetune import AdapterTarget
-from moesaic.facts.workload.collectives import CollectiveCall, CollectiveKind, embedding_exchanges
+from moesaic.facts.workload.collectives import CollectiveCall, collective, embedding_exchanges
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.sizes import (
     INDEX_BYTES,
@@ -27,14 +27,6 @@ gradient and two moments, and writes all but the gradient."""
 LOW_BIT_TRAFFIC = {"bf16": (225, 34), "8bit": (612, 80)}
 """Bytes per element and kernels per matrix chunk of an update with low-bit moments, by
 `optimizer.moments`. The numbers are those of a CPU, whose cache holds most intermediates."""
-
-
-def tp_calls(
-    s: Sizes, kind: CollectiveKind, num_bytes: int, name: str = ""
-) -> tuple[CollectiveCall, ...]:
-    """Return a collective of the TP group; none for a group of one."""
-    default = "gather sequence" if kind == "all_gather" else "reduce-scatter sequence"
-    return (CollectiveCall(name or default, kind, s.tp_ranks, num_bytes),) if s.tp > 1 else ()
 
 
 def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
@@ -54,16 +46,26 @@ def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
     elif s.tp > 1:
         forward, backward = forward + 2 * tokens, backward + 2 * tokens
         saved += s.tokens
-    num_bytes = tokens * s.stored_bytes
+    scatter, gather = sequence_collectives(s, tokens * s.stored_bytes)
     return [
         Operation(
             Op("lookup", (), forward * s.stored_bytes, 2),
             Op("lookup", (), trained * backward * s.stored_bytes, 2 * trained),
             saved,
-            forward_calls=(*tp_calls(s, "reduce_scatter", num_bytes), *calls),
-            backward_calls=(*backward_calls * trained, *tp_calls(s, "all_gather", num_bytes)),
+            forward_calls=(*scatter, *calls),
+            backward_calls=(*backward_calls * trained, *gather),
         )
     ]
+
+
+def sequence_collectives(
+    s: Sizes, num_bytes: int
+) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
+    """Return the reduce-scatter into sequence shards, and the all-gather of them."""
+    return (
+        collective("reduce-scatter sequence", "reduce_scatter", s.tp_ranks, num_bytes),
+        collective("gather sequence", "all_gather", s.tp_ranks, num_bytes),
+    )
 
 
 def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = False) -> Operation:
@@ -81,22 +83,20 @@ def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = Fa
         + 2 * shard * s.stored_bytes
         + (3 * (num_uses - 1) + 2 * split) * num_bytes
     )
+    scatter, gather = sequence_collectives(s, num_bytes)
     return Operation(
         Op("gather sequence", (), forward, 1),
         Op("gather sequence", (), backward, 1 + num_uses),
         num_bytes,
-        forward_calls=tp_calls(s, "all_gather", num_bytes),
-        backward_calls=tp_calls(s, "reduce_scatter", num_bytes),
+        forward_calls=gather,
+        backward_calls=scatter,
     )
 
 
 def scatter_sequence(s: Sizes) -> Operation:
     """Return the reduce-scatter of a layer's result into sequence shards."""
-    num_bytes = s.gathered_elements * s.compute_bytes
-    return Operation(
-        forward_calls=tp_calls(s, "reduce_scatter", num_bytes),
-        backward_calls=tp_calls(s, "all_gather", num_bytes),
-    )
+    scatter, gather = sequence_collectives(s, s.gathered_elements * s.compute_bytes)
+    return Operation(forward_calls=scatter, backward_calls=gather)
 
 
 def norm(
@@ -244,7 +244,8 @@ def head(s: Sizes) -> list[Operation]:
             MatmulShape(rows, vocab, hidden, num), MatmulShape(rows, hidden, vocab, num),
             *trained * [MatmulShape(vocab, hidden, rows, num)],
         ]  # fmt: skip
-        sums += num * tp_calls(s, "all_gather", rows * s.tp * s.stored_bytes, "log-sum-exp")
+        sum_bytes = rows * s.tp * s.stored_bytes
+        sums += num * collective("log-sum-exp", "all_gather", s.tp_ranks, sum_bytes)
     num_chunks = num_full + (rest > 0)
     weight, logits, is_tp = vocab * hidden, t * vocab, int(s.tp > 1)
     input_cast = (1 - is_tp) * s.cast_bytes(s.gathered_elements)
@@ -271,9 +272,10 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
         return []
     sizes, moved = s.table_message_bytes, 2 * s.vocab * s.model.hidden * s.stored_bytes
     name, trained = "gather tied embedding", s.trains_weights
-    gathers, scatters = (
-        tuple(CollectiveCall(f"{verb} tied embedding", kind, s.stage_ranks, size) for size in sizes)
-        for verb, kind in _TIED_COLLECTIVES
+    gathers = tuple(CollectiveCall(name, "all_gather", s.stage_ranks, size) for size in sizes)
+    scatters = tuple(
+        replace(one, name="reduce-scatter tied embedding", operation="reduce_scatter")
+        for one in gathers
     )
     return [
         Operation(
@@ -281,11 +283,6 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
             forward_calls=gathers, backward_calls=trained * scatters,
         )
     ]  # fmt: skip
-
-
-_TIED_COLLECTIVES: tuple[tuple[str, CollectiveKind], ...] = (
-    ("gather", "all_gather"), ("reduce-scatter", "reduce_scatter"),
-)  # fmt: skip
 
 
 def optimizer_update(
