@@ -264,38 +264,38 @@ def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
 
 def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, ...]:
     """Return gradient norm, clipping and AdamW for the trainable parameters of a block."""
-    job, plan = params.job, params.plan
-    element_bytes = sizes.stored_bytes
+    job, plan, element_bytes = params.job, params.plan, sizes.stored_bytes
     trained = [p for p in spec.parameters if params.is_trained(p)]
-    is_matrix = {p.name: len(p.shape) > 1 for p in trained}
-
-    def elements(chosen: Iterable[Parameter]) -> int:
-        return sum(p.size if p.expert is not None else local_size(p, plan.dp_shard) for p in chosen)
-
-    total = elements(trained)
-    normed = elements(p for p in trained if params.counts_in_grad_norm(p))
+    elements = [p.size if p.expert is not None else local_size(p, plan.dp_shard) for p in trained]
+    total = sum(elements)
+    normed = sum(
+        size for p, size in zip(trained, elements, strict=True) if params.counts_in_grad_norm(p)
+    )
     # Experts are updated one by one. Gradients in buckets make flat tensors, of matrices and of
     # vectors, which a layer's attention and network share.
-    num_dense = sum(p.is_dense for p in trained)
+    num_tensors = sum(p.is_dense for p in trained)
     if plan.dp_shard == 1 and plan.ranks_per_stage > 1:
-        num_dense = 0 if spec.kind in ("ffn", "moe") else min(num_dense, 2)
-    num_tensors = num_dense + len({p.expert for p in trained if p.expert is not None})
+        num_tensors = 0 if spec.kind in ("ffn", "moe") else min(num_tensors, 2)
+    num_tensors += len({p.expert for p in trained if p.expert is not None})
     num_additions = job.train.micro_batches - 1
     # A pipeline accumulates unsharded gradients.
     accumulated = sum(p.size for p in trained) if plan.pp > 1 else total
-    update = ops.optimizer_update(
+    moved = 3 * num_additions * accumulated * element_bytes
+    norm, clip, adamw = ops.optimizer_update(
         total * element_bytes,
         num_tensors,
         normed_bytes=normed * element_bytes,
         clips_gradient=job.train.clip > 0,
     )
+    updates = [adamw]
     if job.optimizer.moments != "full":
-        matrices = [elements([p]) for p in trained if is_matrix[p.name]]
-        vectors = elements(p for p in trained if not is_matrix[p.name]) * element_bytes
-        low_bit = ops.low_bit_adamw(matrices, job.optimizer.moments, sizes.moment_chunk)
-        update = (*update[:-1], ops.adamw(vectors, min(num_tensors, 2)), low_bit)
-    moved = 3 * num_additions * accumulated * element_bytes
-    return Op("accumulate", (), moved, num_additions * num_tensors), *update
+        matrices = [size for p, size in zip(trained, elements, strict=True) if len(p.shape) > 1]
+        vector_bytes = (total - sum(matrices)) * element_bytes
+        updates = [
+            ops.adamw(vector_bytes, min(num_tensors, 2)),
+            ops.low_bit_adamw(matrices, job.optimizer.moments, sizes.moment_chunk),
+        ]
+    return Op("accumulate", (), moved, num_additions * num_tensors), norm, clip, *updates
 
 
 def with_gradient_reductions(

@@ -38,7 +38,6 @@ def mixture_of_experts(
     hidden, has_shared = s.model.hidden, s.shared_width > 0
     choices = s.dispatched_tokens * s.model.top_k
     dispatched_bytes = s.dispatched_tokens * hidden * s.compute_bytes
-    tokens = _token_exchanges(s, routed)
     shared: list[Operation] = []
     if has_shared:
         shares_input = s.tp == 1 and not s.num_casts  # The router saves it.
@@ -59,12 +58,11 @@ def mixture_of_experts(
         Operation(forward_calls=counts),
         _etp_collective(s, "all_gather", dispatched_bytes),
         _dispatch(s, routed),
-        *tokens[:1],
+        _exchanges(s, routed, TOKENS),
         *shared,
-        *tokens[1:],
         *(_experts(s, chunk) for chunk in routed.compute_order()),
         _combine(s, routed),
-        _result_exchanges(s, routed),
+        _exchanges(s, routed, RESULTS),
         *(replace(one, recompute="nothing") for one in last),
     ]
 
@@ -95,45 +93,29 @@ def _etp_collective(
     return Operation(forward_calls=forward, backward_calls=has_grad * backward)
 
 
-def _exchange(
-    name: str, one: Exchange, token_bytes: int, *, returns: bool = False
-) -> tuple[CollectiveCall, ...]:
-    send, receive = (
-        [n * token_bytes for n in counts] for counts in (one.send_tokens, one.receive_tokens)
-    )
-    return all_to_all(name, one.group, *((receive, send) if returns else (send, receive)))
+def _exchanges(s: Sizes, routed: RoutedTokens, name: str) -> Operation:
+    """Return the exchanges of tokens or results, chunk by chunk and hop by hop.
 
-
-def _token_exchanges(s: Sizes, routed: RoutedTokens) -> list[Operation]:
-    """Return the exchanges of tokens to experts, chunk by chunk and hop by hop.
-
-    A deduplicated token carries its weights and slots, and backward returns the gradients of the
-    weights.
+    Results return on the way of their tokens. A deduplicated token carries its weights and slots,
+    and backward returns the gradients of the weights.
     """
     forward_bytes = backward_bytes = s.model.hidden * s.compute_bytes
-    if routed.is_dedup:
+    returns = name == RESULTS
+    if routed.is_dedup and not returns:
         forward_bytes, _ = dedup_token_bytes(s.model.hidden, s.model.top_k, s.compute_bytes)
         backward_bytes += s.model.top_k * s.compute_bytes
-    return [
-        Operation(
-            forward_calls=_exchange(TOKENS, hop, forward_bytes),
-            backward_calls=_exchange(TOKENS, hop, backward_bytes, returns=True),
-        )
-        for chunk in routed.split_chunks()
-        for hop in chunk.exchanges
+
+    def call(hop: Exchange, token_bytes: int, *, returns: bool) -> tuple[CollectiveCall, ...]:
+        counts = (hop.send_tokens, hop.receive_tokens)[:: -1 if returns else 1]
+        sent, received = ([number * token_bytes for number in numbers] for numbers in counts)
+        return all_to_all(name, hop.group, sent, received)
+
+    hops = [
+        hop for chunk in routed.split_chunks() for hop in chunk.exchanges[:: -1 if returns else 1]
     ]
-
-
-def _result_exchanges(s: Sizes, routed: RoutedTokens) -> Operation:
-    """Return the exchanges of results back to their tokens' ranks."""
-    row = s.model.hidden * s.compute_bytes
-    hops = [hop for chunk in routed.split_chunks() for hop in reversed(chunk.exchanges)]
-    return Operation(
-        forward_calls=tuple(
-            one for hop in hops for one in _exchange(RESULTS, hop, row, returns=True)
-        ),
-        backward_calls=tuple(one for hop in reversed(hops) for one in _exchange(RESULTS, hop, row)),
-    )
+    forward = [call(hop, forward_bytes, returns=returns) for hop in hops]
+    backward = [call(hop, backward_bytes, returns=not returns) for hop in reversed(hops)]
+    return Operation(forward_calls=sum(forward, ()), backward_calls=sum(backward, ()))
 
 
 def _dispatch(s: Sizes, routed: RoutedTokens) -> Operation:
