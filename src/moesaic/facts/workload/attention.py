@@ -7,7 +7,6 @@ from moesaic.facts.workload.collectives import collective
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import (
     gather_sequence,
-    input_sources,
     linear,
     norm,
     residual,
@@ -29,11 +28,11 @@ def _projections(s: Sizes) -> list[Operation]:
     model, hidden, widths = s.model, s.model.hidden, (s.q_width, s.kv_width, s.kv_width)
     norms = [_qk_norm(s, width) for width in (s.q_width, s.kv_width) if model.qk_norm is not None]
     return [
-        norm(s, hidden, num_uses=3 if s.tp == 1 else 1, in_residual=True),
+        norm(s, hidden, num_gradients=4 if s.tp == 1 else 2, saves_result=s.tp == 1),
         gather_sequence(s, hidden, num_uses=3, split=True),
         *(
-            linear(name, s, width, hidden, source=source)
-            for name, width, source in zip("qkv", widths, input_sources(s, 3), strict=True)
+            linear(name, s, width, hidden, casts_input=s.tp == 1)
+            for name, width in zip("qkv", widths, strict=True)
         ),
         *norms,
         *([_clamp(s)] if model.clip_qkv is not None else []),
@@ -150,34 +149,30 @@ def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
     hidden, rank, rope = s.model.hidden, latent.kv_lora_rank, latent.qk_rope_head_dim
     query_input, unrotated, _ = latent_widths(s, latent)
     shard, values = s.shard_tokens, s.heads * latent.v_head_dim
-    source = input_sources(s, 1)[0]
-    kv_norm = norm(s, rank, rows=shard, casts=True)
+    kv_norm = norm(s, rank, casts=True, saves_result=s.tp == 1)
     # A norm over part of an uncast result saves all of it.
     kept = shard * rope * s.stored_bytes * (1 - s.num_casts)
     split = Op("split", (), 2 * shard * (rank + rope) * s.compute_bytes, 1)
     down = [
-        norm(s, hidden, num_uses=2, in_residual=True),
-        linear("kv_down", s, rank + rope, hidden, source="stored", rows=shard),
+        norm(s, hidden, num_gradients=3, saves_result=True),
+        linear("kv_down", s, rank + rope, hidden, casts_input=True, rows=shard),
         Operation(None, split, kept),
     ]
     query_name = "q"
     if latent.q_lora_rank is not None:
         query_name = "q_up"
         down += [
-            linear("q_down", s, query_input, hidden, source="shared", rows=shard),
-            norm(s, query_input, rows=shard, casts=True),
+            linear("q_down", s, query_input, hidden, casts_input=True, rows=shard),
+            norm(s, query_input, casts=True, saves_result=s.tp == 1),
         ]
     rotary_elements = s.tokens * (s.heads + 1) * rope
     return [
         *down,
         kv_norm,
         gather_sequence(s, query_input + rank + rope, split=True),
-        linear(
-            query_name, s, s.q_width, query_input,
-            source="shared" if query_name == "q" and s.tp == 1 else source,
-        ),
+        linear(query_name, s, s.q_width, query_input, casts_input=s.tp == 1),
         _rotary(s, rotary_elements, 7, 10),
-        linear("kv_up", s, unrotated + values, rank, source=source),
+        linear("kv_up", s, unrotated + values, rank, casts_input=s.tp == 1),
         _concat_heads(s, latent),
         _latent_attention(s, latent),
     ]  # fmt: skip

@@ -254,7 +254,7 @@ def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
     """Return a layer's dense FFN of width `ffn`, with its norm and residual."""
     *inner, down, scatter = ops.gated_ffn(s, ffn, "ffn")
     return [
-        ops.norm(s, s.model.hidden, num_uses=2 if s.tp == 1 else 1, in_residual=True),
+        ops.norm(s, s.model.hidden, num_gradients=3 if s.tp == 1 else 2, saves_result=s.tp == 1),
         *inner,
         replace(down, recompute="input"),
         replace(scatter, recompute="nothing"),

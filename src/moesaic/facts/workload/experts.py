@@ -38,10 +38,7 @@ def mixture_of_experts(
     hidden, has_shared = s.model.hidden, s.shared_width > 0
     choices = s.dispatched_tokens * s.model.top_k
     dispatched_bytes = s.dispatched_tokens * hidden * s.compute_bytes
-    shared: list[Operation] = []
-    if has_shared:
-        shares_input = s.tp == 1 and not s.num_casts  # The router saves it.
-        shared = gated_ffn(s, s.shared_width, "shared", shares_input=shares_input)
+    shared = gated_ffn(s, s.shared_width, "shared") if has_shared else []
     added = Op("shared", (), 3 * s.stream_elements * s.compute_bytes, 1)
     last = [
         _etp_collective(s, "reduce_scatter", dispatched_bytes),
@@ -50,7 +47,7 @@ def mixture_of_experts(
         residual(s),
     ]
     return [
-        norm(s, hidden, num_uses=2 + has_shared * (2 if s.tp == 1 else 1), in_residual=True),
+        norm(s, hidden, num_gradients=3 + has_shared * (2 if s.tp == 1 else 1)),
         _router(s),
         # Choices and weights of all tokens in the expert TP group.
         _etp_collective(s, "all_gather", choices * SCALAR_BYTES, has_grad=False),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.workload.collectives import CollectiveCall, collective, embedding_exchanges
@@ -105,23 +104,24 @@ def norm(
     name: str = "norm",
     *,
     rows: int | None = None,
-    num_uses: int = 1,
-    in_residual: bool = False,
+    num_gradients: int = 1,
     casts: bool = False,
+    saves_result: bool = False,
 ) -> Operation:
-    """Return an RMS norm; backward first sums the gradients of the result's `num_uses`.
+    """Return an RMS norm; backward first sums the gradients of its readers.
 
     Args:
         s: the sizes.
         width: elements per row.
         name: name of the ops.
         rows: number of rows; None for one per token of the sequence shard.
-        num_uses: number of readers of the result.
-        in_residual: whether the input is also the residual stream, whose gradient backward adds.
-        casts: whether input and result are of compute type.
+        num_gradients: gradients of the result's readers, and of the input's if it is the residual
+            stream.
+        casts: whether the input is of compute type.
+        saves_result: whether matmuls read the result, which autograd saves unless they cast it.
     """
     t = s.shard_tokens if rows is None else rows
-    n, adds, cast = t * width, num_uses - 1 + in_residual, casts * s.cast_bytes(t * width)
+    n, adds, cast = t * width, num_gradients - 1, casts * s.cast_bytes(t * width)
     # A CPU reads and writes each intermediate, in chunks that fit the cache.
     chunks = -(-t // max(1, NORM_CHUNK_BYTES // (width * s.stored_bytes))) if s.on_cpu else 0
     forward = 5 * n + 10 * t if s.on_cpu else 2 * n + t
@@ -130,15 +130,9 @@ def norm(
     return Operation(
         Op(name, (), forward * s.stored_bytes + cast, 7 * chunks or 1),
         Op(name, (), backward, 1 + adds + (12 * chunks or 1)),
-        (n + t) * s.stored_bytes,
+        (n + t + n * (saves_result and not s.num_casts)) * s.stored_bytes,
         n * s.stored_bytes,
     )
-
-
-Source = Literal["stored", "shared", "computed"]
-"""Input of a matmul. stored: of stored type, cast and saved for its weight's gradient. shared: the
-same, but saved by an earlier operation unless it is cast. computed: of compute type, and saved by
-the operation that computed it."""
 
 
 def linear(
@@ -147,31 +141,29 @@ def linear(
     columns: int,
     inner: int,
     *,
-    source: Source = "computed",
+    casts_input: bool = False,
     rows: int | None = None,
     target: AdapterTarget = "attention",
 ) -> Operation:
-    """Return tokens times a weight; weights and inputs in stored type are cast first.
+    """Return tokens times a weight; a weight in stored type is cast first.
 
     Args:
         name: name of the ops.
         s: the sizes.
         columns: output channels.
         inner: input channels.
-        source: kind of its input.
+        casts_input: whether its input is of stored type, and cast too.
         rows: number of tokens; None for all.
         target: adapter target of the weight.
     """
     t = s.tokens if rows is None else rows
     trained, weight_cast = s.trains_weights, s.cast_bytes(columns * inner)
-    cast = s.cast_bytes(t * inner) if source != "computed" else 0
+    cast = casts_input * s.cast_bytes(t * inner)
     forward = Op(name, (MatmulShape(t, columns, inner),), weight_cast + cast, 2, s.precision)
     grads: tuple[MatmulShape, ...] = (MatmulShape(t, inner, columns),)
     grads += trained * (MatmulShape(columns, inner, t, is_weight_gradient=True),)
     backward = Op(name, grads, trained * weight_cast + cast, 2 * len(grads), s.precision)
-    saved = s.num_casts * columns * inner * s.compute_bytes
-    if source == "stored" or (source == "shared" and s.num_casts):
-        saved += t * inner * s.compute_bytes
+    saved = s.num_casts * inner * (columns + casts_input * t) * s.compute_bytes
     rank = s.adapter_rank(target)
     if rank:
         thin = 2 * t * rank * s.compute_bytes
@@ -190,13 +182,6 @@ def linear(
     return Operation(forward, backward, saved, captured)
 
 
-def input_sources(s: Sizes, num: int) -> list[Source]:
-    """Return the kinds of `num` matmuls' common input, a norm's result or gathered from there."""
-    first: Source = "computed" if s.tp > 1 else "stored"
-    others: Source = "computed" if s.tp > 1 else "shared"
-    return [first, *[others] * (num - 1)]
-
-
 def residual(s: Sizes) -> Operation:
     """Return the addition of a layer's result to the residual stream."""
     moved = s.stream_elements * (2 * s.stored_bytes + s.compute_bytes)
@@ -205,19 +190,13 @@ def residual(s: Sizes) -> Operation:
     )
 
 
-def gated_ffn(
-    s: Sizes, ffn: int, target: AdapterTarget, *, shares_input: bool = False
-) -> list[Operation]:
-    """Return a gated FFN of inner width `ffn`, with the collectives of TP around it.
-
-    `shares_input`: another operation saves the same input.
-    """
+def gated_ffn(s: Sizes, ffn: int, target: AdapterTarget) -> list[Operation]:
+    """Return a gated FFN of inner width `ffn`, with the collectives of TP around it."""
     hidden, prefix = s.model.hidden, "shared " * (target == "shared")
     inner_bytes = s.tokens * ffn * s.compute_bytes
-    first, second = input_sources(s, 2)
     gate, up = (
-        linear(f"{prefix}{name}", s, ffn, hidden, source=source, target=target)
-        for name, source in (("gate", second if shares_input else first), ("up", second))
+        linear(f"{prefix}{name}", s, ffn, hidden, casts_input=s.tp == 1, target=target)
+        for name in ("gate", "up")
     )
     activation = Operation(
         Op(f"{prefix}gate", (), 5 * inner_bytes, 2, num_transcendentals=s.tokens * ffn),
