@@ -37,7 +37,8 @@ def _projections(s: Sizes) -> list[Operation]:
         *norms,
         *([_clamp(s)] if model.clip_qkv is not None else []),
         _rotary(s, s.tokens * (s.q_width + s.kv_width), 5, 5),
-        _grouped_attention(s),
+        # It saves rotated queries and keys, values and result.
+        _attention_kernel(s, model.head_dim, 2 * s.tokens * (s.q_width + s.kv_width)),
     ]  # fmt: skip
 
 
@@ -79,12 +80,6 @@ def _rotary(s: Sizes, elements: int, forward: int, backward: int) -> Operation:
         Op("rotary", (), forward * elements * s.stored_bytes + angles + casts, 10),
         Op("rotary", (), backward * elements * s.stored_bytes + angles + casts, 12),
     )
-
-
-def _grouped_attention(s: Sizes) -> Operation:
-    """Return attention of query heads that share keys and values."""
-    # Rotated queries and keys, values and result.
-    return _attention_kernel(s, s.model.head_dim, 2 * s.tokens * (s.q_width + s.kv_width))
 
 
 def _attention_kernel(

@@ -19,16 +19,12 @@ from moesaic.facts.workload.collectives import (
     scalar_reductions,
 )
 from moesaic.facts.workload.experts import mixture_of_experts
-from moesaic.facts.workload.gradient_reduction import (
-    GradientReduction,
-    gradient_reductions,
-    reduction_work,
-)
+from moesaic.facts.workload.gradient_reduction import GradientReduction, gradient_reductions
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
 from moesaic.facts.workload.operation import Op, Operation
 from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import Sizes, group_of
+from moesaic.facts.workload.sizes import GPU_MOMENT_CHUNK, MOMENT_CHUNK, Sizes, group_of
 from moesaic.facts.workload.spec import BlockSpec
 
 STEP = "step"
@@ -161,22 +157,40 @@ class BlockBuilder:
     def _with_fsdp(self, blocks: Sequence[Block]) -> list[Block]:
         """Return blocks of one FSDP group with its work: a layer, or embedding and head.
 
+        It all-gathers parameters, reduce-scatters gradients, and all-reduces gradient shards over
+        replicas once a step.
         A layer is gathered again for backward, embedding and head stay gathered. In a pipeline,
         stages stay gathered from the first micro-batch to the last. Then they reduce-scatter the
         accumulated gradients, as part of the update.
         """
+        params, plan, element_bytes = self.params, self.params.plan, self.sizes.stored_bytes
+        dense = [p for block in blocks for p in block.spec.dense if not p.is_column_shard]
+        if plan.dp_shard == 1 or not dense:  # FSDP skips a column-sharded embedding by itself.
+            return list(blocks)
+        ranks = group_of(plan.dp_shard_groups(), params.rank)
+        replicas = group_of(plan.dp_replicate_groups(), params.rank)
+        shard_bytes, gradient_bytes = (
+            sum(local_size(p, plan.dp_shard) for p in group) * element_bytes
+            for group in (dense, [p for p in dense if params.is_trained(p)])
+        )
+        gathered, scattered = shard_bytes * len(ranks), gradient_bytes * len(ranks)
+        gather = CollectiveCall("parameters", "all_gather", ranks, gathered, precedes_compute=True)
+        unshard = BlockWork((Op("unshard", (), 2 * (gathered + shard_bytes), 2),), (gather,))
+        reshard = reduction = BlockWork()
+        if gradient_bytes:
+            scatter = collective("gradients", "reduce_scatter", ranks, scattered)
+            reshard = BlockWork((Op("reshard", (), 2 * scattered, 1),), scatter)
+            reduction = BlockWork(
+                (), collective("replicas", "all_reduce", replicas, gradient_bytes)
+            )
         first, *rest = blocks
-        if self.params.plan.dp_shard == 1:
-            return [first, *rest]
-        unshard, reshard, replica_reduction = self._fsdp_work([block.spec for block in blocks])
-        if self.params.plan.pp > 1:
-            work = unshard + reshard + replica_reduction
-            return [replace(first, update=first.update + work), *rest]
+        if plan.pp > 1:
+            return [replace(first, update=first.update + unshard + reshard + reduction), *rest]
         if first.spec.layer is not None:
             rest[-1] = replace(rest[-1], backward=unshard + rest[-1].backward)
         first = replace(
             first, forward=unshard + first.forward, backward=first.backward + reshard,
-            update=first.update + replica_reduction,
+            update=first.update + reduction,
         )  # fmt: skip
         return [first, *rest]
 
@@ -220,34 +234,6 @@ class BlockBuilder:
         captured = sum(one.captured_bytes for one in operations)
         update = BlockWork(_update_ops(self.params, self.sizes, spec))
         return Block(spec, forward, backward, update, saved, captured)
-
-    def _fsdp_work(self, specs: Iterable[BlockSpec]) -> tuple[BlockWork, BlockWork, BlockWork]:
-        """Return FSDP's work for the blocks of one group: all-gather of parameters, reduce-scatter
-        of gradients, and the all-reduce of gradient shards over replicas, once a step."""
-        params, plan, element_bytes = self.params, self.params.plan, self.sizes.stored_bytes
-        ranks = group_of(plan.dp_shard_groups(), params.rank)
-        replicas = group_of(plan.dp_replicate_groups(), params.rank)
-        dense = [p for spec in specs for p in spec.dense if not p.is_column_shard]
-        trained = [p for p in dense if params.is_trained(p)]
-        shard_bytes, gradient_bytes = (
-            sum(local_size(p, plan.dp_shard) for p in group) * element_bytes
-            for group in (dense, trained)
-        )
-        if not dense:  # A column-sharded embedding by itself, which FSDP skips.
-            return BlockWork(), BlockWork(), BlockWork()
-        whole_bytes, scattered = shard_bytes * len(ranks), gradient_bytes * len(ranks)
-        gather = CollectiveCall(
-            "parameters", "all_gather", ranks, whole_bytes, precedes_compute=True
-        )
-        unshard = BlockWork((Op("unshard", (), 2 * (whole_bytes + shard_bytes), 2),), (gather,))
-        if not trained:
-            return unshard, BlockWork(), BlockWork()
-        scatter = CollectiveCall("gradients", "reduce_scatter", ranks, scattered)
-        return (
-            unshard,
-            BlockWork((Op("reshard", (), 2 * scattered, 1),), (scatter,)),
-            BlockWork((), collective("replicas", "all_reduce", replicas, gradient_bytes)),
-        )
 
 
 def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
@@ -293,7 +279,9 @@ def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, 
         vector_bytes = (total - sum(matrices)) * element_bytes
         updates = [
             ops.adamw(vector_bytes, min(num_tensors, 2)),
-            ops.low_bit_adamw(matrices, job.optimizer.moments, sizes.moment_chunk),
+            ops.low_bit_adamw(
+                matrices, job.optimizer.moments, MOMENT_CHUNK if sizes.on_cpu else GPU_MOMENT_CHUNK
+            ),
         ]
     return Op("accumulate", (), moved, num_additions * num_tensors), norm, clip, *updates
 
@@ -304,12 +292,23 @@ def with_gradient_reductions(
     """Return `blocks` with gradient reductions, and a last block for work once a step.
 
     An overlapped reduction belongs to the block whose backward completes its bucket. The last block
-    has all others, and then `last`.
+    has all others, and then `last`. Reductions of experts come last in a block, as some ranks may
+    have none.
     """
-    calls, copies = reduction_work(reductions)
+    calls, copies = dict[str, list[CollectiveCall]](), list[Op]()
+    for one in reductions:
+        for bucket in one.buckets:
+            block = one.gradients[bucket.members[-1]].block if one.overlaps_backward else ""
+            call = CollectiveCall(one.name, "all_reduce", one.ranks, bucket.num_bytes)
+            calls.setdefault(block, []).append(call)
+        filled = [bucket for bucket in one.buckets if len(bucket.members) > 1]
+        moved = sum(2 * bucket.num_bytes for bucket in filled)
+        num_kernels = sum(len(bucket.members) for bucket in filled)
+        name = "fill buckets" if one.overlaps_backward else "reduce"
+        copies.append(Op(name, (), moved, num_kernels))
     reduced = [
         replace(block, update=block.update + BlockWork((), tuple(calls.get(block.name, ()))))
         for block in blocks
     ]
-    final = BlockWork(copies, tuple(calls.get("", ()))) + last
+    final = BlockWork(tuple(copies), tuple(calls.get("", ()))) + last
     return [*reduced, Block(BlockSpec(STEP, "other"), update=final)]

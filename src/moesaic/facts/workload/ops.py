@@ -18,6 +18,7 @@ from moesaic.facts.workload.sizes import (
     LOSS_CHUNK_TOKENS,
     NORM_CHUNK_BYTES,
     Sizes,
+    row_batches,
 )
 
 TRAFFIC_FACTOR = {"norm": 1, "scale": 2, "adamw": 7}
@@ -249,7 +250,8 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
     """Return the gather of a tied weight's column shards, and the scatter of its gradient."""
     if not s.gathers_tied_embedding:
         return []
-    sizes, moved = s.table_message_bytes, 2 * s.vocab * s.model.hidden * s.stored_bytes
+    row = s.model.hidden * s.stored_bytes
+    sizes, moved = [len(rows) * row for rows in row_batches(s.vocab, row)], 2 * s.vocab * row
     name, trained = "gather tied embedding", s.trains_weights
     gathers = tuple(CollectiveCall(name, "all_gather", s.stage_ranks, size) for size in sizes)
     scatters = tuple(

@@ -130,11 +130,6 @@ class Sizes:
         return self.finetune.rank * (target in self.finetune.targets)
 
     @property
-    def moment_chunk(self) -> int:
-        """Elements per chunk of a low-bit optimizer update."""
-        return MOMENT_CHUNK if self.on_cpu else GPU_MOMENT_CHUNK
-
-    @property
     def tokens(self) -> int:
         """Tokens of this rank's samples, which attention, FFN and head process on every TP rank."""
         return self.batch * self.sequence
@@ -170,11 +165,6 @@ class Sizes:
         return self.model.heads // self.tp
 
     @property
-    def kv_heads(self) -> int:
-        """Key-value heads on this TP rank."""
-        return self.model.kv_heads // self.tp
-
-    @property
     def q_width(self) -> int:
         """Width of the query heads on this TP rank."""
         return self.heads * self.model.head_dim
@@ -182,7 +172,7 @@ class Sizes:
     @property
     def kv_width(self) -> int:
         """Width of the key-value heads on this TP rank."""
-        return self.kv_heads * self.model.head_dim
+        return self.model.kv_heads // self.tp * self.model.head_dim
 
     @property
     def lookup_tokens(self) -> int:
@@ -198,12 +188,6 @@ class Sizes:
     def gathers_tied_embedding(self) -> bool:
         """True if the head gathers column shards of a tied weight."""
         return self.embedding_shards > 1 and self.model.tied
-
-    @property
-    def table_message_bytes(self) -> list[int]:
-        """Bytes of each collective that gathers the column shards of the tied weight."""
-        row = self.model.hidden * self.stored_bytes
-        return [len(rows) * row for rows in row_batches(self.vocab, row)]
 
     @property
     def table_elements(self) -> int:
