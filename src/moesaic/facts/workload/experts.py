@@ -20,7 +20,7 @@ from moesaic.facts.workload.collectives import (
 )
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
-from moesaic.facts.workload.ops import gated_ffn, norm, residual
+from moesaic.facts.workload.ops import adapter_ops, gated_ffn, norm, residual
 from moesaic.facts.workload.sizes import Sizes
 
 EXPERTS = "experts"
@@ -190,15 +190,22 @@ def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
         EXPERTS, tuple(forward), cast + 5 * inner + (2 - is_weighted) * copied,
         6 + 2 * num_casts, s.precision, rows * ffn, GROUPED_MM,
     )  # fmt: skip
-    moved = cast * (1 + trains) + (14 + (6 + 2 * trains) * is_weighted) * inner
+    rank = s.adapter_rank("experts")
+    reads_rows = trains or rank > 0
+    moved = cast * (1 + trains) + (14 + (6 + 2 * reads_rows) * is_weighted) * inner
     backward_op = Op(
-        EXPERTS, tuple(backward), moved + (2 + trains - is_weighted) * copied,
+        EXPERTS, tuple(backward), moved + (2 + reads_rows - is_weighted) * copied,
         16 + 2 * num_casts * (1 + trains), s.precision, 2 * rows * ffn, GROUPED_MM,
     )  # fmt: skip
-    rank = s.adapter_rank("experts")
     if rank:
-        adapters = _expert_adapters(s, slot_tokens, rank)
-        forward_op, backward_op = map(Op.merged, (forward_op, backward_op), adapters)
+        slots = _slots_by_token_count(slot_tokens)
+        for columns, width in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
+            added, backward_added = adapter_ops(s, rank, columns, width, slots)
+            # Backward multiplies by A again, and fills the gradients of A and B with zeros first.
+            again = tuple(MatmulShape(count, rank, width, num) for count, num in slots)
+            zeros = len(slot_tokens) * rank * (columns + width) * s.stored_bytes
+            forward_op = forward_op.merged(added)
+            backward_op = backward_op.merged(backward_added).merged(Op("", again, zeros, 1))
     captured = trains * (2 * inner + chunk.is_all_to_all * rows * hidden * s.compute_bytes)
     return Operation(forward_op, backward_op, 2 * inner, captured)
 
@@ -206,27 +213,6 @@ def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
 def _slots_by_token_count(slot_tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Return token counts and their number of slots, without empty slots."""
     return sorted(Counter(count for count in slot_tokens if count).items())
-
-
-def _expert_adapters(s: Sizes, slot_tokens: Sequence[int], rank: int) -> tuple[Op, Op]:
-    """Return the work that adapters of expert matrices add, forward and backward."""
-    hidden, ffn, rows = s.model.hidden, s.expert_width, sum(slot_tokens)
-    forward, backward = list[MatmulShape](), list[MatmulShape]()
-    for columns, inner in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
-        for count, num in _slots_by_token_count(slot_tokens):
-            thin = MatmulShape(count, rank, inner, num)
-            forward += [thin, MatmulShape(count, columns, rank, num)]
-            backward += [
-                thin, MatmulShape(count, rank, columns, num),
-                MatmulShape(count, columns, rank, num, is_weight_gradient=True),
-                MatmulShape(count, rank, inner, num, is_weight_gradient=True),
-                MatmulShape(count, inner, rank, num),
-            ]  # fmt: skip
-    moved = 3 * rows * (2 * ffn + hidden) * s.compute_bytes
-    kernels = 12 + 6 * s.num_casts * len(slot_tokens)
-    return (
-        Op("", tuple(forward), moved, kernels), Op("", tuple(backward), 2 * moved, 2 * kernels)
-    )  # fmt: skip
 
 
 def _combine(s: Sizes, routed: RoutedTokens) -> Operation:

@@ -167,20 +167,41 @@ def linear(
     saved = s.num_casts * inner * (columns + casts_input * t) * s.compute_bytes
     rank = s.adapter_rank(target)
     if rank:
-        thin = 2 * t * rank * s.compute_bytes
-        sums = 3 * t * s.compute_bytes
-        forward = forward.merged(
-            Op("", (MatmulShape(t, rank, inner), MatmulShape(t, columns, rank)),
-               cast + thin + sums * columns, 5)
-        )  # fmt: skip
-        grads = (
-            MatmulShape(t, rank, columns), MatmulShape(t, inner, rank),
-            MatmulShape(columns, rank, t, is_weight_gradient=True),
-            MatmulShape(rank, inner, t, is_weight_gradient=True),
-        )  # fmt: skip
-        backward = backward.merged(Op("", grads, cast + thin + sums * inner, 7))
+        added = adapter_ops(s, rank, columns, inner, [(t, 1)])
+        input_cast = Op("", (), cast)
+        forward, backward = (
+            own.merged(one).merged(input_cast)
+            for own, one in zip((forward, backward), added, strict=True)
+        )
     captured = trained * t * columns * s.compute_bytes
     return Operation(forward, backward, saved, captured)
+
+
+def adapter_ops(
+    s: Sizes, rank: int, columns: int, inner: int, slots: Sequence[tuple[int, int]]
+) -> tuple[Op, Op]:
+    """Return the work that adapters A and B add to matmuls, forward and backward.
+
+    `slots` are numbers of tokens, and how many adapters have that many.
+    """
+    forward, backward, tokens, num_adapters = list[MatmulShape](), list[MatmulShape](), 0, 0
+    for t, num in slots:
+        tokens, num_adapters = tokens + t * num, num_adapters + num
+        forward += [MatmulShape(t, rank, inner, num), MatmulShape(t, columns, rank, num)]
+        backward += [
+            MatmulShape(t, rank, columns, num), MatmulShape(t, inner, rank, num),
+            MatmulShape(columns, rank, t, num, is_weight_gradient=True),
+            MatmulShape(rank, inner, t, num, is_weight_gradient=True),
+        ]  # fmt: skip
+    cast = s.cast_bytes(rank * (columns + inner) * num_adapters)
+    kernels = 5 + 2 * s.num_casts * num_adapters
+    moved, backward_moved = (
+        tokens * (2 * rank + 3 * width) * s.compute_bytes for width in (columns, inner)
+    )
+    return (
+        Op("", tuple(forward), moved + cast, kernels),
+        Op("", tuple(backward), backward_moved + 2 * cast, 2 + 2 * kernels),
+    )
 
 
 def residual(s: Sizes) -> Operation:
