@@ -225,8 +225,10 @@ class VectorsKind:
         checkpoint: Checkpoint | None,
         data: Any,
         log: Callable[[str], None],
+        decisions: list[Decision[Any, Any]],
     ) -> Run[SquaredError, VectorStats]:
         """Return the run."""
+        del decisions
         job, parts = loaded.job, []
         for prefix in job.parts.split():
             model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()

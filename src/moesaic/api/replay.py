@@ -15,16 +15,17 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.events import RUN_LOG, read_events
 from moesaic.facts.balance import IntArray
-from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.job import BalanceConfig, BalanceCosts, Job
 from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance import (
+    BalanceCostFacts,
     BalanceStats,
     LayerBalancer,
     RankDevice,
     balance_stats,
     can_migrate,
-    default_prices,
+    default_balance_costs,
     layer_problem,
     should_balance,
 )
@@ -46,7 +47,7 @@ class ReplayConfig(YardstickConfig):
 
     key_prefix: ClassVar[str] = ""
 
-    prices: Prices | None = None
+    costs: BalanceCosts | None = None
     """Costs that policies assume; unset: those of the run, its job or its plan, or typical ones of
     its devices."""
 
@@ -71,12 +72,12 @@ class ReplayConfig(YardstickConfig):
         return self
 
     def ineffective_settings(self) -> list[str]:
-        """Return these sentences in replay's own names. Prices always count: even layers without
+        """Return these sentences in replay's own names. Costs always count: even layers without
         replicas have a predicted time."""
         sentences = (
             text.replace(BalanceConfig.key_prefix, "") for text in super().ineffective_settings()
         )
-        return [text for text in sentences if not text.startswith("prices has no effect")]
+        return [text for text in sentences if not text.startswith("costs has no effect")]
 
 
 def _describe_layer(
@@ -115,7 +116,7 @@ def replay_run(
             f"'{run}' had all experts on every rank (layout.ep = 1), so no rank has more load: "
             "replay a run with layout.ep above 1"
         )
-    prices, source = _find_prices(facts, job, plan, config.prices)
+    costs, source = _find_costs(facts, job, plan, config.costs)
     groups = sorted(
         {tuple(r % plan.ranks_per_stage // plan.etp for r in g) for g in plan.ep_groups()}
     )
@@ -124,7 +125,7 @@ def replay_run(
     for layer, counts in _read_passes(run, plan, job.train.micro_batches):
         if layer not in stats:
             stats[layer] = []
-            problem = layer_problem(job, plan, config, prices, layer)
+            problem = layer_problem(job, plan, config, costs, layer)
             balancers |= {(layer, group): make_balancer(config, problem) for group in groups}
             balancers[layer, groups[0]].warm_up(log)
         for group in groups:
@@ -147,7 +148,7 @@ def replay_run(
     return {
         "run": str(run), "policy": config.policy,
         "as_published": config.as_published and not config.has_cost_check,
-        "prices": prices.model_dump(), "prices_source": source,
+        "costs": costs.model_dump(), "costs_source": source,
         "enabled": _is_enabled(job, plan, config), "simulated": True, "layers": layers,
         "unbalanced_s": unbalanced_s, "balanced_s": balanced_s,
         "speedup": _speedup(unbalanced_s, balanced_s),
@@ -185,21 +186,21 @@ def _read_replicas(run: Path) -> dict[int, float]:
     return {layer: sum(found) / len(found) for layer, found in numbers.items()}
 
 
-def _find_prices(
-    run: RunStats, job: Job, plan: Plan, requested: Prices | None
-) -> tuple[Prices, str]:
-    """Return the prices that a policy assumes for `run`, and their source.
+def _find_costs(
+    run: RunStats, job: Job, plan: Plan, requested: BalanceCosts | None
+) -> tuple[BalanceCosts, str]:
+    """Return the costs that a policy assumes for `run`, and their source.
 
-    Without prices in the run, its job or its plan, they are typical of the run's devices.
+    Without costs in the run, its job or its plan, they are typical of the run's devices.
     """
     if requested is not None:
         return requested, "given"
-    if plan.prices is not None and (should_balance(job, plan) or can_migrate(job, plan)):
-        return plan.prices, "of the run"
-    if job.balance.prices is not None:
-        return job.balance.prices, "of the job"
-    if plan.prices is not None:
-        return plan.prices, "of the plan"
+    if plan.balance_costs is not None and (should_balance(job, plan) or can_migrate(job, plan)):
+        return plan.balance_costs, "of the run"
+    if job.balance.costs is not None:
+        return job.balance.costs, "of the job"
+    if plan.balance_costs is not None:
+        return plan.balance_costs, "of the plan"
     machines = run.launches[-1].machines if run.launches else ()
     if len(machines) == plan.ranks:
         ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in machines]
@@ -212,4 +213,4 @@ def _find_prices(
         source = (
             "typical of one CPU thread per rank on one host; the run has not recorded its devices"
         )
-    return default_prices(job, plan, ranks), source
+    return default_balance_costs(BalanceCostFacts.of_job(job, plan, ranks)), source

@@ -282,7 +282,7 @@ class Tracer(KernelCounter):
 
     def _block_of_node(self) -> str:
         """Return the block that created the current autograd node."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return self._last_block
         if hasattr(node, "variable"):  # A gradient reaches a parameter.

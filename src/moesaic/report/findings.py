@@ -404,9 +404,9 @@ def _replicas(run: RunStats) -> Finding | None:
         return Finding("replicas_unknown", "note", title, text)
     mismatch = _price_mismatch(stats)
     if mismatch:
-        title = f"Balance prices do not match this machine: {mismatch}"
+        title = f"Balance costs do not match this machine: {mismatch}"
         text += (
-            " Replicas have no verdict by such prices. Remove balance.prices, and plan with the "
+            " Replicas have no verdict by such costs. Remove balance.costs, and plan with the "
             "result of `moesaic probe` on an idle machine."
         )
         return Finding("replicas_unknown", "warning", title, text)
@@ -419,14 +419,14 @@ def _no_replicas(before: float) -> Finding:
     if before > _EVEN:
         title = "No replicas were made"
         text += (
-            " None would pay by balance.prices, within balance.max_replicas and with at least "
+            " None would pay by balance.costs, within balance.max_replicas and with at least "
             "balance.min_replica_tokens tokens each."
         )
     return Finding("no_replicas", "note", title, text)
 
 
 def _price_mismatch(stats: BalanceStats) -> str:
-    """Return how prices are wrong; empty if nothing shows that they are."""
+    """Return how costs are wrong; empty if nothing shows that they are."""
     measured_s = float(np.median(stats.by_step["forward_s"] + stats.by_step["backward_s"]))
     predicted_s = float(np.median(stats.by_step["predicted_experts_s"]))
     comparable = len(stats.steps) >= _FEWEST and measured_s > 0 and predicted_s > 0

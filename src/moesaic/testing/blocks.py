@@ -179,4 +179,5 @@ def check_work(
     if saved_error is not None:
         for name, num_bytes in trace.saved_bytes.items():
             predicted = sum(one.saved_bytes for one in blocks if one.spec.model_block == name)
-            assert abs(predicted - num_bytes) <= saved_error * num_bytes, (name, predicted, num_bytes)
+            error = abs(predicted - num_bytes)
+            assert error <= saved_error * num_bytes, (name, predicted, num_bytes)

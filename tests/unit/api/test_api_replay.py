@@ -17,7 +17,7 @@ from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.cli.main import main
 from moesaic.facts.balance import BalanceProblem, no_replicas
-from moesaic.facts.job import BalanceConfig, Prices
+from moesaic.facts.job import BalanceConfig, BalanceCosts
 from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.balance import LayerBalancer, layer_times, quota, quota_search
@@ -30,14 +30,14 @@ LOADS = pa.schema(
         ("dropped", pa.int64()), ("counts_by_rank", pa.list_(pa.int64())),
     ]
 )  # fmt: skip
-PRICES = {"expert_tokens_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5, "overlaps": False}
-SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.items()]
+COSTS = {"expert_tokens_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5, "overlaps": False}
+SET = [f"--set=costs.{name}={json.dumps(value)}" for name, value in COSTS.items()]
 MICRO = 2
 PROBLEM = BalanceProblem(
     np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
     overlaps=False, max_replicas=1, min_replica_tokens=64,
 )  # fmt: skip
-"""Balance problem of each layer with `PRICES`."""
+"""Balance problem of each layer with `COSTS`."""
 
 
 def write_run(
@@ -45,7 +45,7 @@ def write_run(
     *,
     ep: int = 2,
     ranks: int = 4,
-    prices: Prices | None = None,
+    costs: BalanceCosts | None = None,
     start_event: dict[str, Any] | None = None,
     **balance: Any,
 ) -> np.ndarray:
@@ -55,7 +55,7 @@ def write_run(
     )
     (directory / "events").mkdir(parents=True)
     (directory / "job.json").write_text(job.to_json())
-    plan = plan_from_job(job, ranks).model_copy(update={"prices": prices})
+    plan = plan_from_job(job, ranks).model_copy(update={"balance_costs": costs})
     (directory / "plan.json").write_text(plan.to_json())
     (directory / "versions.json").write_text("{}")
     log = EventLog(directory / "events" / "rank-0.jsonl")
@@ -121,17 +121,17 @@ def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]
         ({}, 2.5e10, 3e9, "typical of one CPU thread per rank on one host; the run has not"),
     ],
 )
-def test_a_run_without_prices_gets_typical_ones(
+def test_a_run_without_costs_gets_typical_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], start_event: dict[str, Any], flops: float,
     bytes_per_s: float, source: str,
 ) -> None:  # fmt: skip
     write_run(tmp_path / "run", start_event=start_event)
     result = replay(capsys, str(tmp_path / "run"))
-    assert result["prices"]["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
-    assert result["prices"]["bytes_per_s"] == pytest.approx(bytes_per_s)
-    assert result["prices_source"].startswith(source)
+    assert result["costs"]["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
+    assert result["costs"]["bytes_per_s"] == pytest.approx(bytes_per_s)
+    assert result["costs_source"].startswith(source)
     assert main(["replay", str(tmp_path / "run")]) == 0
-    assert f"prices {result['prices_source']}; experts " in capsys.readouterr().out
+    assert f"costs {result['costs_source']}; experts " in capsys.readouterr().out
 
 
 def test_hosts_of_the_plan_replace_unrecorded_ones(
@@ -142,18 +142,18 @@ def test_hosts_of_the_plan_replace_unrecorded_ones(
     places = [{"host": f"h{rank // 2}", "device": "X", "kind": "gpu"} for rank in range(4)]
     path.write_text(json.dumps({**json.loads(path.read_text()), "places": places}))
     facts = replay(capsys, str(tmp_path / "run"))
-    assert facts["prices_source"] == "typical of the plan's devices"
-    assert facts["prices"]["bytes_per_s"] == 5e10  # Each expert-parallel group is within a host.
+    assert facts["costs_source"] == "typical of the plan's devices"
+    assert facts["costs"]["bytes_per_s"] == 5e10  # Each expert-parallel group is within a host.
 
 
-def test_the_source_of_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in training, prices of the job come before those of its plan."""
-    own, planned = Prices(**PRICES), Prices(**{**PRICES, "expert_tokens_per_s": 2e4})
-    small = {"policy": "quota", "prices": PRICES}  # Inactive with so few tokens.
+def test_the_source_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in training, costs of the job come before those of its plan."""
+    own, planned = BalanceCosts(**COSTS), BalanceCosts(**{**COSTS, "expert_tokens_per_s": 2e4})
+    small = {"policy": "quota", "costs": COSTS}  # Inactive with so few tokens.
     runs: dict[str, tuple[dict[str, Any], float]] = {
-        "of the run": ({"prices": planned, "policy": "quota", "min_replica_tokens": 1}, 2e4),
-        "of the job": ({"prices": planned}, 1e4),
-        "of the plan": ({"prices": planned}, 2e4),
+        "of the run": ({"costs": planned, "policy": "quota", "min_replica_tokens": 1}, 2e4),
+        "of the job": ({"costs": planned}, 1e4),
+        "of the plan": ({"costs": planned}, 2e4),
     }
     for number, (source, (facts, tokens_per_s)) in enumerate(runs.items()):
         directory = tmp_path / f"run-{number}"
@@ -162,18 +162,18 @@ def test_the_source_of_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             job = tiny_job(layout={"ep": 2}, train={"micro_batches": MICRO}, balance=small)
             (directory / "job.json").write_text(job.to_json())
         result = replay(capsys, str(directory))
-        assert (result["prices_source"], result["prices"]["expert_tokens_per_s"]) == (
+        assert (result["costs_source"], result["costs"]["expert_tokens_per_s"]) == (
             source,
             tokens_per_s,
         )
     result = replay(capsys, str(tmp_path / "run-0"), *SET)
-    assert (result["prices_source"], result["prices"]) == ("given", own.model_dump())
+    assert (result["costs_source"], result["costs"]) == ("given", own.model_dump())
 
 
 def test_policies_by_past_loads_make_no_replicas_at_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = write_run(tmp_path / "run", prices=Prices(**PRICES)) // MICRO
+    counts = write_run(tmp_path / "run", costs=BalanceCosts(**COSTS)) // MICRO
     policies: tuple[Policy, ...] = ("eplb", "pro-prophet")
     for policy in policies:
         facts = replay(capsys, str(tmp_path / "run"), f"--set=policy={policy}")
@@ -192,7 +192,7 @@ def test_the_last_record_of_each_step_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run recorded every other step, was resumed after the first, and then recorded each."""
-    counts = write_run(tmp_path / "run", prices=Prices(**PRICES))
+    counts = write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     for part in (tmp_path / "run" / "loads").iterdir():
         part.unlink()
     starts = [[(1, 0), (3, 0)], [(2, 1), (3, 1)]]
@@ -218,7 +218,7 @@ def test_compiling_is_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once per installation, since compiled code is cached on disk."""
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
+    write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     line = [str(tmp_path / "run"), "--set=policy=quota"]
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     notices = []
@@ -243,7 +243,7 @@ def test_compiling_is_announced(
 def test_recorded_decisions_stand_beside_the_replayed_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
+    write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     log = EventLog(tmp_path / "run" / "events" / "rank-0.jsonl")
     made = {"layer": 1, "is_ahead": False, "replicas": [[0, 1, 9], [3, 0, 2]], "planning_s": 0.1}
     none = {**made, "replicas": []}
@@ -259,7 +259,7 @@ def test_recorded_decisions_stand_beside_the_replayed_ones(
 def test_output_names_the_policy_and_settings_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
+    write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     line = [str(tmp_path / "run"), "--set=policy=top-k-broadcast", "--set=as_published=true"]
     assert replay(capsys, *line)["as_published"] is True
     assert replay(capsys, *line[:-1])["as_published"] is False
@@ -267,7 +267,7 @@ def test_output_names_the_policy_and_settings_without_effect(
     assert main(["replay", *line]) == 0
     text = capsys.readouterr().out
     assert "predicted, not measured: with top-k-broadcast, as published the expert" in text
-    assert "prices of the plan; experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
+    assert "costs of the plan; experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
     sets = ["--set=policy=none", "--set=min_replica_tokens=2", *SET]
     assert main(["replay", line[0], *sets]) == 0
     assert capsys.readouterr().err.count("has no effect") == 1

@@ -9,7 +9,7 @@ import pytest
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset, Prices
+from moesaic.facts.job import BalanceCosts, FinetuneConfig, Job, ModelConfig, Preset
 from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.job.job import _available_targets, fill_preset
 from moesaic.facts.job.model import PRESETS
@@ -246,8 +246,8 @@ def test_other_settings_without_effect_are_reported() -> None:
     )
 
 
-PRICES = (
-    "balance.prices={expert_tokens_per_s=1e4, bytes_per_s=1e9, latency_s=0, overlaps=%s, "
+COSTS = (
+    "balance.costs={expert_tokens_per_s=1e4, bytes_per_s=1e9, latency_s=0, overlaps=%s, "
     "cpu_s_per_byte=1e-9}"
 )
 
@@ -267,9 +267,9 @@ PRICES = (
         (["balance.min_replica_tokens=8"], []),
         (['balance.policy="none"', "balance.replan_every=4"],
          ['replan_every has no effect: balance.policy = "none"']),
-        ([PRICES % "true", 'balance.policy="none"', "balance.migrate_every=5"], []),
-        ([PRICES % "true", 'balance.policy="none"'],
-         ['prices has no effect: balance.policy = "none"']),
+        ([COSTS % "true", 'balance.policy="none"', "balance.migrate_every=5"], []),
+        ([COSTS % "true", 'balance.policy="none"'],
+         ['costs has no effect: balance.policy = "none"']),
         *(([f'balance.policy="{policy}"', "balance.prefetch=true"],
            [f'prefetch has no effect: balance.policy = "{policy}"'])
           for policy in ("eplb", "pro-prophet")),
@@ -285,16 +285,16 @@ def test_ineffective_balance_settings_are_reported(sets: list[str], sentences: l
 
 
 def test_prices_description() -> None:
-    prices = Prices(
+    costs = BalanceCosts(
         expert_tokens_per_s=1e4, bytes_per_s=1e9, latency_s=1e-4, weight_read_s=2e-3, overlaps=True,
         cpu_s_per_byte=5e-10,
     )  # fmt: skip
-    assert prices.describe() == (
+    assert costs.describe() == (
         "experts 10,000 tokens/s plus 2 ms to read weights, exchanges 1 GB/s with 0.1 ms latency, "
         "0.5 ns of CPU per replica byte, replicas overlapped with compute"
     )
     least = {"weight_read_s": 0.0, "cpu_s_per_byte": 0.0, "overlaps": False}
-    assert prices.model_copy(update=least).describe() == (
+    assert costs.model_copy(update=least).describe() == (
         "experts 10,000 tokens/s, exchanges 1 GB/s with 0.1 ms latency, replicas copied by the "
         "ranks"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from moesaic.facts.workload.experts import mixture_of_experts
 from moesaic.facts.workload.gradient_reduction import GradientReduction, gradient_reductions
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
 from moesaic.facts.workload.operation import Op, Operation
-from moesaic.facts.workload.parameters import Parameter, local_size
+from moesaic.facts.workload.parameters import local_size
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import GPU_MOMENT_CHUNK, MOMENT_CHUNK, Sizes, group_of
 from moesaic.facts.workload.spec import BlockSpec

@@ -31,7 +31,6 @@ from moesaic.facts.workload.sizes import (
     STORED_BYTES,
     Sizes,
 )
-from moesaic.facts.workload.spec import BlockSpec
 
 _NORM_STREAMS = 6
 """Temporaries in backward of a norm and its gradients, in units of the residual stream."""
