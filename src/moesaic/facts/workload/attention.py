@@ -129,22 +129,12 @@ def _query_blocks(s: Sizes) -> list[tuple[int, int]]:
     ]
 
 
-def latent_widths(s: Sizes, latent: LatentConfig) -> tuple[int, int, int]:
-    """Return the widths of the query projection's input, of unrotated queries, and of a head.
-
-    Heads are padded to the wider of keys and values.
-    """
-    query_input = s.model.hidden if latent.q_lora_rank is None else latent.q_lora_rank
-    unrotated = s.q_width - s.heads * latent.qk_rope_head_dim
-    return query_input, unrotated, max(s.model.head_dim, latent.v_head_dim)
-
-
 def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
     """Return all operations of latent attention before the output projection."""
     hidden, rank, rope = s.model.hidden, latent.kv_lora_rank, latent.qk_rope_head_dim
-    query_input, unrotated, _ = latent_widths(s, latent)
-    shard, values = s.shard_tokens, s.heads * latent.v_head_dim
-    kv_norm = norm(s, rank, casts=True, saves_result=s.tp == 1)
+    query_input, query_name = hidden, "q"
+    kv_up = s.q_width + s.heads * (latent.v_head_dim - rope)
+    shard = s.shard_tokens
     # A norm over part of an uncast result saves all of it.
     kept = shard * rope * s.stored_bytes * (1 - s.num_casts)
     split = Op("split", (), 2 * shard * (rank + rope) * s.compute_bytes, 1)
@@ -153,9 +143,8 @@ def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
         linear("kv_down", s, rank + rope, hidden, casts_input=True, rows=shard),
         Operation(None, split, kept),
     ]
-    query_name = "q"
     if latent.q_lora_rank is not None:
-        query_name = "q_up"
+        query_input, query_name = latent.q_lora_rank, "q_up"
         down += [
             linear("q_down", s, query_input, hidden, casts_input=True, rows=shard),
             norm(s, query_input, casts=True, saves_result=s.tp == 1),
@@ -163,11 +152,11 @@ def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
     rotary_elements = s.tokens * (s.heads + 1) * rope
     return [
         *down,
-        kv_norm,
+        norm(s, rank, casts=True, saves_result=s.tp == 1),
         gather_sequence(s, query_input + rank + rope, split=True),
         linear(query_name, s, s.q_width, query_input, casts_input=s.tp == 1),
         _rotary(s, rotary_elements, 7, 10),
-        linear("kv_up", s, unrotated + values, rank, casts_input=s.tp == 1),
+        linear("kv_up", s, kv_up, rank, casts_input=s.tp == 1),
         _concat_heads(s, latent),
         _latent_attention(s, latent),
     ]  # fmt: skip
@@ -189,12 +178,12 @@ def _concat_heads(s: Sizes, latent: LatentConfig) -> Operation:
 
 
 def _latent_attention(s: Sizes, latent: LatentConfig) -> Operation:
-    """Return attention over padded heads.
+    """Return attention over heads that are padded to the wider of keys and values.
 
     Either values are padded and the result is cut, or queries and keys are padded.
     """
     head, values = s.model.head_dim, latent.v_head_dim
-    _, unrotated, width = latent_widths(s, latent)
+    width, unrotated = max(head, values), s.heads * (head - latent.qk_rope_head_dim)
     heads, is_cut = s.tokens * s.heads, values < width
     num_padded = is_cut + 2 * (head < width)
     padded = num_padded * heads * (min(head, values) + width) * s.compute_bytes

@@ -21,7 +21,7 @@ from moesaic.facts.workload.collectives import (
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import adapter_ops, gated_ffn, norm, residual
-from moesaic.facts.workload.sizes import Sizes
+from moesaic.facts.workload.sizes import FloatType, Sizes
 
 EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
@@ -68,14 +68,14 @@ def _router(s: Sizes) -> Operation:
     """Return scores and choices, in stored type, and the auxiliary losses."""
     model, t = s.model, s.shard_tokens
     scores = t * model.experts * s.stored_bytes
-    matmuls = s.trains_routers * (
-        MatmulShape(model.experts, model.hidden, t, is_weight_gradient=True),
-    )
-    matmuls += (MatmulShape(t, model.hidden, model.experts),)
+    is_trained = s.finetune is None or s.finetune.router == "train"
+    dtype: FloatType = "fp64" if s.precision == "fp64" else "fp32"
+    weight_gradient = MatmulShape(model.experts, model.hidden, t, is_weight_gradient=True)
+    matmuls = (*is_trained * (weight_gradient,), MatmulShape(t, model.hidden, model.experts))
     return Operation(
         Op("router", (MatmulShape(t, model.experts, model.hidden),), 8 * scores, 24,
-           s.stored_dtype, 2 * t * model.experts),
-        Op("router", matmuls, 24 * scores, 24, s.stored_dtype),
+           dtype, 2 * t * model.experts),
+        Op("router", matmuls, 24 * scores, 24, dtype),
         s.stream_elements * s.stored_bytes + 2 * scores,
     )  # fmt: skip
 
@@ -193,6 +193,8 @@ def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
     rank = s.adapter_rank("experts")
     reads_rows = trains or rank > 0
     moved = cast * (1 + trains) + (14 + (6 + 2 * reads_rows) * is_weighted) * inner
+    # Gradients of slots without tokens are filled with zeros.
+    moved += trains * list(slot_tokens).count(0) * 3 * ffn * hidden * s.stored_bytes
     backward_op = Op(
         EXPERTS, tuple(backward), moved + (2 + reads_rows - is_weighted) * copied,
         16 + 2 * num_casts * (1 + trains), s.precision, 2 * rows * ffn, GROUPED_MM,

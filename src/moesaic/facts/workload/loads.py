@@ -46,17 +46,13 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> CountArray:
         raise ConfigError(
             "a load has no assignments or a negative count: give counts of at least 0, some above 0"
         )
-    ends = array.cumsum() / array.sum()
-    counts: CountArray = np.diff(np.rint(np.outer(_assignments(job, plan), ends)), prepend=0)
-    return counts.astype(np.int64)
-
-
-def _assignments(job: Job, plan: Plan) -> list[int]:
-    """Return the assignments of each rank's tokens in a global micro-batch, [ranks]."""
     batch = job.train.batch // job.train.micro_batches
     choices = job.data.sequence * plan.etp // plan.tp * job.model.top_k
     ranks = range(0, plan.ranks_per_stage, plan.etp)
-    return [len(plan.sample_range(rank, batch)) * choices for rank in ranks]
+    assignments = [len(plan.sample_range(rank, batch)) * choices for rank in ranks]
+    ends = np.outer(assignments, array.cumsum() / array.sum())
+    counts: CountArray = np.diff(np.rint(ends), prepend=0)
+    return counts.astype(np.int64)
 
 
 def destination_counts(plan: Plan) -> list[int]:

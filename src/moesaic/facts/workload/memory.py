@@ -205,7 +205,7 @@ class _StepMemory:
         activations."""
         s = self.sizes
         if index not in self.routed:
-            return self.stream_bytes + _gated_ffn_bytes(s, s.ffn_width(index))
+            return self.stream_bytes + _gated_ffn_bytes(s, s.model.ffn_width(index) // s.tp)
         expert_bytes = _expert_backward_bytes(s, self.routed[index])
         return self.stream_bytes + self.arena_bytes + expert_bytes
 
@@ -343,35 +343,32 @@ def _gated_ffn_bytes(s: Sizes, inner: int) -> int:
 
 
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
-    """Return peak bytes beside the gradient of the experts, less freed activations."""
-    hidden, chunk = s.model.hidden, routed.split_chunks()[0]
-    num_tokens = sum(chunk.slot_tokens)
-    if routed.is_all_to_all:
-        elements = (num_tokens - chunk.num_sent) * hidden
-    else:  # Gradients for the tokens of all expert TP ranks; token and weight of each row.
-        num_received = chunk.exchanges[-1].num_received if chunk.is_dedup else s.dispatched_tokens
-        elements = (s.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * num_tokens
-    if routed.num_chunks > 1:  # Gradients of the next chunk arrive.
-        exchange = chunk.exchanges[0]
-        elements += (exchange.num_received + chunk.is_dedup * exchange.num_sent) * hidden
-    return (elements + _expert_elements(s, chunk)) * s.compute_bytes
-
-
-def _expert_elements(s: Sizes, routed: RoutedTokens) -> int:
-    """Return peak elements of the experts' tokens in backward, beside the gradients of results.
+    """Return peak bytes beside the gradient of the experts, less freed activations.
 
     A CPU computes slots in chunks that fit the cache.
     """
-    hidden, ffn, rows = s.model.hidden, s.expert_width, sum(routed.slot_tokens)
-    largest, at_once = max(*routed.slot_tokens, 1), rows
+    hidden, ffn, chunk = s.model.hidden, s.expert_width, routed.split_chunks()[0]
+    rows = at_once = sum(chunk.slot_tokens)
     if s.on_cpu:
-        limit = EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
+        largest, limit = (
+            max(*chunk.slot_tokens, 1),
+            EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes),
+        )
         at_once = min(rows, max(limit // largest, 1) * largest)
-    inner, copied = at_once * ffn, at_once * hidden
-    results = (routed.is_all_to_all or at_once < rows) * rows * hidden
+    if routed.is_all_to_all:
+        elements = (rows - chunk.num_sent) * hidden
+    else:  # Gradients for the tokens of all expert TP ranks; token and weight of each row.
+        num_received = chunk.exchanges[-1].num_received if chunk.is_dedup else s.dispatched_tokens
+        elements = (s.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * rows
+    if routed.num_chunks > 1:  # Gradients of the next chunk arrive.
+        exchange = chunk.exchanges[0]
+        elements += (exchange.num_received + chunk.is_dedup * exchange.num_sent) * hidden
+    results = (chunk.is_all_to_all or at_once < rows) * rows * hidden
     # A slot's matrix or its gradient may be cast beside them; on a GPU the matrices of all slots.
-    weights = s.num_casts * 2 * ffn * hidden * (1 if s.on_cpu else len(routed.slot_tokens))
-    return results + copied + 4 * inner + max(inner, weights)
+    weights = s.num_casts * 2 * ffn * hidden * (1 if s.on_cpu else len(chunk.slot_tokens))
+    inner = at_once * ffn
+    elements += results + at_once * hidden + 4 * inner + max(inner, weights)
+    return elements * s.compute_bytes
 
 
 def _logits_bytes(s: Sizes) -> int:

@@ -200,7 +200,7 @@ def adapter_ops(
     )
     return (
         Op("", tuple(forward), moved + cast, kernels),
-        Op("", tuple(backward), backward_moved + 2 * cast, 2 + 2 * kernels),
+        Op("", tuple(backward), backward_moved + 2 * cast, 2 + kernels),
     )
 
 

@@ -118,11 +118,6 @@ class Sizes:
         """True if the weights themselves have gradients, not just adapters; routers aside."""
         return self.finetune is None or self.finetune.method == "full"
 
-    @property
-    def trains_routers(self) -> bool:
-        """True if routers have gradients."""
-        return self.finetune is None or self.finetune.router == "train"
-
     def adapter_rank(self, target: AdapterTarget) -> int:
         """Return the rank of the adapters of `target`; 0 if it has none."""
         if self.finetune is None or self.trains_weights:
@@ -204,10 +199,6 @@ class Sizes:
         """Inner width of the shared experts on this TP rank."""
         return self.model.shared_experts * self.model.ffn // self.tp
 
-    def ffn_width(self, layer: int) -> int:
-        """Return the inner width of the dense FFN of `layer` on this TP rank."""
-        return self.model.ffn_width(layer) // self.tp
-
     @property
     def stored_bytes(self) -> int:
         """Bytes of a number in the residual stream, norms and stored weights."""
@@ -222,11 +213,6 @@ class Sizes:
     def num_casts(self) -> int:
         """Casts per matmul operand: 1 if matmuls use another type than stored weights, else 0."""
         return int(self.stored_bytes != self.compute_bytes)
-
-    @property
-    def stored_dtype(self) -> FloatType:
-        """Data type of stored weights and the residual stream."""
-        return "fp64" if self.precision == "fp64" else "fp32"
 
     def cast_bytes(self, elements: int) -> int:
         """Return bytes read and written to cast `elements` between stored and compute type, if they
