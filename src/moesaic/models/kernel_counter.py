@@ -248,13 +248,17 @@ def _grouped_mm_shapes(arguments: Kwargs) -> OpCounts:
         return
     *_, rows, inner = a
     columns, groups = b[-1], len(arguments["offs"])
-    # Groups split the inner dimension if both are matrices, else the rows of the only matrix.
+    # Groups split the inner dimension if both are matrices, else the free one of the only matrix.
     split = inner if len(a) == len(b) else rows if len(a) == 2 else columns
     for size, count in Counter(split_evenly(split, groups)).items():
-        if size and len(a) == len(b):
+        if not size:
+            continue
+        if len(a) == len(b):
             yield matmul(rows, columns, size, count)
-        elif size:
-            yield matmul(*((size, columns) if len(a) == 2 else (rows, size)), inner, count)
+        elif len(a) == 2:
+            yield matmul(size, columns, inner, count)
+        else:
+            yield matmul(rows, size, inner, count)
 
 
 def _conv_shapes(arguments: Kwargs) -> OpCounts:

@@ -202,12 +202,11 @@ def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
     if rank:
         slots = _slots_by_token_count(slot_tokens)
         for columns, width in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
-            added, backward_added = adapter_ops(s, rank, columns, width, slots)
-            # Backward multiplies by A again, and fills the gradients of A and B with zeros first.
-            again = tuple(MatmulShape(count, rank, width, num) for count, num in slots)
+            added, backward_added = adapter_ops(s, rank, columns, width, slots, is_grouped=True)
+            # Backward fills the gradients of A and B with zeros first.
             zeros = len(slot_tokens) * rank * (columns + width) * s.stored_bytes
             forward_op = forward_op.merged(added)
-            backward_op = backward_op.merged(backward_added).merged(Op("", again, zeros, 1))
+            backward_op = backward_op.merged(backward_added).merged(Op("", (), zeros, 1))
     captured = trains * (2 * inner + chunk.is_all_to_all * rows * hidden * s.compute_bytes)
     return Operation(forward_op, backward_op, 2 * inner, captured)
 

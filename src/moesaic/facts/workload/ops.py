@@ -178,21 +178,30 @@ def linear(
 
 
 def adapter_ops(
-    s: Sizes, rank: int, columns: int, inner: int, slots: Sequence[tuple[int, int]]
+    s: Sizes,
+    rank: int,
+    columns: int,
+    inner: int,
+    slots: Sequence[tuple[int, int]],
+    *,
+    is_grouped: bool = False,
 ) -> tuple[Op, Op]:
     """Return the work that adapters A and B add to matmuls, forward and backward.
 
-    `slots` are numbers of tokens, and how many adapters have that many.
+    `slots` are numbers of tokens, and how many adapters have that many. `is_grouped`: the adapters
+    are those of experts.
     """
     forward, backward, tokens, num_adapters = list[MatmulShape](), list[MatmulShape](), 0, 0
     for t, num in slots:
         tokens, num_adapters = tokens + t * num, num_adapters + num
-        forward += [MatmulShape(t, rank, inner, num), MatmulShape(t, columns, rank, num)]
-        backward += [
-            MatmulShape(t, rank, columns, num), MatmulShape(t, inner, rank, num),
-            MatmulShape(columns, rank, t, num, is_weight_gradient=True),
-            MatmulShape(rank, inner, t, num, is_weight_gradient=True),
-        ]  # fmt: skip
+        narrow = MatmulShape(t, rank, inner, num)
+        forward += [narrow, MatmulShape(t, columns, rank, num)]
+        backward += [MatmulShape(t, rank, columns, num), MatmulShape(t, inner, rank, num)]
+        shapes = (columns, rank, t), (rank, inner, t)
+        if is_grouped:  # Weight gradients have tokens as rows, and A is applied again.
+            shapes = (t, columns, rank), (t, rank, inner)
+            backward.append(narrow)
+        backward += [MatmulShape(*shape, num, is_weight_gradient=True) for shape in shapes]
     cast = s.cast_bytes(rank * (columns + inner) * num_adapters)
     kernels = 5 + 2 * s.num_casts * num_adapters
     moved, backward_moved = (
