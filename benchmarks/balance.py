@@ -23,9 +23,9 @@ from benchmarks.skewed import (
     TOKENS,
     Skew,
     Work,
+    costs_of,
     layer_of,
     learnt_shares,
-    prices_of,
 )
 from moesaic.dist.world import World
 from moesaic.facts.job.balance import Policy
@@ -136,8 +136,8 @@ class Found(NamedTuple):
 
 def taken(world: World, work: Work, names: Sequence[str], rounds: int, root: int) -> Found | None:
     """On each rank: check that all contenders agree, then time them in turn."""
-    prices = prices_of(world, work)
-    layers = {name: layer_of(world, work, name, prices) for name in (EVEN, *names)}
+    costs = costs_of(world, work)
+    layers = {name: layer_of(world, work, name, costs) for name in (EVEN, *names)}
     results = {name: one() for name, one in layers.items()}
     del results[EVEN]
     for name, result in results.items():

@@ -22,7 +22,7 @@ from benchmarks.on_ranks import plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceProblem
-from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.job import BalanceConfig, BalanceCosts, Job
 from moesaic.facts.plan import Plan
 from moesaic.models.build import make_dispatch_ranks
 from moesaic.nn.dispatch.dispatcher import Dispatcher
@@ -31,9 +31,10 @@ from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
 from moesaic.policy.balance import (
+    BalanceCostFacts,
     LayerBalancer,
     RankDevice,
-    default_prices,
+    default_balance_costs,
     layer_problem,
 )
 from moesaic.policy.plan import dispatch
@@ -184,7 +185,7 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     return moe, job, plan
 
 
-def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
+def layer_of(world: World, work: Work, name: str, costs: BalanceCosts) -> Layer:
     """Return a contender's layer with its policy."""
     moe, job, plan = moe_of(world, work, name)
     draw = torch.Generator().manual_seed(world.rank)
@@ -192,19 +193,20 @@ def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN):
         config = BalanceConfig.model_validate({"policy": name, "as_published": True})
-        policy = LayerBalancer(config, _problem(job, plan, config, prices))
+        policy = LayerBalancer(config, _problem(job, plan, config, costs))
         policy.warm_up()
         moe.balancer = policy
     return Layer(moe, tokens, cotangent)
 
 
-def _problem(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> BalanceProblem:
+def _problem(job: Job, plan: Plan, config: BalanceConfig, costs: BalanceCosts) -> BalanceProblem:
     """Return what the policy knows; there is no work beside this layer."""
-    return layer_problem(job, plan, config, prices, 0)._replace(dense_compute_s=0.0)
+    return layer_problem(job, plan, config, costs, 0)._replace(dense_compute_s=0.0)
 
 
-def prices_of(world: World, work: Work) -> Prices:
-    """Return the default prices of one host, or of a host for each rank."""
+def costs_of(world: World, work: Work) -> BalanceCosts:
+    """Return the default costs of one host, or of a host for each rank."""
     _, job, plan = moe_of(world, work, PLAIN)
     hosts = [str(rank) if work.apart else "here" for rank in range(RANKS)]
-    return default_prices(job, plan, [RankDevice(host, "cpu", 1) for host in hosts])
+    ranks = [RankDevice(host, "cpu", 1) for host in hosts]
+    return default_balance_costs(BalanceCostFacts.of_job(job, plan, ranks))

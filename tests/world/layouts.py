@@ -42,12 +42,12 @@ def sparing(cases: Sequence[Any], every: int) -> list[Any]:
 
 
 FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
-"""Prices at which any token that moves from a busy rank to an idle one pays."""
-ASKING: dict[str, Any] = {"policy": "quota", "prices": FREE, "min_replica_tokens": 1}
+"""Costs at which any token that moves from a busy rank to an idle one pays."""
+ASKING: dict[str, Any] = {"policy": "quota", "costs": FREE, "min_replica_tokens": 1}
 """Balance table that makes replicas in a tiny job."""
 IN_PARTS: dict[str, Any] = {
     **ASKING, "prefetch": True, "max_replicas": 3,
-    "prices": {
+    "costs": {
         "expert_tokens_per_s": 700.0, "bytes_per_s": 1e6, "latency_s": 0.0, "overlaps": True,
     },
 }  # fmt: skip

@@ -23,7 +23,7 @@ from moesaic.train.record import RunRecord
 
 STEPS = 3
 FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
-"""Prices at which any row that moves from a busy rank to an idle one pays."""
+"""Costs at which any row that moves from a busy rank to an idle one pays."""
 
 
 class Weighed:
@@ -81,7 +81,7 @@ def test_layers_over_time(
 ) -> None:
     job = tiny_job(
         layout={"ep": 2}, train=train, log={"loads_every": 1, "tensorboard": False},
-        balance={"policy": policy, "prices": FREE, "min_replica_tokens": 1, "prefetch": early},
+        balance={"policy": policy, "costs": FREE, "min_replica_tokens": 1, "prefetch": early},
     )  # fmt: skip
     results = ranks.run(2, record, job, tmp_path)
     loads, told = rows_of(tmp_path / "loads"), rows_of(tmp_path / "balance")
@@ -129,7 +129,7 @@ def test_nothing_is_recorded_where_nobody_is_asked(ranks: RankPool, tmp_path: Pa
 
 def test_a_run_is_the_same_with_a_clock_and_without(ranks: RankPool) -> None:
     job = tiny_job(
-        layout={"ep": 2}, balance={"policy": "quota", "prices": FREE, "min_replica_tokens": 1}
+        layout={"ep": 2}, balance={"policy": "quota", "costs": FREE, "min_replica_tokens": 1}
     )
     with_it, without = (ranks.run(2, parameters, job, told) for told in (True, False))
     for one, other in zip(with_it, without, strict=True):

@@ -34,7 +34,7 @@ from moesaic.train import expert_migration
 
 STEPS = 5
 FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
-"""Prices at which every token that leaves a busy rank pays."""
+"""Costs at which every token that leaves a busy rank pays."""
 PLACEMENTS = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}
 DROPS = {
     "model": {"top_k": 2},
@@ -56,7 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def with_migration(tables: dict[str, Any], every: int = 2, policy: str = "none") -> dict[str, Any]:
-    balance = {"policy": policy, "migrate_every": every, "prices": FREE, "min_replica_tokens": 1}
+    balance = {"policy": policy, "migrate_every": every, "costs": FREE, "min_replica_tokens": 1}
     return {**tables, "balance": balance}
 
 
@@ -179,7 +179,7 @@ def run_job(
     """Train on one rank; return its losses and messages."""
     tables: dict[str, Any] = {
         "layout": layout, "train": {"steps": 6, "precision": "fp32"}, "checkpoint": {"keep": 9},
-        "balance": {"policy": "none", "migrate_every": 3, "prices": FREE},
+        "balance": {"policy": "none", "migrate_every": 3, "costs": FREE},
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
@@ -311,14 +311,14 @@ def test_a_checkpoint_without_counts_starts_at_zero(
     assert [one["step"] for one in events(later, "decisions")] == [6]
 
 
-def test_replay_of_a_run_without_prices_uses_typical_ones(
+def test_replay_of_a_run_without_costs_uses_typical_ones(
     ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     """They are typical of the devices in its log."""
     results = []
     for every in (6, 0):
-        out, balance = tmp_path / str(every), {"prices": None, "migrate_every": every}
+        out, balance = tmp_path / str(every), {"costs": None, "migrate_every": every}
         more = {"balance": balance, "log": {"loads_every": 1, "tensorboard": False}}
         ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, more)
         results.append(replay_run(out, ReplayConfig(policy="quota")))
-    assert results[0]["prices"] == results[1]["prices"]
+    assert results[0]["costs"] == results[1]["costs"]

@@ -100,14 +100,14 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
 
 
 def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
-    prices = "{expert_tokens_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, overlaps = true}"
-    told = ['policy="eplb"', "as_published=true", f"prices={prices}"]
+    costs = "{expert_tokens_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, overlaps = true}"
+    told = ['policy="eplb"', "as_published=true", f"costs={costs}"]
     sets = [word for one in told for word in ("--set", f"balance.{one}")]
     process = start(place, "--nproc", "2", "--out", "run", *sets)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert "balance: eplb, as published; experts 1 tokens/s" in out
-    off = r"^  balance prices do not match this machine: "
+    off = r"^  balance costs do not match this machine: "
     assert re.search(off, out, re.M)
 
 

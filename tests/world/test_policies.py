@@ -78,7 +78,7 @@ def test_replicas_prefetched_in_part(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_fixed_prices_give_the_same_bits_twice(ranks: RankPool, policy: str) -> None:
+def test_fixed_costs_give_the_same_bits_twice(ranks: RankPool, policy: str) -> None:
     tables = {**tables_of(2, None), "train": {"steps": STEPS, "precision": "fp32"}}
     job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "policy": policy})
     one, other = (outcome(ranks, 4, job, 3) for _ in range(2))

@@ -120,7 +120,7 @@ def test_state_of_another_type_or_shape_is_rejected(
 
 def test_expert_token_counts_may_start_at_zero(ranks: RankPool) -> None:
     free = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
-    then = {"balance": {"policy": "none", "migrate_every": 2, "prices": free}, **ALONE}
+    then = {"balance": {"policy": "none", "migrate_every": 2, "costs": free}, **ALONE}
     for found in ranks.run(2, convert_state, ALONE, then):
         assert found
         assert all(key.startswith(f"{EXPERT_TOKENS}/") for key in found)

@@ -96,7 +96,7 @@ def test_replicas_are_prefetched_by_the_layer_before(
     assert ranks.run(2, next_layers, balanced_job(tables, policy="eplb")) == [expected] * 2
 
 
-def test_two_runs_with_default_prices_decide_alike(ranks: RankPool) -> None:
+def test_two_runs_with_default_costs_decide_alike(ranks: RankPool) -> None:
     tables = {
         "model": {"hidden": 256, "ffn": 512, "top_k": 1}, "layout": {"ep": 2},
         "data": {"sequence": 64}, "train": {"precision": "fp32", "batch": 16, "micro_batches": 2},

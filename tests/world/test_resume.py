@@ -14,6 +14,7 @@ from layouts import ASKING, SIGMOID, sparing, worst_element
 from table import FAMILIES, SMALL
 
 from moesaic.base.errors import UserError
+from moesaic.base.events import read_events
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.world import World
 from moesaic.facts.job.model import PRESETS
@@ -76,7 +77,7 @@ def test_same_layout_is_bit_identical(
     assert Checkpoint.open(end(straight)).counters == Checkpoint.open(end(resumed)).counters
 
 
-def test_a_resumed_run_keeps_its_measured_prices(
+def test_a_resumed_run_keeps_its_measured_costs(
     ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     changes = {
@@ -89,10 +90,18 @@ def test_a_resumed_run_keeps_its_measured_prices(
     rest = ranks.run(size, run_job, str(text), str(resumed), layout, middle(straight), changes)
     size, layout = LAYOUTS["ep4"]
     ranks.run(size, run_job, str(text), str(other), layout, middle(straight), changes)
-    prices = [json.loads((out / "plan.json").read_text())["prices"] for out in (straight, resumed)]
-    assert prices[0] is not None
-    assert prices[0] == prices[1]
-    assert json.loads((other / "plan.json").read_text())["prices"] != prices[0]
+    outs = (straight, resumed)
+    costs = [json.loads((out / "plan.json").read_text())["balance_costs"] for out in outs]
+    assert costs[0] is not None
+    assert costs[0] == costs[1]
+    decided, kept = (
+        [one["outcome"] for one in event["decisions"] if "bytes_per_s" in one["outcome"]]
+        for out in outs
+        for event in read_events(out / "events" / "rank-0.jsonl")
+        if event["event"] == "run_start"
+    )
+    assert (decided, kept) == ([costs[0]], [])
+    assert json.loads((other / "plan.json").read_text())["balance_costs"] != costs[0]
     assert rest[0] == whole[0][2:]
     a, b = (read_checkpoint(end(out)) for out in (straight, resumed))
     assert all(np.array_equal(a[key], b[key]) for key in a)

@@ -282,8 +282,10 @@ class VectorsKind:
         checkpoint: Checkpoint | None,
         data: Any,
         log: Callable[[str], None],
+        decisions: list[Decision[Any, Any]],
     ) -> Run[SquaredError, VectorStats]:
         """Return the run."""
+        del decisions
         job, parts = loaded.job, []
         placements = [
             place_part(prefix, job.ranks.get(prefix, range(plan.ranks)))

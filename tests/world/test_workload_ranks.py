@@ -75,8 +75,10 @@ def test_work_matches_the_prediction(
         train={"precision": precision, "recompute": recompute, "batch": 4 * size},
     )  # fmt: skip
     plan = plan_from_layout(job.layout, job.model, size)
+    # The number of deduplicated tokens is an expectation.
+    saved_error = None if recompute else 0.03 if plan.dispatch == "dedup" else 0.02
     for rank, watched in enumerate(ranks.run(size, traced, job)):
-        check_work(watched, workload(job, plan, rank, watched.loads), saved=not recompute)
+        check_work(watched, workload(job, plan, rank, watched.loads), saved_error=saved_error)
 
 
 @pytest.mark.parametrize(("size", "batch", "precision"), [(2, 8, "bf16"), (4, 6, "fp32")])

@@ -22,9 +22,10 @@ from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.policy.balance import (
+    BalanceCostFacts,
     LayerBalancer,
     RankDevice,
-    default_prices,
+    default_balance_costs,
     layer_problem,
 )
 from moesaic.policy.plan.dispatch import DispatchFacts, default_dispatch
@@ -118,7 +119,7 @@ class ExpertGroup:
         local = RankDevice(platform.node(), devices.kind(device), torch.get_num_threads())
         ranks = [local] * self.num_ranks
         dist.all_gather_object(ranks, local, group=self.all_group)
-        costs = default_prices(job, plan, ranks)
+        costs = default_balance_costs(BalanceCostFacts.of_job(job, plan, ranks))
         balancer = LayerBalancer(job.balance, layer_problem(job, plan, job.balance, costs, 0))
         balancer.warm_up(logging.getLogger(__name__).warning)
         return balancer

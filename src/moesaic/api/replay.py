@@ -14,15 +14,16 @@ from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.facts.balance import IntArray
-from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.job import BalanceConfig, BalanceCosts, Job
 from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance import (
+    BalanceCostFacts,
     BalanceStats,
     LayerBalancer,
     RankDevice,
     balance_stats,
-    default_prices,
+    default_balance_costs,
     layer_problem,
     should_balance,
 )
@@ -44,7 +45,7 @@ class ReplayConfig(YardstickConfig):
 
     key_prefix: ClassVar[str] = ""
 
-    prices: Prices | None = None
+    costs: BalanceCosts | None = None
     """Costs that policies assume; unset: those of the run, or typical ones of its devices."""
 
     @model_validator(mode="before")
@@ -68,12 +69,12 @@ class ReplayConfig(YardstickConfig):
         return self
 
     def ineffective_settings(self) -> list[str]:
-        """Return these sentences in replay's own names. Prices always count: even layers without
+        """Return these sentences in replay's own names. Costs always count: even layers without
         replicas have a predicted time."""
         sentences = (
             text.replace(BalanceConfig.key_prefix, "") for text in super().ineffective_settings()
         )
-        return [text for text in sentences if not text.startswith("prices has no effect")]
+        return [text for text in sentences if not text.startswith("costs has no effect")]
 
 
 def _describe_layer(layer: int, stats: Sequence[BalanceStats]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def replay_run(
             f"'{run}' had all experts on every rank (layout.ep = 1), so no rank has more load: "
             "replay a run with layout.ep above 1"
         )
-    prices = config.prices or _find_prices(facts, job, plan)
+    costs = config.costs or _find_costs(facts, job, plan)
     groups = sorted(
         {tuple(r % plan.ranks_per_stage // plan.etp for r in g) for g in plan.ep_groups()}
     )
@@ -116,7 +117,7 @@ def replay_run(
     for layer, counts in _read_passes(run, plan, job.train.micro_batches):
         if layer not in stats:
             stats[layer] = []
-            problem = layer_problem(job, plan, config, prices, layer)
+            problem = layer_problem(job, plan, config, costs, layer)
             balancers |= {(layer, group): make_balancer(config, problem) for group in groups}
             balancers[layer, groups[0]].warm_up(log)
         for group in groups:
@@ -133,7 +134,7 @@ def replay_run(
         sum(one[name] for one in layers) for name in ("unbalanced_s", "balanced_s")
     )
     return {
-        "run": str(run), "policy": config.display_name, "prices": prices.model_dump(),
+        "run": str(run), "policy": config.display_name, "costs": costs.model_dump(),
         "enabled": _is_enabled(job, plan, config), "simulated": True, "layers": layers,
         "unbalanced_s": unbalanced_s, "balanced_s": balanced_s,
         "speedup": _speedup(unbalanced_s, balanced_s),
@@ -160,10 +161,10 @@ def _read_passes(run: Path, plan: Plan, micro_batches: int) -> Iterator[tuple[in
             yield layer.as_py(), np.rint(counts).astype(np.int64)
 
 
-def _find_prices(run: RunStats, job: Job, plan: Plan) -> Prices:
-    """Return the prices that the run recorded, else those typical of its devices."""
-    if plan.prices is not None:
-        return plan.prices
+def _find_costs(run: RunStats, job: Job, plan: Plan) -> BalanceCosts:
+    """Return the costs that the run recorded, else those typical of its devices."""
+    if plan.balance_costs is not None:
+        return plan.balance_costs
     machines = run.launches[-1].machines if run.launches else ()
     if len(machines) != plan.ranks:
         raise StoreError(
@@ -171,4 +172,4 @@ def _find_prices(run: RunStats, job: Job, plan: Plan) -> Prices:
             "prices.bytes_per_s"
         )
     ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in machines]
-    return default_prices(job, plan, ranks)
+    return default_balance_costs(BalanceCostFacts.of_job(job, plan, ranks))

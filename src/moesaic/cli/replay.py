@@ -11,7 +11,7 @@ import typer
 from moesaic.api.replay import ReplayConfig, replay_run
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, Json, Sets
-from moesaic.facts.job import Prices
+from moesaic.facts.job import BalanceCosts
 
 Run = Annotated[
     Path | None,
@@ -48,7 +48,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         "speedup",
     )  # fmt: skip
     screen.print_table(titles, map(_cells, facts["layers"]), left=0)
-    screen.print_line(f"prices: {Prices(**facts['prices']).describe()}")
+    screen.print_line(f"costs: {BalanceCosts(**facts['costs']).describe()}")
     name = facts["policy"]
     if not facts["enabled"] and name != "none":
         screen.print_line(

@@ -89,8 +89,8 @@ def _print_blocks(traced: TracedModel, out: Path | None) -> None:
         (
             one.name,
             f"{one.parameters:,}",
-            format_quantity(one.forward.flops, "FLOP"),
-            format_quantity(one.backward.flops, "FLOP"),
+            format_quantity(one.block().forward.flops, "FLOP"),
+            format_quantity(one.block().backward.flops, "FLOP"),
             format_bytes(one.saved_bytes),
         )
         for one in traced.blocks

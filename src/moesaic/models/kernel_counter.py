@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from moesaic.base.errors import UserError
 from moesaic.facts.workload import MatmulShape, Op
+from moesaic.facts.workload.loads import split_evenly
 from moesaic.facts.workload.sizes import FloatType
 
 DTYPE_NAMES: dict[torch.dtype, FloatType] = {
@@ -200,7 +201,7 @@ def named_arguments(func: Any, args: Any, kwargs: Kwargs) -> Kwargs:
 
 def matmul(rows: int, columns: int, inner: int, count: int = 1) -> tuple[Op, int]:
     """Return `count` matmuls of [rows, inner] and [inner, columns]."""
-    return Op("matmuls", (MatmulShape(rows, columns, inner),)), count
+    return Op("matmul", (MatmulShape(rows, columns, inner),)), count
 
 
 def _shape_function(func: Any, name: str) -> Callable[[Kwargs], OpCounts] | None:
@@ -242,25 +243,22 @@ def _matmul_shapes(left: str, right: str) -> Callable[[Kwargs], OpCounts]:
 def _grouped_mm_shapes(arguments: Kwargs) -> OpCounts:
     """Yield the shapes of torch's grouped matmul, split evenly: group offsets are tensor values."""
     a, b = arguments["self"].shape, arguments["mat2"].shape
-    if len(a) == len(b) == 2:  # Groups split the inner dimension.
-        for inner, count in _split_evenly(a[1], len(arguments["offs"])):
-            yield matmul(a[0], b[1], inner, count)
-    elif len(a) == 2:
-        for rows, count in _split_evenly(a[0], b[0]):
-            yield matmul(rows, b[2], a[1], count)
-    elif len(b) == 2:
-        for columns, count in _split_evenly(b[1], a[0]):
-            yield matmul(a[1], columns, a[2], count)
-    else:
+    if len(a) == len(b) == 3:
         yield matmul(a[1], b[2], a[2], a[0])
-
-
-def _split_evenly(total: int, groups: int) -> Iterator[tuple[int, int]]:
-    """Yield (size, number of groups) of an even split."""
-    each, remainder = divmod(total, groups)
-    yield from (
-        (size, n) for size, n in ((each + 1, remainder), (each, groups - remainder)) if size and n
-    )
+        return
+    *_, rows, inner = a
+    columns, groups = b[-1], len(arguments["offs"])
+    # Groups split the inner dimension if both are matrices, else the free one of the only matrix.
+    split = inner if len(a) == len(b) else rows if len(a) == 2 else columns
+    for size, count in Counter(split_evenly(split, groups)).items():
+        if not size:
+            continue
+        if len(a) == len(b):
+            yield matmul(rows, columns, size, count)
+        elif len(a) == 2:
+            yield matmul(size, columns, inner, count)
+        else:
+            yield matmul(rows, size, inner, count)
 
 
 def _conv_shapes(arguments: Kwargs) -> OpCounts:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import fnmatch
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,14 +25,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.facts.workload import STEP, Op, TracedModel
+from moesaic.facts.workload import STEP, TracedModel
 from moesaic.facts.workload.traced import (
     VERSION,
     TracedBlock,
     TracedInput,
     TracedMatmul,
     TracedOp,
-    TracedWork,
 )
 from moesaic.models.kernel_counter import KernelCounter, KernelCounts, Kwargs, storage_key
 
@@ -60,23 +60,22 @@ def trace(
     """
     names = block_names(model, blocks)
     _check_reserved(names)
-    tracker = BlockTracker(model, names)
-    substitution = TensorSubstitution.from_model(model)
+    tracer = Tracer(model, names)
     args, kwargs = _split_arguments(example_inputs)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(substitution.fake_mode or nullcontext())
-        substitutes = substitution.substitute_parameters(model)
-        tracker.register_tensors(model, substitutes)
-        stack.enter_context(tracker.hooks(model))
-        keep = torch.autograd.graph.saved_tensors_hooks(tracker.save_tensor, lambda tensor: tensor)
-        with keep, TracingCounter(tracker.forward_counts, substitution):
-            fake_inputs = tree_map(substitution.substitute, (args, kwargs))
+        stack.enter_context(tracer.fake_mode or nullcontext())
+        substitutes = tracer.substitute_parameters(model)
+        stack.enter_context(tracer.hooks(model))
+        keep = torch.autograd.graph.saved_tensors_hooks(tracer.save_tensor, lambda tensor: tensor)
+        with keep, tracer:
+            fake_inputs = tree_map(tracer.substitute, (args, kwargs))
             out = functional_call(model, substitutes, *fake_inputs, tie_weights=False)
             roots = _backward_roots(loss(out) if loss is not None else out)
         seeds = [torch.ones_like(root) for root in roots]
-        with TracingCounter(tracker.backward_counts, substitution):
+        tracer.direction = "backward"
+        with tracer:
             torch.autograd.backward(roots, seeds)
     inputs = _traced_inputs(args, kwargs)
     return TracedModel(
@@ -86,7 +85,7 @@ def trace(
         batch=next((one.shape[0] for one in inputs if one.shape and one.shape[0]), 1),
         inputs=inputs,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        blocks=tracker.traced_blocks(model),
+        blocks=tracer.traced_blocks(model),
     )
 
 
@@ -145,81 +144,85 @@ def _matches(name: str, pattern: str) -> bool:
     )
 
 
-@dataclass
-class TensorSubstitution:
-    """Substitutes for a model's tensors: detached ones, or fake ones if the model is on `meta`."""
+class Tracer(KernelCounter):
+    """Dispatch mode that runs a model with substitutes of its tensors, block by block.
 
-    fake_mode: Any = None
-    """Fake tensor mode, if the model has no values."""
-    _substitutes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """(original, substitute) by id of the original, which is kept alive so that its id stays
-    unique."""
+    Substitutes are detached tensors, or fake ones if the model is on `meta`.
+    """
 
-    @classmethod
-    def from_model(cls, model: nn.Module) -> TensorSubstitution:
-        """Return the substitution for `model`."""
-        if not any(one.is_meta for one in (*model.parameters(), *model.buffers())):
-            return cls()
-        from torch._subclasses.fake_tensor import FakeTensorMode
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(self._current_counts)
+        self.direction = "forward"
+        """Pass that runs, forward or backward."""
+        self.fake_mode: Any = None
+        """Fake tensor mode, if the model has no values."""
+        if any(one.is_meta for one in (*model.parameters(), *model.buffers())):
+            from torch._subclasses.fake_tensor import FakeTensorMode
 
-        return cls(FakeTensorMode(allow_non_fake_inputs=True))
+            self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        """(original, fake) by id of the original, which is kept alive so that its id stays unique.
+        """
+        self._names = list(names)
+        self._stack: list[str] = []
+        self._node_starts: list[tuple[int, str]] = []
+        """(sequence number of the first autograd node, block), whenever the block changed."""
+        self._counts: dict[tuple[str, str], KernelCounts] = {}
+        """Counts by direction and block."""
+        self._last_block = OUTSIDE
+        self._output_bytes: dict[str, int] = {}
+        """Bytes of outputs by block, in execution order."""
+        self._known_storages: set[int] = set()
+        self._saved_tensors: dict[int, tuple[Tensor, str]] = {}
+        """(tensor, block that saved it first) by storage; the tensor keeps the storage alive."""
+        self._parameter_blocks = block_by_parameter(model, names)
+        self._block_by_id: dict[int, str] = {}
 
     def substitute(self, value: Any) -> Any:
         """Return the substitute of a tensor of a model without values; anything else is returned as
         is."""
-        if self.fake_mode is None or not isinstance(value, Tensor) or self._is_own_fake(value):
+        is_own = getattr(value, "fake_mode", None) is self.fake_mode
+        if self.fake_mode is None or not isinstance(value, Tensor) or is_own:
             return value
-        if id(value) not in self._substitutes:
+        if id(value) not in self._fakes:
             with self.fake_mode:
                 fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            self._substitutes[id(value)] = (value, fake.requires_grad_(value.requires_grad))
-        return self._substitutes[id(value)][1]
-
-    def substitute_meta(self, value: Any) -> Any:
-        """Return the substitute of a tensor on `meta` that the forward created; other values are
-        returned as is."""
-        return self.substitute(value) if isinstance(value, Tensor) and value.is_meta else value
-
-    def _is_own_fake(self, tensor: Tensor) -> bool:
-        return getattr(tensor, "fake_mode", None) is self.fake_mode
+            self._fakes[id(value)] = (value, fake.requires_grad_(value.requires_grad))
+        return self._fakes[id(value)][1]
 
     def substitute_parameters(self, model: nn.Module) -> dict[str, Tensor]:
         """Return substitutes of all parameters and buffers by name; tied ones share one."""
-        substitutes: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
         named = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]
-        for _, tensor in named:
-            if id(tensor) in substitutes:
+        for name, tensor in named:
+            if id(tensor) in found:
                 continue
-            is_parameter = isinstance(tensor, nn.Parameter)
-            if self.fake_mode is not None:
-                data = self.substitute(tensor)
-            else:
-                data = tensor.detach() if is_parameter else tensor.clone()
-            substitutes[id(tensor)] = (
-                nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data
-            )
-        return {name: substitutes[id(tensor)] for name, tensor in named}
-
-
-class TracingCounter(KernelCounter):
-    """Kernel counter that runs a model with substituted tensors."""
-
-    def __init__(
-        self, current_counts: Callable[[], KernelCounts], substitution: TensorSubstitution
-    ) -> None:
-        super().__init__(current_counts)
-        self._substitution = substitution
+            data = self.substitute(tensor)
+            if isinstance(tensor, nn.Parameter):
+                data = nn.Parameter(data.detach(), requires_grad=tensor.requires_grad)
+                self._block_by_id[id(data)] = self._parameter_blocks[name]
+            elif self.fake_mode is None:
+                data = tensor.clone()
+            found[id(tensor)] = data
+        self._known_storages = {storage_key(one) for one in found.values()}
+        return {name: found[id(tensor)] for name, tensor in named}
 
     def run_op(self, func: Any, args: Any, kwargs: Kwargs) -> Any:
-        """Run `func` with substitutes; raise if it needs values that fake tensors lack."""
-        if self._substitution.fake_mode is None:
+        """Run `func` with substitutes of tensors on `meta`, such as those that forward created.
+
+        Raise if it needs values that fake tensors lack.
+        """
+        if self.fake_mode is None:
             return func(*args, **kwargs)
         from torch._subclasses import fake_tensor as fakes
 
-        args, kwargs = tree_map(self._substitution.substitute_meta, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda one: self.substitute(one) if getattr(one, "is_meta", False) else one,
+            (args, kwargs),
+        )
         try:
             if func is torch.ops.aten._grouped_mm.default:
                 return _run_grouped_mm_fake(func, args, kwargs)
@@ -235,103 +238,57 @@ class TracingCounter(KernelCounter):
                 "or register one with torch.library.register_fake"
             ) from None
 
-
-def _run_grouped_mm_fake(func: Any, args: Any, kwargs: Kwargs) -> Tensor:
-    """Return the fake result of a grouped matmul; torch's fake kernel supports bf16 only."""
-    bf16_args = [arg.bfloat16() if _is_float(arg) else arg for arg in args]
-    result: Tensor = func(*bf16_args, **kwargs).to(args[0].dtype)
-    return result
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-class BlockTracker:
-    """Attribution of kernels and saved tensors to blocks."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._names = list(names)
-        self._stack: list[str] = []
-        self._execution_order: list[str] = []
-        self._node_starts: list[int] = []
-        self._node_blocks: list[str] = []
-        """Block of the autograd nodes from the sequence number at the same index of `_node_starts`.
-        """
-        self._forward_counts: dict[str, KernelCounts] = {}
-        self._backward_counts: dict[str, KernelCounts] = {}
-        self._last_block = OUTSIDE
-        self._output_bytes: dict[str, int] = {}
-        self._known_storages: set[int] = set()
-        self._saved_tensors: dict[int, tuple[Tensor, str]] = {}
-        """(tensor, block that saved it first) by storage; the tensor keeps the storage alive."""
-        self._block_of_parameter = block_by_parameter(model, self._names)
-        self._block_by_id: dict[int, str] = {}
-
-    def register_tensors(self, model: nn.Module, substitutes: dict[str, Tensor]) -> None:
-        """Register the substitutes of the model's parameters and buffers."""
-        self._known_storages = {storage_key(one) for one in substitutes.values()}
-        named = model.named_parameters()
-        self._block_by_id = {
-            id(substitutes[name]): self._block_of_parameter[name] for name, _ in named
-        }
-
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
         """Install forward hooks that track the current block."""
-        handles = []
-        for name in self._names:
-            module = model.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(self._forward_pre_hook(name)))
-            handles.append(module.register_forward_hook(self._forward_hook(name), always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _forward_pre_hook(self, name: str) -> Any:
-        def enter(*_: Any) -> None:
+        def enter(name: str) -> None:
             self._stack.append(name)
             self._record_node_start()
-            if name not in self._execution_order:
-                self._execution_order.append(name)
+            self._output_bytes.setdefault(name, 0)
 
-        return enter
-
-    def _forward_hook(self, name: str) -> Any:
-        def leave(_: Any, __: Any, out: Any) -> None:
+        def leave(name: str, out: Any) -> None:
             self._stack.pop()
             self._record_node_start()
-            size = sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
-            self._output_bytes[name] = self._output_bytes.get(name, 0) + size
+            tensors = (one for one in tree_leaves(out) if isinstance(one, Tensor))
+            self._output_bytes[name] += sum(one.nbytes for one in tensors)
 
-        return leave
+        with ExitStack() as handles:
+            for name in self._names:
+                module = model.get_submodule(name)
+                before = module.register_forward_pre_hook(lambda *_, name=name: enter(name))
+                after = module.register_forward_hook(
+                    lambda _module, _args, out, name=name: leave(name, out), always_call=True
+                )
+                handles.callback(before.remove)
+                handles.callback(after.remove)
+            yield
 
     def _record_node_start(self) -> None:
         """Assign the autograd nodes created from here on to the current block."""
-        self._node_starts.append(torch._C._autograd._get_sequence_nr())
-        self._node_blocks.append(self._current_block())
+        number = torch._C._autograd._get_sequence_nr()
+        self._node_starts.append((number, self._current_block()))
 
     def _current_block(self) -> str:
         return self._stack[-1] if self._stack else OUTSIDE
 
-    def forward_counts(self) -> KernelCounts:
-        """Return the forward counts of the current block."""
-        return self._forward_counts.setdefault(self._current_block(), KernelCounts())
+    def _current_counts(self) -> KernelCounts:
+        """Return the counts of the current block; in backward of the block that created the current
+        node, or that is recomputed."""
+        block = self._current_block()
+        if self.direction == "backward":
+            block = self._last_block = block if self._stack else self._block_of_node()
+        return self._counts.setdefault((self.direction, block), KernelCounts())
 
-    def backward_counts(self) -> KernelCounts:
-        """Return the backward counts of the block that created the current node, or that is
-        recomputed."""
-        node = torch._C._current_autograd_node()
-        if self._stack:
-            self._last_block = self._current_block()
-        elif hasattr(node, "variable"):  # A gradient reaches a parameter.
-            self._last_block = self._block_by_id.get(id(node.variable), self._last_block)
-        elif node is not None:
-            index = bisect_right(self._node_starts, node._sequence_nr()) - 1
-            self._last_block = self._node_blocks[index] if index >= 0 else OUTSIDE
-        return self._backward_counts.setdefault(self._last_block, KernelCounts())
+    def _block_of_node(self) -> str:
+        """Return the block that created the current autograd node."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._last_block
+        if hasattr(node, "variable"):  # A gradient reaches a parameter.
+            return self._block_by_id.get(id(node.variable), self._last_block)
+        index = bisect_right(self._node_starts, node._sequence_nr(), key=itemgetter(0)) - 1
+        return self._node_starts[index][1] if index >= 0 else OUTSIDE
 
     def save_tensor(self, tensor: Tensor) -> Tensor:
         """Record that autograd saves `tensor`, and return it."""
@@ -342,37 +299,34 @@ class BlockTracker:
 
     def traced_blocks(self, model: nn.Module) -> list[TracedBlock]:
         """Return the blocks in execution order, then those that did not run."""
-        idle = [name for name in self._names if name not in self._execution_order]
-        saved: dict[str, int] = {}
+        saved: Counter[str] = Counter()
         for tensor, name in self._saved_tensors.values():
-            saved[name] = saved.get(name, 0) + tensor.untyped_storage().nbytes()
+            saved[name] += tensor.untyped_storage().nbytes()
         parameters: dict[str, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
-            parameters.setdefault(self._block_of_parameter[name], []).append(parameter)
-        done = (
-            self._forward_counts.keys()
-            | self._backward_counts.keys()
-            | parameters.keys()
-            | saved.keys()
-        )
-        names = [*self._execution_order, *idle, *([OUTSIDE] if OUTSIDE in done else [])]
+            parameters.setdefault(self._parameter_blocks[name], []).append(parameter)
+        done = {*parameters, *saved, *(name for _, name in self._counts)}
+        names = dict.fromkeys([*self._output_bytes, *self._names, *({OUTSIDE} & done)])
         return [
-            self._traced_block(name, parameters.get(name, []), saved.get(name, 0)) for name in names
+            TracedBlock(
+                name=name,
+                parameters=sum(one.numel() for one in parameters.get(name, ())),
+                parameter_bytes=sum(one.nbytes for one in parameters.get(name, ())),
+                gradients=[one.nbytes for one in parameters.get(name, ()) if one.requires_grad],
+                forward=_traced_ops(self._counts.get(("forward", name), KernelCounts())),
+                backward=_traced_ops(self._counts.get(("backward", name), KernelCounts())),
+                saved_bytes=saved[name],
+                output_bytes=self._output_bytes.get(name, 0),
+            )
+            for name in names
         ]
 
-    def _traced_block(
-        self, name: str, parameters: Sequence[nn.Parameter], saved_bytes: int
-    ) -> TracedBlock:
-        return TracedBlock(
-            name=name,
-            parameters=sum(one.numel() for one in parameters),
-            parameter_bytes=sum(one.nbytes for one in parameters),
-            gradients=[one.nbytes for one in parameters if one.requires_grad],
-            forward=_traced_work(self._forward_counts.get(name, KernelCounts())),
-            backward=_traced_work(self._backward_counts.get(name, KernelCounts())),
-            saved_bytes=saved_bytes,
-            output_bytes=self._output_bytes.get(name, 0),
-        )
+
+def _run_grouped_mm_fake(func: Any, args: Any, kwargs: Kwargs) -> Tensor:
+    """Return the fake result of a grouped matmul; torch's fake kernel supports bf16 only."""
+    left, right, *rest = args
+    result: Tensor = func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(left.dtype)
+    return result
 
 
 def block_by_parameter(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
@@ -384,33 +338,30 @@ def block_by_parameter(model: nn.Module, names: Sequence[str]) -> dict[str, str]
     return result
 
 
-def _traced_work(counts: KernelCounts) -> TracedWork:
-    grouped: dict[Op, list[TracedMatmul]] = {}
-    for op, count in counts.ops.items():
-        # Attention of another size is another kernel.
-        key = replace(op, matmuls=()) if op.name == "matmuls" else op
-        grouped.setdefault(key, []).extend(
-            TracedMatmul(rows=one.rows, columns=one.columns, inner=one.inner, count=count)
-            for one in op.matmuls
-            if count
+def _traced_ops(counts: KernelCounts) -> list[TracedOp]:
+    """Return the matmuls by shape, attention, and one op for all elementwise kernels."""
+    ops = [
+        TracedOp(
+            name=op.name,
+            matmuls=[
+                TracedMatmul(rows=one.rows, columns=one.columns, inner=one.inner, count=count)
+                for one in op.matmuls
+            ],
+            dtype=op.dtype,
+            num_transcendentals=op.num_transcendentals * count,
+            kind=op.kind,  # type: ignore[arg-type]
+            causal_fraction=op.causal_fraction,
         )
-    return TracedWork(
-        matmuls=[
-            TracedOp(
-                name=op.name,
-                matmuls=matmuls,
-                dtype=op.dtype,
-                num_transcendentals=op.num_transcendentals * counts.ops[op],
-                kind=op.kind or None,  # type: ignore[arg-type]
-                causal_fraction=op.causal_fraction,
-            )
-            for op, matmuls in grouped.items()
-            if matmuls
-        ],
+        for op, count in counts.ops.items()
+        if count
+    ]
+    elementwise = TracedOp(
+        name="elementwise",
         moved_bytes=counts.moved_bytes,
         num_kernels=counts.num_kernels,
         num_transcendentals=counts.num_transcendentals,
     )
+    return [*ops, elementwise]
 
 
 def _split_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -291,9 +291,9 @@ def _replicas(run: RunStats) -> Finding | None:
     )
     mismatch = _price_mismatch(stats)
     if mismatch:
-        title = f"Balance prices do not match this machine: {mismatch}"
+        title = f"Balance costs do not match this machine: {mismatch}"
         text += (
-            " Replicas have no verdict by such prices. Remove balance.prices, and plan with the "
+            " Replicas have no verdict by such costs. Remove balance.costs, and plan with the "
             "result of `moesaic probe` on an idle machine."
         )
         return Finding("replicas_unknown", "warning", title, text)
@@ -301,7 +301,7 @@ def _replicas(run: RunStats) -> Finding | None:
 
 
 def _price_mismatch(stats: BalanceStats) -> str:
-    """Return how prices are wrong; empty if nothing shows that they are."""
+    """Return how costs are wrong; empty if nothing shows that they are."""
     measured_s = float(np.median(stats.by_step["forward_s"] + stats.by_step["backward_s"]))
     predicted_s = float(np.median(stats.by_step["predicted_experts_s"]))
     comparable = len(stats.steps) >= _FEWEST and measured_s > 0 and predicted_s > 0

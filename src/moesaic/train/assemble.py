@@ -7,11 +7,12 @@ state with the same results. `Run.state` holds everything that training resumes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from moesaic.base.decisions import Decision
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
@@ -43,7 +44,7 @@ LMRun: TypeAlias = Run[LanguageModelObjective, LMStepStats]
 
 def assemble(
     job: Job, plan: Plan, world: World, source: Source, counters: dict[str, int] | None = None,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None, decisions: list[Decision[Any, Any]] | None = None,
 ) -> LMRun:  # fmt: skip
     """Build the job's model by `plan`, filled from `source`.
 
@@ -54,11 +55,12 @@ def assemble(
         source: values of parameters and moments.
         counters: position in the run; None for a new run.
         log: receives a message before slow work.
+        decisions: receives what policies decide.
     """
     check_backend(plan.grouped_mm if job.model.experts else "auto", world.device)
     migrates = policies.can_migrate(job, plan)
-    needs_prices = migrates or policies.should_balance(job, plan)
-    ranks = ModelRanks.by_plan(plan, world, replicas=needs_prices)
+    needs_costs = migrates or policies.should_balance(job, plan)
+    ranks = ModelRanks.by_plan(plan, world, replicas=needs_costs)
     dtype = DTYPES[job.train.precision]
     tiers = make_tiers(job, plan, world, dtype)
     model = build_model(
@@ -91,8 +93,9 @@ def assemble(
             for _, bank in model.expert_banks():
                 bank.whole_arena()  # Refuses replicas of experts without a place.
         source.fill(run.state().shards)
-        if needs_prices:
-            part.plan = balancing.attach_balancers(model, job, plan, world, log)
+        if needs_costs:
+            found = [] if decisions is None else decisions
+            part.plan = balancing.attach_balancers(model, job, plan, world, found, log)
     except BaseException:
         run.close()  # Parameter hooks keep the model alive.
         raise

@@ -1,16 +1,17 @@
 """Expert balancing in a run: its policy decides per layer from the exact token counts of each
 micro-batch.
 
-Prices of replicas come from the job or the plan, else from defaults for the device. All ranks of an
-EP group know the same counts and prices, so each computes the same decision by itself.
+Costs of replicas come from the job or the plan, else from defaults for the device. All ranks of an
+EP group know the same counts and costs, so each computes the same decision by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from moesaic.base.decisions import Decision, decide
 from moesaic.dist.all_to_all import BACKWARD_EXCHANGE, FORWARD_EXCHANGE
 from moesaic.dist.clock import Clock
 from moesaic.dist.world import World
@@ -25,25 +26,35 @@ from moesaic.train import topology
 
 
 def attach_balancers(
-    model: LanguageModel, job: Job, plan: Plan, world: World, log: Callable[[str], None] | None
+    model: LanguageModel,
+    job: Job,
+    plan: Plan,
+    world: World,
+    decisions: list[Decision[Any, Any]],
+    log: Callable[[str], None] | None,
 ) -> Plan:
-    """Attach a balancer to every expert layer if the job balances, and return `plan` with prices.
-    Every rank must call this. `log` receives a message before slow work."""
-    prices = job.balance.prices or plan.prices
-    if prices is None:
-        prices = policies.default_prices(job, plan, topology.gather_ranks(world))
+    """Attach a balancer to every expert layer if the job balances, and return `plan` with costs.
+
+    Costs that neither the job nor the plan gives are decided here, and added to `decisions`. Every
+    rank must call this. `log` receives a message before slow work.
+    """
+    costs = job.balance.costs or plan.balance_costs
+    if costs is None:
+        ranks = topology.gather_ranks(world)
+        facts = policies.BalanceCostFacts.of_job(job, plan, ranks)
+        costs = decide(policies.default_balance_costs, facts, decisions)
     for layers in (
         _consecutive_layers(model, job, plan) if policies.should_balance(job, plan) else ()
     ):
         for before, later in pairwise(layers):
             before.next_layers = (later,)
         for index, moe in enumerate(layers):
-            problem = policies.layer_problem(job, plan, job.balance, prices, moe.router.layer)
+            problem = policies.layer_problem(job, plan, job.balance, costs, moe.router.layer)
             balancer = policies.LayerBalancer(job.balance, problem, follows_expert_layer=index > 0)
             balancer.warm_up(log)
             moe.clock = Clock() if devices.is_synchronous(world.device) else None
             moe.balancer = balancer
-    return plan.model_copy(update={"prices": prices})
+    return plan.model_copy(update={"balance_costs": costs})
 
 
 def _consecutive_layers(model: LanguageModel, job: Job, plan: Plan) -> list[list[MoE]]:

@@ -101,9 +101,9 @@ class ExpertMigration:
         return plan.with_expert_placement(slots), migrations
 
     def _facts(self, plan: Plan, layer: int, token_counts: Tensor) -> policies.MigrationFacts:
-        assert plan.prices is not None
+        assert plan.balance_costs is not None
         job, groups = self._job, plan.ranks_per_stage // (plan.ep * plan.etp)
-        problem = policies.layer_problem(job, plan, job.balance, plan.prices, layer)
+        problem = policies.layer_problem(job, plan, job.balance, plan.balance_costs, layer)
         costs = policies.migration_costs(problem, self._expert_bytes, groups)
         return policies.MigrationFacts(
             token_counts.numpy(), plan.slot_experts(layer), plan.ep, costs

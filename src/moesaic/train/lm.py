@@ -10,7 +10,7 @@ from moesaic.base.decisions import Decision
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import PARAMETER, Source, SplitSource, TensorShard
 from moesaic.dist.world import World
-from moesaic.facts.job import Job, Prices
+from moesaic.facts.job import BalanceCosts, Job
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import A, B, describe_trainable
@@ -63,6 +63,7 @@ class LanguageModelKind:
         checkpoint: Checkpoint | None,
         data: TextData,
         log: Callable[[str], None],
+        decisions: list[Decision[Any, Any]],
     ) -> LMRun:
         """Return the run, with replay and record of routing if the job asks for them."""
         job = loaded.job
@@ -76,7 +77,7 @@ class LanguageModelKind:
         if checkpoint is not None:
             has_fixed_placement = loaded.plan is not None and job.balance.migrate_every == 0
             plan = _restore_decisions(plan, checkpoint, has_fixed_placement)
-        run = assemble(job, plan, world, source, counters, log)
+        run = assemble(job, plan, world, source, counters, log, decisions)
         run.objective.routing_replay = replay
         if job.routing.record:
             recorder = open_recorder(Path(job.routing.record), world, data.digest, first_step)
@@ -122,13 +123,13 @@ def _describe_backends(run: LMRun) -> str | None:
 
 
 def _describe_balance(run: LMRun) -> str | None:
-    """Describe the balance policy and its prices for the user; None if the job wants no
+    """Describe the balance policy and its costs for the user; None if the job wants no
     balancing."""
     job, migration = run.objective.job, run.objective.migration
-    prices, config = run.plan.prices, job.balance
+    costs, config = run.plan.balance_costs, job.balance
     balances = any(moe.balancer for _, moe in run.part.model.expert_layers())
     reason = reason_not_to_balance(job, run.plan)
-    if prices is None or not (balances or migration):
+    if costs is None or not (balances or migration):
         return None if reason is None else f"balance: no replicas, {reason}"
     migrates = f"; experts may migrate every {config.migrate_every} steps" if migration else ""
     policy = (
@@ -140,10 +141,10 @@ def _describe_balance(run: LMRun) -> str | None:
     )
     hint = (
         "; remove balance.prefetch: nothing overlaps replica transfers on these ranks"
-        if balances and config.prefetch and not prices.overlaps
+        if balances and config.prefetch and not costs.overlaps
         else ""
     )
-    return f"balance: {policy}{migrates}; {prices.describe()}{hint}"
+    return f"balance: {policy}{migrates}; {costs.describe()}{hint}"
 
 
 def _initial_source(job: Job) -> Source:
@@ -159,13 +160,13 @@ def _lacks_pretrained(shard: TensorShard) -> bool:
 
 
 def _restore_decisions(plan: Plan, checkpoint: Checkpoint, has_fixed_placement: bool) -> Plan:
-    """Return `plan` with the prices and expert placement of a checkpoint with the same layout. The
-    resumed run then continues as if it had never stopped. Prices of the plan or the job take
+    """Return `plan` with the costs and expert placement of a checkpoint with the same layout. The
+    resumed run then continues as if it had never stopped. Costs of the plan or the job take
     precedence, and so does a given plan's placement unless experts migrate."""
     saved = {"expert_placement_by_layer": {}, **checkpoint.facts["plan"]}
-    now, prices = plan.decisions(), saved.pop("prices", None)
+    now, costs = plan.decisions(), saved.pop("balance_costs", None)
     saved.pop("grouped_mm", None)
-    del now["prices"], now["grouped_mm"]
+    del now["balance_costs"], now["grouped_mm"]
     if not has_fixed_placement:
         now |= {key: saved[key] for key in ("expert_placement", "expert_placement_by_layer")}
     if saved != now:
@@ -173,6 +174,6 @@ def _restore_decisions(plan: Plan, checkpoint: Checkpoint, has_fixed_placement: 
     changes: dict[str, Any] = {
         key: saved[key] for key in ("expert_placement", "expert_placement_by_layer")
     }
-    if plan.prices is None and prices:
-        changes["prices"] = Prices(**prices)
+    if plan.balance_costs is None and costs:
+        changes["balance_costs"] = BalanceCosts(**costs)
     return plan.model_copy(update=changes)

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from moesaic.base import keys
+from moesaic.base.config import Section
 from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
@@ -99,8 +100,10 @@ class JobKind(Protocol[J]):
         checkpoint: Checkpoint | None,
         data: Any,
         log: Callable[[str], None],
+        decisions: list[Decision[Any, Any]],
     ) -> Run[Any, Any]:
-        """Return a run that is ready to step, from `checkpoint` or from initial values."""
+        """Return a run that is ready to step, from `checkpoint` or from initial values, and add
+        what policies decided to `decisions`."""
 
     def describe(self, run: Any) -> Iterator[str]:
         """Yield what the user should know before the first step."""
@@ -149,7 +152,7 @@ def _train(
     if resume is not None:
         checkpoint = _open_checkpoint(job, out, resume, world, progress)
         _check_same_run(checkpoint.facts, job, data.digest, checkpoint.path, progress)
-    run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message)
+    run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message, decisions)
     if checkpoint is not None:
         _set_resume_point(checkpoint.path, out, world, progress)
     write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
@@ -390,7 +393,7 @@ class _Session(Generic[J]):
             ],
             unit=self.kind.unit, decisions=[
                 {
-                    "facts": one.facts._asdict(), "outcome": one.outcome._asdict(),
+                    "facts": one.facts._asdict(), "outcome": _plain(one.outcome),
                     "seconds": one.seconds,
                 }
                 for one in decisions
@@ -462,3 +465,8 @@ def _max_peak_bytes(world: World) -> int:
 def collective_timeout(job: AnyJob) -> timedelta:
     """Return how long a rank of `job` waits for its peers."""
     return timedelta(seconds=job.train.collective_timeout_s)
+
+
+def _plain(outcome: Any) -> dict[str, Any]:
+    """Return a decision as plain data, by name."""
+    return outcome.model_dump() if isinstance(outcome, Section) else dict(outcome._asdict())

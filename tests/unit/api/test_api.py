@@ -150,7 +150,7 @@ def test_tables_of_a_run() -> None:
 
 
 def test_decisions_of_a_run(tmp_path: Path) -> None:
-    balance = {"policy": "eplb", "as_published": True, "prices": {
+    balance = {"policy": "eplb", "as_published": True, "costs": {
         "expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True,
     }}  # fmt: skip
     tables = {**TABLES, "layout": {"ep": 2}, "balance": balance}

@@ -17,7 +17,7 @@ from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.cli.main import main
 from moesaic.facts.balance import BalanceProblem, no_replicas
-from moesaic.facts.job import BalanceConfig, Prices
+from moesaic.facts.job import BalanceConfig, BalanceCosts
 from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import plan_from_job
 from moesaic.policy.balance import LayerBalancer, layer_times, quota, quota_search
@@ -30,14 +30,14 @@ LOADS = pa.schema(
         ("dropped", pa.int64()), ("counts_by_rank", pa.list_(pa.int64())),
     ]
 )  # fmt: skip
-PRICES = {"expert_tokens_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5, "overlaps": False}
-SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.items()]
+COSTS = {"expert_tokens_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5, "overlaps": False}
+SET = [f"--set=costs.{name}={json.dumps(value)}" for name, value in COSTS.items()]
 MICRO = 2
 PROBLEM = BalanceProblem(
     np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
     overlaps=False, max_replicas=1, min_replica_tokens=64,
 )  # fmt: skip
-"""Balance problem of each layer with `PRICES`."""
+"""Balance problem of each layer with `COSTS`."""
 
 
 def write_run(
@@ -45,7 +45,7 @@ def write_run(
     *,
     ep: int = 2,
     ranks: int = 4,
-    prices: Prices | None = None,
+    costs: BalanceCosts | None = None,
     start_event: dict[str, Any] | None = None,
     **balance: Any,
 ) -> np.ndarray:
@@ -55,7 +55,7 @@ def write_run(
     )
     (directory / "events").mkdir(parents=True)
     (directory / "job.json").write_text(job.to_json())
-    plan = plan_from_job(job, ranks).model_copy(update={"prices": prices})
+    plan = plan_from_job(job, ranks).model_copy(update={"balance_costs": costs})
     (directory / "plan.json").write_text(plan.to_json())
     (directory / "versions.json").write_text("{}")
     log = EventLog(directory / "events" / "rank-0.jsonl")
@@ -120,30 +120,30 @@ def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]
         (machines(0, 0, 0, 0, kind="gpu"), 2e13, 5e10),
     ],
 )
-def test_a_run_without_prices_gets_typical_ones(
+def test_a_run_without_costs_gets_typical_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], start_event: dict[str, Any], flops: float,
     bytes_per_s: float,
 ) -> None:  # fmt: skip
     write_run(tmp_path / "run", start_event=start_event)
-    prices = replay(capsys, str(tmp_path / "run"))["prices"]
-    assert prices["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
-    assert prices["bytes_per_s"] == pytest.approx(bytes_per_s)
+    costs = replay(capsys, str(tmp_path / "run"))["costs"]
+    assert costs["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
+    assert costs["bytes_per_s"] == pytest.approx(bytes_per_s)
 
 
 def test_given_prices_replace_those_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = Prices(**{**PRICES, "expert_tokens_per_s": 2e4})
-    write_run(tmp_path / "run", prices=planned)
-    assert replay(capsys, str(tmp_path / "run"))["prices"] == planned.model_dump()
-    own = replay(capsys, str(tmp_path / "run"), *SET)["prices"]
-    assert own == Prices(**PRICES).model_dump()
+    planned = BalanceCosts(**{**COSTS, "expert_tokens_per_s": 2e4})
+    write_run(tmp_path / "run", costs=planned)
+    assert replay(capsys, str(tmp_path / "run"))["costs"] == planned.model_dump()
+    own = replay(capsys, str(tmp_path / "run"), *SET)["costs"]
+    assert own == BalanceCosts(**COSTS).model_dump()
 
 
 def test_policies_by_past_loads_make_no_replicas_at_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = write_run(tmp_path / "run", prices=Prices(**PRICES)) // MICRO
+    counts = write_run(tmp_path / "run", costs=BalanceCosts(**COSTS)) // MICRO
     policies: tuple[Policy, ...] = ("eplb", "pro-prophet")
     for policy in policies:
         facts = replay(capsys, str(tmp_path / "run"), f"--set=policy={policy}")
@@ -162,7 +162,7 @@ def test_the_last_record_of_each_step_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run recorded every other step, was resumed after the first, and then recorded each."""
-    counts = write_run(tmp_path / "run", prices=Prices(**PRICES))
+    counts = write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     for part in (tmp_path / "run" / "loads").iterdir():
         part.unlink()
     starts = [[(1, 0), (3, 0)], [(2, 1), (3, 1)]]
@@ -188,7 +188,7 @@ def test_compiling_is_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once per installation, since compiled code is cached on disk."""
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
+    write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     line = [str(tmp_path / "run"), "--set=policy=quota"]
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     notices = []
@@ -213,7 +213,7 @@ def test_compiling_is_announced(
 def test_output_names_the_policy_and_settings_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run", prices=Prices(**PRICES))
+    write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     line = [str(tmp_path / "run"), "--set=policy=top-k-broadcast", "--set=as_published=true"]
     assert replay(capsys, *line)["policy"] == "top-k-broadcast, as published"
     assert replay(capsys, *line[:-1])["policy"] == "top-k-broadcast"
@@ -221,7 +221,7 @@ def test_output_names_the_policy_and_settings_without_effect(
     assert main(["replay", *line]) == 0
     text = capsys.readouterr().out
     assert "predicted, not measured: with top-k-broadcast, as published the expert" in text
-    assert "prices: experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
+    assert "costs: experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
     sets = ["--set=policy=none", "--set=min_replica_tokens=2", *SET]
     assert main(["replay", line[0], *sets]) == 0
     assert capsys.readouterr().err.count("has no effect") == 1

@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import os
-import os
-import os
-import os
-import os
-import os
-import os
-import os
-import os
 import re
 import subprocess
 import sys

@@ -231,8 +231,8 @@ def test_other_settings_without_effect_are_reported() -> None:
     )
 
 
-PRICES = (
-    "balance.prices={expert_tokens_per_s=1e4, bytes_per_s=1e9, latency_s=0, overlaps=%s, "
+COSTS = (
+    "balance.costs={expert_tokens_per_s=1e4, bytes_per_s=1e9, latency_s=0, overlaps=%s, "
     "cpu_s_per_byte=1e-9}"
 )
 
@@ -252,9 +252,9 @@ PRICES = (
         (["balance.min_replica_tokens=8"], []),
         (['balance.policy="none"', "balance.replan_every=4"],
          ['replan_every has no effect: balance.policy = "none"']),
-        ([PRICES % "true", 'balance.policy="none"', "balance.migrate_every=5"], []),
-        ([PRICES % "true", 'balance.policy="none"'],
-         ['prices has no effect: balance.policy = "none"']),
+        ([COSTS % "true", 'balance.policy="none"', "balance.migrate_every=5"], []),
+        ([COSTS % "true", 'balance.policy="none"'],
+         ['costs has no effect: balance.policy = "none"']),
         *(([f'balance.policy="{policy}"', "balance.prefetch=true"],
            [f'prefetch has no effect: balance.policy = "{policy}"'])
           for policy in ("eplb", "pro-prophet")),

@@ -20,30 +20,26 @@ from moesaic.facts.workload import (
 from moesaic.facts.workload.sizes import BUCKET_BYTES
 from moesaic.facts.workload.traced import parse_traced
 
-WORK = {
-    "matmuls": [
-        {"name": "matmuls", "dtype": "fp32",
-         "matmuls": [{"rows": 4, "columns": 5, "inner": 6, "count": 2}]},
-        {"name": "matmuls", "dtype": "bf16",
-         "matmuls": [{"rows": 4, "columns": 4, "inner": 6, "count": 1}]},
-        {"name": "attend", "kind": "attention", "dtype": "fp32", "causal_fraction": 0.625,
-         "num_transcendentals": 80, "matmuls": [
-             {"rows": 4, "columns": 4, "inner": 2, "count": 8},
-             {"rows": 4, "columns": 3, "inner": 4, "count": 8},
-         ]},
-    ],
-    "moved_bytes": 100, "num_kernels": 3, "num_transcendentals": 17,
-}  # fmt: skip
-IDLE = {"moved_bytes": 0, "num_kernels": 0}
+WORK = [
+    {"name": "matmul", "matmuls": [{"rows": 4, "columns": 5, "inner": 6, "count": 2}]},
+    {"name": "matmul", "dtype": "bf16",
+     "matmuls": [{"rows": 4, "columns": 4, "inner": 6, "count": 1}]},
+    {"name": "attend", "kind": "attention", "causal_fraction": 0.625,
+     "num_transcendentals": 80, "matmuls": [
+         {"rows": 4, "columns": 4, "inner": 2, "count": 8},
+         {"rows": 4, "columns": 3, "inner": 4, "count": 8},
+     ]},
+    {"name": "elementwise", "moved_bytes": 100, "num_kernels": 3, "num_transcendentals": 17},
+]  # fmt: skip
 BLOCK = {
     "name": "a", "parameters": 30, "parameter_bytes": 120, "gradients": [80, 40], "forward": WORK,
     "backward": WORK, "saved_bytes": 700, "output_bytes": 50,
 }  # fmt: skip
 FROZEN = {
-    **BLOCK, "name": "b", "gradients": [], "forward": WORK, "backward": IDLE, "saved_bytes": 11,
+    **BLOCK, "name": "b", "gradients": [], "forward": WORK, "backward": [], "saved_bytes": 11,
 }  # fmt: skip
 RAW: dict[str, Any] = {
-    "version": 3, "name": "net", "torch": "2.13.0", "batch": 4, "buffer_bytes": 9,
+    "version": 4, "name": "net", "torch": "2.13.0", "batch": 4, "buffer_bytes": 9,
     "inputs": [{"name": "[0]", "shape": [4, 3], "dtype": "float32"}], "blocks": [BLOCK, FROZEN],
 }  # fmt: skip
 
@@ -63,14 +59,14 @@ def test_file_round_trip(tmp_path: Path) -> None:
 def test_traced_blocks() -> None:
     first, second, step = traced_blocks(make_traced())
     assert [first.name, second.name, step.name] == ["a", "b", "step"]
-    assert [op.name for op in first.forward.ops] == ["matmuls", "matmuls", "attend", "elementwise"]
+    assert [op.name for op in first.forward.ops] == ["matmul", "matmul", "attend", "elementwise"]
     assert first.forward.ops[0].matmuls == (MatmulShape(4, 5, 6, 2),)
     assert first.forward.ops[2].matmuls == (MatmulShape(4, 4, 2, 8), MatmulShape(4, 3, 4, 8))
     assert [op.dtype for op in first.forward.ops[:2]] == ["fp32", "bf16"]
     assert [op.causal_fraction for op in first.forward.ops] == [1.0, 1.0, 0.625, 1.0]
     assert [op.num_transcendentals for op in first.forward.ops] == [0, 0, 80, 17]
     assert (first.forward.moved_bytes, first.forward.num_kernels) == (100, 3)
-    assert first.forward.flops == make_traced().blocks[0].forward.flops
+    assert first.forward.flops == make_traced().blocks[0].block().forward.flops
     moved = {op.name: (op.moved_bytes, op.num_kernels) for op in first.update.ops}
     assert moved == {"norm": (120, 2), "clip": (240, 2), "adamw": (7 * 120, 2)}
     assert second.update.moved_bytes == second.update.num_kernels == 0
@@ -118,20 +114,20 @@ def change(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (change("version", 1), "version = 1 is not known: moesaic reads version 3"),
+        (change("version", 1), "version = 1 is not known: moesaic reads version 4"),
         (change("version", True), "version = true is not known"),
         (change("batsch", 2), "unknown key 'batsch': did you mean 'batch'?"),
         (change("blocks.0.saved", 2), "unknown key 'blocks[0].saved'"),
         (change("blocks.0.saved_bytes", -1), "blocks[0].saved_bytes = -1: give an integer from 0"),
         (change("blocks.0.saved_bytes", 10**400), "...: give an integer from 0"),
         (
-            change("blocks.1.forward.num_kernels", -1),
+            change("blocks.1.forward.3.num_kernels", -1),
             "num_kernels = -1: give an integer from",
         ),
-        (change("blocks.0.forward.num_kernels", 0), "moved_bytes = 100 with num_kernels = 0"),
-        (change("blocks.0.forward.matmuls.0.dtype", "int8"), 'dtype = "int8" is not known'),
+        (change("blocks.0.forward.3.num_kernels", 0), "moved_bytes = 100 with num_kernels = 0"),
+        (change("blocks.0.forward.0.dtype", "int8"), 'dtype = "int8" is not known'),
         (
-            change("blocks.0.forward.matmuls.2.causal_fraction", 0.0),
+            change("blocks.0.forward.2.causal_fraction", 0.0),
             "causal_fraction = 0.0: give a number above 0",
         ),
         (change("blocks.0.gradients", [-4]), "gradients of a has a negative size"),

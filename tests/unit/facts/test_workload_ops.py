@@ -112,7 +112,7 @@ def test_blocks_match_torch(
     shape = {"data__sequence": 64, "train__batch": 4, "hidden": 768}
     job = make_job(name, **{**shape, **changes})
     blocks = workload(job, one_rank_plan(job))
-    check_work(trace_one_rank(job), blocks, saved=not job.train.recompute)
+    check_work(trace_one_rank(job), blocks, saved_error=None if job.train.recompute else 0.02)
 
 
 @pytest.mark.usefixtures("without_onednn")
@@ -128,7 +128,7 @@ def test_frozen_parameters_have_no_gradients(
     )  # fmt: skip
     trace = trace_one_rank(job)
     del trace.backward["layers.0"]  # It may need no gradient of its input.
-    check_work(trace, workload(job, one_rank_plan(job)), saved=False, moved_error=0.12)
+    check_work(trace, workload(job, one_rank_plan(job)), saved_error=None)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

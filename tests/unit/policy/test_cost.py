@@ -26,7 +26,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import GROUPED_MM, BlockWork, CollectiveCall, MatmulShape, Op, workload
 from moesaic.facts.workload.sizes import LOSS_CHUNK_TOKENS
-from moesaic.facts.workload.traced import TracedMatmul, TracedOp, TracedWork
+from moesaic.facts.workload.traced import TracedMatmul, TracedOp
 from moesaic.policy.cost.compute import PEAK_FRACTION, elementwise_s, matmul_s, op_s
 from moesaic.policy.cost.step import JobCosts, replicated_events
 from moesaic.policy.cost.timeline import simulate_events
@@ -173,14 +173,11 @@ def test_a_kernel_is_launched_once() -> None:
     product = MatmulShape(8, 8, 8, count=4)
     free = device(memory_bandwidth=1e30, matmul=[Matmul(dtype="fp32", flops=1e30)], launch_s=1.0)
     assert op_s(free, Op("heads", (product,), num_kernels=1)) == pytest.approx(1.0)
-    traced = TracedWork(
-        matmuls=[TracedOp(
-            name="matmuls", dtype="fp32",
-            matmuls=[TracedMatmul(rows=8, columns=8, inner=8, count=4)],
-        )],
-        moved_bytes=0, num_kernels=4,
+    traced = TracedOp(
+        name="matmul", num_kernels=4,
+        matmuls=[TracedMatmul(rows=8, columns=8, inner=8, count=4)],
     )  # fmt: skip
-    assert sum(op_s(free, op) for op in traced.ops()) == pytest.approx(4.0)
+    assert op_s(free, traced.op()) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(("ranks", "ep", "batch"), [(16, 2, 27), (8, 4, 9), (6, 3, 7)])

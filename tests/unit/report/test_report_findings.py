@@ -228,8 +228,8 @@ SHORT = {"replica_wait_s": 10.6e-3, "gradient_wait_s": 0.0}
         # Experts of each layer take 13 ms.
         ({"balance": {"predicted_experts_s": 13e-3 / 2.495}}, "replicas_paid", "", ""),
         ({"balance": {"predicted_experts_s": 13e-3 * 2.505}}, "replicas_unknown",
-         "Balance prices do not match this machine: experts took 39.00 ms on rank 0, predicted "
-         "97.69 ms", "Remove balance.prices"),
+         "Balance costs do not match this machine: experts took 39.00 ms on rank 0, predicted "
+         "97.69 ms", "Remove balance.costs"),
     ],
 )  # fmt: skip
 def test_replicas_are_judged(
@@ -239,7 +239,7 @@ def test_replicas_are_judged(
     assert text(run, kind).startswith(start)
     assert part in text(run, kind)
     assert (finding_of(run, kind).severity == "warning") == (
-        kind == "replicas_did_not_pay" or "prices do not" in start
+        kind == "replicas_did_not_pay" or "costs do not" in start
     )
 
 
@@ -249,7 +249,7 @@ def test_runs_without_replicas_have_no_verdict(tmp_path: Path) -> None:
         assert kinds(run) == []
 
 
-def test_first_steps_do_not_judge_prices(tmp_path: Path) -> None:
+def test_first_steps_do_not_judge_costs(tmp_path: Path) -> None:
     """A median over too few steps would contain the slow first one."""
     for steps, slow_steps, kind in (
         (4, 1, "replicas_paid"), (4, 4, "replicas_unknown"), (2, 2, "replicas_paid"),

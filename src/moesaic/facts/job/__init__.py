@@ -1,6 +1,6 @@
 """The job: everything that a user sets for one training run, in one TOML file."""
 
-from moesaic.facts.job.balance import BalanceConfig, Prices
+from moesaic.facts.job.balance import BalanceConfig, BalanceCosts
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.job import Job
@@ -19,6 +19,7 @@ from moesaic.facts.job.train import (
 
 __all__ = [
     "BalanceConfig",
+    "BalanceCosts",
     "CheckpointConfig",
     "DataConfig",
     "FinetuneConfig",
@@ -30,7 +31,6 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Preset",
-    "Prices",
     "RoutingConfig",
     "ScheduleConfig",
     "TrainConfig",

@@ -52,7 +52,7 @@ def no_effect(table: str, names: Iterable[str], reason: str) -> list[str]:
     return [f"{table}.{name} has no effect: {reason}" for name in sorted(names)]
 
 
-class Prices(Section):
+class BalanceCosts(Section):
     """Costs that balance policies assume, the same on every rank."""
 
     expert_tokens_per_s: float = Field(gt=0)
@@ -73,7 +73,7 @@ class Prices(Section):
     that compute also serve the sockets."""
 
     def describe(self) -> str:
-        """Return the prices as one line of text."""
+        """Return the costs as one line of text."""
         weights = f" plus {1e3 * self.weight_read_s:.3g} ms to read weights"
         cpu = f", {1e9 * self.cpu_s_per_byte:.3g} ns of CPU per replica byte"
         replicas = "overlapped with compute" if self.overlaps else "copied by the ranks"
@@ -128,7 +128,7 @@ class BalanceConfig(Section):
     """Fraction of tokens that must have moved to other experts before replicas are placed anew
     ahead of `replan_every`. Set it where the busy experts change now and then. Unset: replicas stay
     for `replan_every` micro-batches."""
-    prices: Prices | None = None
+    costs: BalanceCosts | None = None
     """Costs that policies assume. Unset: those of the plan, which `moesaic plan` derives from the
     cluster's file. Without a plan: typical values of such devices, with 1 Gbit/s between hosts. Set
     them where `moesaic probe` has measured the machine and there is no plan."""
@@ -170,11 +170,11 @@ class BalanceConfig(Section):
         """Return one sentence for each setting that is not a default and has no effect."""
         given, policy = self.non_default_fields, f'balance.policy = "{self.policy}"'
         if self.policy == "none":
-            unused = _REPLICA_KEYS if self.migrate_every else {*_REPLICA_KEYS, "prices"}
+            unused = _REPLICA_KEYS if self.migrate_every else {*_REPLICA_KEYS, "costs"}
             return no_effect("balance", given & unused, policy)
         if self.max_replicas == 0:
             unused = _REPLICA_KEYS - {"max_replicas"}
-            unused |= set() if self.migrate_every else {"prices"}
+            unused |= set() if self.migrate_every else {"costs"}
             return no_effect("balance", given & unused, "balance.max_replicas = 0")
         unused = {"as_published"} if self.has_cost_check else set()
         unused |= set() if _TRAITS[self.policy].limits_replica_tokens else {"min_replica_tokens"}

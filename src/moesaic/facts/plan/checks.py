@@ -192,7 +192,7 @@ def embedding_shard_error(plan: Plan, job: Job) -> str | None:
 def prediction_digest(job: Job, plan: Plan) -> str:
     """Return a digest of what predictions depend on, except machines: the job's work and the plan's
     decisions."""
-    decided = plan.model_dump(exclude={"places", "predictions", "prices", "grouped_mm"})
+    decided = plan.model_dump(exclude={"places", "predictions", "balance_costs", "grouped_mm"})
     work = {
         "model": job.model.model_dump(exclude={"extras", "init_std", "max_positions"}),
         "routing": job.routing.router,

@@ -94,7 +94,7 @@ def complete_plan(plan: Plan, job: Job) -> Plan:
         update={
             "stages": stage_blocks(plan, job.model), "recompute": job.train.recompute,
             "micro_batches": job.train.micro_batches,
-            "prices": job.balance.prices or plan.prices,
+            "balance_costs": job.balance.costs or plan.balance_costs,
         }
     )  # fmt: skip
 

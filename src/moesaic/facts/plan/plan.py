@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.job.balance import Prices
+from moesaic.facts.job.balance import BalanceCosts
 from moesaic.facts.job.model import MAX_EXPERTS
 from moesaic.facts.job.train import (
     MAX_CHUNKS,
@@ -101,9 +101,9 @@ class Plan(Section):
     expert_placement_by_layer: dict[str, list[list[int]]] = Field(default_factory=dict)
     """Placement of layers that differ from `expert_placement`, in the same form, by the number of
     the layer ("3")."""
-    prices: Prices | None = None
+    balance_costs: BalanceCosts | None = None
     """Costs that balance policies assume; `moesaic plan` derives them from the cluster's file.
-    Unset: those of the job's `balance.prices`. The plan of a run has the prices that it used."""
+    Unset: those of the job's `balance.costs`. The plan of a run has the costs that it used."""
     stages: list[list[str]] | None = None
     """Names of the blocks of each stage; stage i is on pipeline rank i % `pp`. Unset: an even
     split."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from moesaic.facts.job.model import LatentConfig
+from moesaic.facts.workload.collectives import collective
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import (
     gather_sequence,
-    input_sources,
     linear,
     norm,
     residual,
     scatter_sequence,
-    tp_calls,
 )
 from moesaic.facts.workload.sizes import ATTENTION_QUERY_BLOCK, Sizes
 
@@ -29,16 +28,17 @@ def _projections(s: Sizes) -> list[Operation]:
     model, hidden, widths = s.model, s.model.hidden, (s.q_width, s.kv_width, s.kv_width)
     norms = [_qk_norm(s, width) for width in (s.q_width, s.kv_width) if model.qk_norm is not None]
     return [
-        norm(s, hidden, num_uses=3 if s.tp == 1 else 1, in_residual=True),
+        norm(s, hidden, num_gradients=4 if s.tp == 1 else 2, saves_result=s.tp == 1),
         gather_sequence(s, hidden, num_uses=3, split=True),
         *(
-            linear(name, s, width, hidden, source=source)
-            for name, width, source in zip("qkv", widths, input_sources(s, 3), strict=True)
+            linear(name, s, width, hidden, casts_input=s.tp == 1)
+            for name, width in zip("qkv", widths, strict=True)
         ),
         *norms,
         *([_clamp(s)] if model.clip_qkv is not None else []),
         _rotary(s, s.tokens * (s.q_width + s.kv_width), 5, 5),
-        _grouped_attention(s),
+        # It saves rotated queries and keys, values and result.
+        _attention_kernel(s, model.head_dim, 2 * s.tokens * (s.q_width + s.kv_width)),
     ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def _qk_norm(s: Sizes, width: int) -> Operation:
     if s.model.qk_norm == "heads" or s.tp == 1:
         return one
     n, cast = s.tokens * width, s.cast_bytes(s.tokens * width)
-    calls = tp_calls(s, "all_reduce", s.tokens * s.stored_bytes, "qk norm")
+    calls = collective("qk norm", "all_reduce", s.tp_ranks, s.tokens * s.stored_bytes)
     return Operation(
         Op("head norm", (), 7 * n * s.stored_bytes + cast, 9),
         Op("head norm", (), 21 * n * s.stored_bytes + cast, 16),
@@ -80,12 +80,6 @@ def _rotary(s: Sizes, elements: int, forward: int, backward: int) -> Operation:
         Op("rotary", (), forward * elements * s.stored_bytes + angles + casts, 10),
         Op("rotary", (), backward * elements * s.stored_bytes + angles + casts, 12),
     )
-
-
-def _grouped_attention(s: Sizes) -> Operation:
-    """Return attention of query heads that share keys and values."""
-    # Rotated queries and keys, values and result.
-    return _attention_kernel(s, s.model.head_dim, 2 * s.tokens * (s.q_width + s.kv_width))
 
 
 def _attention_kernel(
@@ -135,49 +129,34 @@ def _query_blocks(s: Sizes) -> list[tuple[int, int]]:
     ]
 
 
-def latent_widths(s: Sizes, latent: LatentConfig) -> tuple[int, int, int]:
-    """Return the widths of the query projection's input, of unrotated queries, and of a head.
-
-    Heads are padded to the wider of keys and values.
-    """
-    query_input = s.model.hidden if latent.q_lora_rank is None else latent.q_lora_rank
-    unrotated = s.q_width - s.heads * latent.qk_rope_head_dim
-    return query_input, unrotated, max(s.model.head_dim, latent.v_head_dim)
-
-
 def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
     """Return all operations of latent attention before the output projection."""
     hidden, rank, rope = s.model.hidden, latent.kv_lora_rank, latent.qk_rope_head_dim
-    query_input, unrotated, _ = latent_widths(s, latent)
-    shard, values = s.shard_tokens, s.heads * latent.v_head_dim
-    source = input_sources(s, 1)[0]
-    kv_norm = norm(s, rank, rows=shard, casts=True)
+    query_input, query_name = hidden, "q"
+    kv_up = s.q_width + s.heads * (latent.v_head_dim - rope)
+    shard = s.shard_tokens
     # A norm over part of an uncast result saves all of it.
     kept = shard * rope * s.stored_bytes * (1 - s.num_casts)
     split = Op("split", (), 2 * shard * (rank + rope) * s.compute_bytes, 1)
     down = [
-        norm(s, hidden, num_uses=2, in_residual=True),
-        linear("kv_down", s, rank + rope, hidden, source="stored", rows=shard),
+        norm(s, hidden, num_gradients=3, saves_result=True),
+        linear("kv_down", s, rank + rope, hidden, casts_input=True, rows=shard),
         Operation(None, split, kept),
     ]
-    query_name = "q"
     if latent.q_lora_rank is not None:
-        query_name = "q_up"
+        query_input, query_name = latent.q_lora_rank, "q_up"
         down += [
-            linear("q_down", s, query_input, hidden, source="shared", rows=shard),
-            norm(s, query_input, rows=shard, casts=True),
+            linear("q_down", s, query_input, hidden, casts_input=True, rows=shard),
+            norm(s, query_input, casts=True, saves_result=s.tp == 1),
         ]
     rotary_elements = s.tokens * (s.heads + 1) * rope
     return [
         *down,
-        kv_norm,
+        norm(s, rank, casts=True, saves_result=s.tp == 1),
         gather_sequence(s, query_input + rank + rope, split=True),
-        linear(
-            query_name, s, s.q_width, query_input,
-            source="shared" if query_name == "q" and s.tp == 1 else source,
-        ),
+        linear(query_name, s, s.q_width, query_input, casts_input=s.tp == 1),
         _rotary(s, rotary_elements, 7, 10),
-        linear("kv_up", s, unrotated + values, rank, source=source),
+        linear("kv_up", s, kv_up, rank, casts_input=s.tp == 1),
         _concat_heads(s, latent),
         _latent_attention(s, latent),
     ]  # fmt: skip
@@ -199,12 +178,12 @@ def _concat_heads(s: Sizes, latent: LatentConfig) -> Operation:
 
 
 def _latent_attention(s: Sizes, latent: LatentConfig) -> Operation:
-    """Return attention over padded heads.
+    """Return attention over heads that are padded to the wider of keys and values.
 
     Either values are padded and the result is cut, or queries and keys are padded.
     """
     head, values = s.model.head_dim, latent.v_head_dim
-    _, unrotated, width = latent_widths(s, latent)
+    width, unrotated = max(head, values), s.heads * (head - latent.qk_rope_head_dim)
     heads, is_cut = s.tokens * s.heads, values < width
     num_padded = is_cut + 2 * (head < width)
     padded = num_padded * heads * (min(head, values) + width) * s.compute_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,21 +14,17 @@ from moesaic.facts.workload import ops
 from moesaic.facts.workload.attention import attention
 from moesaic.facts.workload.collectives import (
     CollectiveCall,
+    collective,
     count_exchange,
-    count_reductions,
     scalar_reductions,
 )
 from moesaic.facts.workload.experts import mixture_of_experts
-from moesaic.facts.workload.gradient_reduction import (
-    GradientReduction,
-    gradient_reductions,
-    reduction_work,
-)
+from moesaic.facts.workload.gradient_reduction import GradientReduction, gradient_reductions
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
 from moesaic.facts.workload.operation import Op, Operation
-from moesaic.facts.workload.parameters import Parameter, local_size
+from moesaic.facts.workload.parameters import local_size
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import Sizes, group_of
+from moesaic.facts.workload.sizes import GPU_MOMENT_CHUNK, MOMENT_CHUNK, Sizes, group_of
 from moesaic.facts.workload.spec import BlockSpec
 
 STEP = "step"
@@ -107,8 +103,7 @@ def workload(
     """
     builder = BlockBuilder(RankParams.of_rank(job, plan, rank), loads, on_cpu)
     reductions = gradient_reductions(builder.params)
-    sums = (*count_reductions(job, plan, rank), *scalar_reductions(job.model, plan, rank))
-    last = BlockWork((), sums)
+    last = BlockWork((), scalar_reductions(job, plan, rank))
     return with_gradient_reductions(builder.blocks(), reductions, last)
 
 
@@ -162,22 +157,40 @@ class BlockBuilder:
     def _with_fsdp(self, blocks: Sequence[Block]) -> list[Block]:
         """Return blocks of one FSDP group with its work: a layer, or embedding and head.
 
+        It all-gathers parameters, reduce-scatters gradients, and all-reduces gradient shards over
+        replicas once a step.
         A layer is gathered again for backward, embedding and head stay gathered. In a pipeline,
         stages stay gathered from the first micro-batch to the last. Then they reduce-scatter the
         accumulated gradients, as part of the update.
         """
+        params, plan, element_bytes = self.params, self.params.plan, self.sizes.stored_bytes
+        dense = [p for block in blocks for p in block.spec.dense if not p.is_column_shard]
+        if plan.dp_shard == 1 or not dense:  # FSDP skips a column-sharded embedding by itself.
+            return list(blocks)
+        ranks = group_of(plan.dp_shard_groups(), params.rank)
+        replicas = group_of(plan.dp_replicate_groups(), params.rank)
+        shard_bytes, gradient_bytes = (
+            sum(local_size(p, plan.dp_shard) for p in group) * element_bytes
+            for group in (dense, [p for p in dense if params.is_trained(p)])
+        )
+        gathered, scattered = shard_bytes * len(ranks), gradient_bytes * len(ranks)
+        gather = CollectiveCall("parameters", "all_gather", ranks, gathered, precedes_compute=True)
+        unshard = BlockWork((Op("unshard", (), 2 * (gathered + shard_bytes), 2),), (gather,))
+        reshard = reduction = BlockWork()
+        if gradient_bytes:
+            scatter = collective("gradients", "reduce_scatter", ranks, scattered)
+            reshard = BlockWork((Op("reshard", (), 2 * scattered, 1),), scatter)
+            reduction = BlockWork(
+                (), collective("replicas", "all_reduce", replicas, gradient_bytes)
+            )
         first, *rest = blocks
-        if self.params.plan.dp_shard == 1:
-            return [first, *rest]
-        unshard, reshard, replica_reduction = self._fsdp_work([block.spec for block in blocks])
-        if self.params.plan.pp > 1:
-            work = unshard + reshard + replica_reduction
-            return [replace(first, update=first.update + work), *rest]
+        if plan.pp > 1:
+            return [replace(first, update=first.update + unshard + reshard + reduction), *rest]
         if first.spec.layer is not None:
             rest[-1] = replace(rest[-1], backward=unshard + rest[-1].backward)
         first = replace(
             first, forward=unshard + first.forward, backward=first.backward + reshard,
-            update=first.update + replica_reduction,
+            update=first.update + reduction,
         )  # fmt: skip
         return [first, *rest]
 
@@ -222,41 +235,12 @@ class BlockBuilder:
         update = BlockWork(_update_ops(self.params, self.sizes, spec))
         return Block(spec, forward, backward, update, saved, captured)
 
-    def _fsdp_work(self, specs: Iterable[BlockSpec]) -> tuple[BlockWork, BlockWork, BlockWork]:
-        """Return FSDP's work for the blocks of one group: all-gather of parameters, reduce-scatter
-        of gradients, and the all-reduce of gradient shards over replicas, once a step."""
-        params, plan, element_bytes = self.params, self.params.plan, self.sizes.stored_bytes
-        ranks = group_of(plan.dp_shard_groups(), params.rank)
-        replicas = group_of(plan.dp_replicate_groups(), params.rank)
-        dense = [p for spec in specs for p in spec.dense if not p.is_column_shard]
-        trained = [p for p in dense if params.is_trained(p)]
-        shard_bytes, gradient_bytes = (
-            sum(local_size(p, plan.dp_shard) for p in group) * element_bytes
-            for group in (dense, trained)
-        )
-        if not dense:  # A column-sharded embedding by itself, which FSDP skips.
-            return BlockWork(), BlockWork(), BlockWork()
-        whole_bytes, scattered = shard_bytes * len(ranks), gradient_bytes * len(ranks)
-        gather = CollectiveCall(
-            "parameters", "all_gather", ranks, whole_bytes, precedes_compute=True
-        )
-        unshard = BlockWork((Op("unshard", (), 2 * (whole_bytes + shard_bytes), 2),), (gather,))
-        if not trained:
-            return unshard, BlockWork(), BlockWork()
-        scatter = CollectiveCall("gradients", "reduce_scatter", ranks, scattered)
-        reduce = CollectiveCall("replicas", "all_reduce", replicas, gradient_bytes)
-        return (
-            unshard,
-            BlockWork((Op("reshard", (), 2 * scattered, 1),), (scatter,)),
-            BlockWork((), (reduce,) if len(replicas) > 1 else ()),
-        )
-
 
 def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
     """Return a layer's dense FFN of width `ffn`, with its norm and residual."""
     *inner, down, scatter = ops.gated_ffn(s, ffn, "ffn")
     return [
-        ops.norm(s, s.model.hidden, num_uses=2 if s.tp == 1 else 1, in_residual=True),
+        ops.norm(s, s.model.hidden, num_gradients=3 if s.tp == 1 else 2, saves_result=s.tp == 1),
         *inner,
         replace(down, recompute="input"),
         replace(scatter, recompute="nothing"),
@@ -266,38 +250,40 @@ def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
 
 def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, ...]:
     """Return gradient norm, clipping and AdamW for the trainable parameters of a block."""
-    job, plan = params.job, params.plan
-    element_bytes = sizes.stored_bytes
+    job, plan, element_bytes = params.job, params.plan, sizes.stored_bytes
     trained = [p for p in spec.parameters if params.is_trained(p)]
-    is_matrix = {p.name: len(p.shape) > 1 for p in trained}
-
-    def elements(chosen: Iterable[Parameter]) -> int:
-        return sum(p.size if p.expert is not None else local_size(p, plan.dp_shard) for p in chosen)
-
-    total = elements(trained)
-    normed = elements(p for p in trained if params.counts_in_grad_norm(p))
+    elements = [p.size if p.expert is not None else local_size(p, plan.dp_shard) for p in trained]
+    total = sum(elements)
+    normed = sum(
+        size for p, size in zip(trained, elements, strict=True) if params.counts_in_grad_norm(p)
+    )
     # Experts are updated one by one. Gradients in buckets make flat tensors, of matrices and of
     # vectors, which a layer's attention and network share.
-    num_dense = sum(p.is_dense for p in trained)
+    num_tensors = sum(p.is_dense for p in trained)
     if plan.dp_shard == 1 and plan.ranks_per_stage > 1:
-        num_dense = 0 if spec.kind in ("ffn", "moe") else min(num_dense, 2)
-    num_tensors = num_dense + len({p.expert for p in trained if p.expert is not None})
+        num_tensors = 0 if spec.kind in ("ffn", "moe") else min(num_tensors, 2)
+    num_tensors += len({p.expert for p in trained if p.expert is not None})
     num_additions = job.train.micro_batches - 1
     # A pipeline accumulates unsharded gradients.
     accumulated = sum(p.size for p in trained) if plan.pp > 1 else total
-    update = ops.optimizer_update(
+    moved = 3 * num_additions * accumulated * element_bytes
+    norm, clip, adamw = ops.optimizer_update(
         total * element_bytes,
         num_tensors,
         normed_bytes=normed * element_bytes,
         clips_gradient=job.train.clip > 0,
     )
+    updates = [adamw]
     if job.optimizer.moments != "full":
-        matrices = [elements([p]) for p in trained if is_matrix[p.name]]
-        vectors = elements(p for p in trained if not is_matrix[p.name]) * element_bytes
-        low_bit = ops.low_bit_adamw(matrices, job.optimizer.moments, sizes.moment_chunk)
-        update = (*update[:-1], ops.adamw(vectors, min(num_tensors, 2)), low_bit)
-    moved = 3 * num_additions * accumulated * element_bytes
-    return Op("accumulate", (), moved, num_additions * num_tensors), *update
+        matrices = [size for p, size in zip(trained, elements, strict=True) if len(p.shape) > 1]
+        vector_bytes = (total - sum(matrices)) * element_bytes
+        updates = [
+            ops.adamw(vector_bytes, min(num_tensors, 2)),
+            ops.low_bit_adamw(
+                matrices, job.optimizer.moments, MOMENT_CHUNK if sizes.on_cpu else GPU_MOMENT_CHUNK
+            ),
+        ]
+    return Op("accumulate", (), moved, num_additions * num_tensors), norm, clip, *updates
 
 
 def with_gradient_reductions(
@@ -306,12 +292,23 @@ def with_gradient_reductions(
     """Return `blocks` with gradient reductions, and a last block for work once a step.
 
     An overlapped reduction belongs to the block whose backward completes its bucket. The last block
-    has all others, and then `last`.
+    has all others, and then `last`. Reductions of experts come last in a block, as some ranks may
+    have none.
     """
-    calls, copies = reduction_work(reductions)
+    calls, copies = dict[str, list[CollectiveCall]](), list[Op]()
+    for one in reductions:
+        for bucket in one.buckets:
+            block = one.gradients[bucket.members[-1]].block if one.overlaps_backward else ""
+            call = CollectiveCall(one.name, "all_reduce", one.ranks, bucket.num_bytes)
+            calls.setdefault(block, []).append(call)
+        filled = [bucket for bucket in one.buckets if len(bucket.members) > 1]
+        moved = sum(2 * bucket.num_bytes for bucket in filled)
+        num_kernels = sum(len(bucket.members) for bucket in filled)
+        name = "fill buckets" if one.overlaps_backward else "reduce"
+        copies.append(Op(name, (), moved, num_kernels))
     reduced = [
         replace(block, update=block.update + BlockWork((), tuple(calls.get(block.name, ()))))
         for block in blocks
     ]
-    final = BlockWork(copies, tuple(calls.get("", ()))) + last
+    final = BlockWork(tuple(copies), tuple(calls.get("", ()))) + last
     return [*reduced, Block(BlockSpec(STEP, "other"), update=final)]

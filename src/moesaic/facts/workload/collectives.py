@@ -7,10 +7,10 @@ durations belong to the cost model, which knows the cluster.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.facts.workload.loads import destination_counts
 from moesaic.facts.workload.sizes import BUCKET_BYTES, Sizes, group_of
@@ -45,49 +45,63 @@ class CollectiveCall:
     """True if its block waits for the result before it computes."""
 
 
+def collective(
+    name: str, operation: CollectiveKind, ranks: tuple[int, ...], num_bytes: int
+) -> tuple[CollectiveCall, ...]:
+    """Return a collective; none for a group of one."""
+    return (CollectiveCall(name, operation, ranks, num_bytes),) if len(ranks) > 1 else ()
+
+
 def all_to_all(
     name: str, ranks: tuple[int, ...], send_bytes: Sequence[int], receive_bytes: Sequence[int]
 ) -> tuple[CollectiveCall, ...]:
-    """Return an exchange among `ranks`, with `send_bytes` to and `receive_bytes` from each.
-
-    A single rank has none.
-    """
-    if len(ranks) == 1:
-        return ()
+    """Return an exchange among `ranks`, with `send_bytes` to and `receive_bytes` from each."""
+    calls = collective(name, "all_to_all", ranks, sum(send_bytes))
     sent, received = tuple(send_bytes), tuple(receive_bytes)
-    return (CollectiveCall(name, "all_to_all", ranks, sum(sent), sent, received),)
+    return tuple(replace(one, send_bytes=sent, receive_bytes=received) for one in calls)
 
 
 def count_exchange(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, ...]:
     """Return the all-gathers of token counts before an exchange: with capacity, of the choices of
     all ranks; then of the EP group."""
-    calls = list[CollectiveCall]()
-    all_ranks = group_of(plan.same_etp_rank_groups(), rank)
-    if job.routing.capacity_factor is not None and len(all_ranks) > 1:
-        num_bytes = SCALAR_BYTES * (job.model.top_k * job.model.experts + 1)
-        calls.append(
-            CollectiveCall("capacity", "all_gather", all_ranks, len(all_ranks) * num_bytes)
-        )
-    if plan.ep > 1:
-        destinations = sum(destination_counts(plan)) if plan.dispatch == "dedup" else 0
-        num_bytes = plan.ep * SCALAR_BYTES * plan.chunks * (job.model.experts + destinations)
-        ep_ranks = group_of(plan.ep_groups(), rank)
-        calls.append(CollectiveCall("counts", "all_gather", ep_ranks, num_bytes))
-    return tuple(calls)
-
-
-def count_reductions(job: Job, plan: Plan, rank: int) -> Iterator[CollectiveCall]:
-    """Yield the all-reduces of a step that sum expert counts over ranks: one for each stage and
-    micro-batch."""
+    destinations = sum(destination_counts(plan)) if plan.dispatch == "dedup" else 0
+    num_bytes = plan.ep * SCALAR_BYTES * plan.chunks * (job.model.experts + destinations)
+    counts = collective("counts", "all_gather", group_of(plan.ep_groups(), rank), num_bytes)
+    if job.routing.capacity_factor is None:
+        return counts
     ranks = group_of(plan.same_etp_rank_groups(), rank)
+    num_bytes = len(ranks) * SCALAR_BYTES * (job.model.top_k * job.model.experts + 1)
+    return collective("capacity", "all_gather", ranks, num_bytes) + counts
+
+
+def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, ...]:
+    """Return the all-reduces of a step that sum numbers over ranks.
+
+    Expert counts have one for each stage and micro-batch. Then come the number of targets, the
+    gradient norm, and logged values. In a pipeline, the log also needs the tokens per expert and
+    the drops of every layer.
+    """
+    model, calls = job.model, list[tuple[str, tuple[int, ...], int]]()
     tables = 1 + (job.routing.router == "gshard") + (job.routing.capacity_factor is not None)
-    expert_blocks = {f"layers.{layer}" for layer in job.model.expert_layers}
-    for names in stage_blocks(plan, job.model)[plan.pp_rank(rank) :: plan.pp]:
+    expert_blocks = {f"layers.{layer}" for layer in model.expert_layers}
+    ranks = group_of(plan.same_etp_rank_groups(), rank)
+    for names in stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]:
         layers = len(expert_blocks.intersection(names))
-        num_bytes = SCALAR_BYTES * (tables * layers * job.model.experts + 1)
-        if layers and len(ranks) > 1:
-            call = CollectiveCall("expert counts", "all_reduce", ranks, num_bytes)
-            yield from [call] * job.train.micro_batches
+        if layers:
+            numbers = tables * layers * model.experts + 1
+            calls += [("expert counts", ranks, numbers)] * job.train.micro_batches
+    all_ranks = tuple(range(plan.ranks))
+    calls += [
+        ("targets", group_of(plan.stage_groups(), rank), 1),
+        ("norm", all_ranks, 1),
+        ("losses", all_ranks, 4),
+        ("loads", group_of(plan.pp_groups(), rank), model.layers * (model.experts + 1)),
+    ]
+    return tuple(
+        call
+        for name, ranks, numbers in calls
+        for call in collective(name, "all_reduce", ranks, numbers * SCALAR_BYTES)
+    )
 
 
 def embedding_exchanges(s: Sizes) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
@@ -147,20 +161,3 @@ def _make_bucket(members: range, sizes: Sequence[int], at_end: Container[int]) -
 
 def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def scalar_reductions(model: ModelConfig, plan: Plan, rank: int) -> Iterator[CollectiveCall]:
-    """Yield the all-reduces of scalars: number of targets, gradient norm, and logged values.
-
-    In a pipeline, the log also needs the tokens per expert and the drops of every layer.
-    """
-    all_ranks = tuple(range(plan.ranks))
-    pipeline_ranks = tuple(range(rank % plan.ranks_per_stage, plan.ranks, plan.ranks_per_stage))
-    loads = model.layers * (model.experts + 1)
-    for name, ranks, numbers in (
-        ("targets", group_of(plan.stage_groups(), rank), 1), ("norm", all_ranks, 1),
-        ("losses", all_ranks, 4),
-        ("loads", pipeline_ranks, loads),
-    ):  # fmt: skip
-        if len(ranks) > 1:
-            yield CollectiveCall(name, "all_reduce", ranks, numbers * SCALAR_BYTES)

@@ -16,11 +16,12 @@ from moesaic.facts.workload.collectives import (
     CollectiveCall,
     CollectiveKind,
     all_to_all,
+    collective,
 )
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
-from moesaic.facts.workload.ops import gated_ffn, norm, residual
-from moesaic.facts.workload.sizes import Sizes
+from moesaic.facts.workload.ops import adapter_ops, gated_ffn, norm, residual
+from moesaic.facts.workload.sizes import FloatType, Sizes
 
 EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
@@ -37,11 +38,7 @@ def mixture_of_experts(
     hidden, has_shared = s.model.hidden, s.shared_width > 0
     choices = s.dispatched_tokens * s.model.top_k
     dispatched_bytes = s.dispatched_tokens * hidden * s.compute_bytes
-    tokens = _token_exchanges(s, routed)
-    shared: list[Operation] = []
-    if has_shared:
-        shares_input = s.tp == 1 and not s.num_casts  # The router saves it.
-        shared = gated_ffn(s, s.shared_width, "shared", shares_input=shares_input)
+    shared = gated_ffn(s, s.shared_width, "shared") if has_shared else []
     added = Op("shared", (), 3 * s.stream_elements * s.compute_bytes, 1)
     last = [
         _etp_collective(s, "reduce_scatter", dispatched_bytes),
@@ -50,7 +47,7 @@ def mixture_of_experts(
         residual(s),
     ]
     return [
-        norm(s, hidden, num_uses=2 + has_shared * (2 if s.tp == 1 else 1), in_residual=True),
+        norm(s, hidden, num_gradients=3 + has_shared * (2 if s.tp == 1 else 1)),
         _router(s),
         # Choices and weights of all tokens in the expert TP group.
         _etp_collective(s, "all_gather", choices * SCALAR_BYTES, has_grad=False),
@@ -58,12 +55,11 @@ def mixture_of_experts(
         Operation(forward_calls=counts),
         _etp_collective(s, "all_gather", dispatched_bytes),
         _dispatch(s, routed),
-        *tokens[:1],
+        _exchanges(s, routed, TOKENS),
         *shared,
-        *tokens[1:],
         *(_experts(s, chunk) for chunk in routed.compute_order()),
         _combine(s, routed),
-        _result_exchanges(s, routed),
+        _exchanges(s, routed, RESULTS),
         *(replace(one, recompute="nothing") for one in last),
     ]
 
@@ -72,14 +68,14 @@ def _router(s: Sizes) -> Operation:
     """Return scores and choices, in stored type, and the auxiliary losses."""
     model, t = s.model, s.shard_tokens
     scores = t * model.experts * s.stored_bytes
-    matmuls = s.trains_routers * (
-        MatmulShape(model.experts, model.hidden, t, is_weight_gradient=True),
-    )
-    matmuls += (MatmulShape(t, model.hidden, model.experts),)
+    is_trained = s.finetune is None or s.finetune.router == "train"
+    dtype: FloatType = "fp64" if s.precision == "fp64" else "fp32"
+    weight_gradient = MatmulShape(model.experts, model.hidden, t, is_weight_gradient=True)
+    matmuls = (*is_trained * (weight_gradient,), MatmulShape(t, model.hidden, model.experts))
     return Operation(
         Op("router", (MatmulShape(t, model.experts, model.hidden),), 8 * scores, 24,
-           s.stored_dtype, 2 * t * model.experts),
-        Op("router", matmuls, 24 * scores, 24, s.stored_dtype),
+           dtype, 2 * t * model.experts),
+        Op("router", matmuls, 24 * scores, 24, dtype),
         s.stream_elements * s.stored_bytes + 2 * scores,
     )  # fmt: skip
 
@@ -87,57 +83,36 @@ def _router(s: Sizes) -> Operation:
 def _etp_collective(
     s: Sizes, kind: CollectiveKind, num_bytes: int, *, has_grad: bool = True
 ) -> Operation:
-    """Return a collective of the expert TP group, and its inverse in backward.
-
-    A group of one has none.
-    """
-    if s.etp == 1:
-        return Operation()
-    gather = CollectiveCall("gather dispatched tokens", "all_gather", s.etp_ranks, num_bytes)
-    scatter = replace(gather, name="reduce-scatter expert results", operation="reduce_scatter")
+    """Return a collective of the expert TP group, and its inverse in backward."""
+    gather = collective("gather dispatched tokens", "all_gather", s.etp_ranks, num_bytes)
+    scatter = collective("reduce-scatter expert results", "reduce_scatter", s.etp_ranks, num_bytes)
     forward, backward = (gather, scatter) if kind == "all_gather" else (scatter, gather)
-    return Operation(forward_calls=(forward,), backward_calls=has_grad * (backward,))
+    return Operation(forward_calls=forward, backward_calls=has_grad * backward)
 
 
-def _exchange(
-    name: str, one: Exchange, token_bytes: int, *, returns: bool = False
-) -> tuple[CollectiveCall, ...]:
-    send, receive = (
-        [n * token_bytes for n in counts] for counts in (one.send_tokens, one.receive_tokens)
-    )
-    return all_to_all(name, one.group, *((receive, send) if returns else (send, receive)))
+def _exchanges(s: Sizes, routed: RoutedTokens, name: str) -> Operation:
+    """Return the exchanges of tokens or results, chunk by chunk and hop by hop.
 
-
-def _token_exchanges(s: Sizes, routed: RoutedTokens) -> list[Operation]:
-    """Return the exchanges of tokens to experts, chunk by chunk and hop by hop.
-
-    A deduplicated token carries its weights and slots, and backward returns the gradients of the
-    weights.
+    Results return on the way of their tokens. A deduplicated token carries its weights and slots,
+    and backward returns the gradients of the weights.
     """
     forward_bytes = backward_bytes = s.model.hidden * s.compute_bytes
-    if routed.is_dedup:
+    returns = name == RESULTS
+    if routed.is_dedup and not returns:
         forward_bytes, _ = dedup_token_bytes(s.model.hidden, s.model.top_k, s.compute_bytes)
         backward_bytes += s.model.top_k * s.compute_bytes
-    return [
-        Operation(
-            forward_calls=_exchange(TOKENS, hop, forward_bytes),
-            backward_calls=_exchange(TOKENS, hop, backward_bytes, returns=True),
-        )
-        for chunk in routed.split_chunks()
-        for hop in chunk.exchanges
+
+    def call(hop: Exchange, token_bytes: int, *, returns: bool) -> tuple[CollectiveCall, ...]:
+        counts = (hop.send_tokens, hop.receive_tokens)[:: -1 if returns else 1]
+        sent, received = ([number * token_bytes for number in numbers] for numbers in counts)
+        return all_to_all(name, hop.group, sent, received)
+
+    hops = [
+        hop for chunk in routed.split_chunks() for hop in chunk.exchanges[:: -1 if returns else 1]
     ]
-
-
-def _result_exchanges(s: Sizes, routed: RoutedTokens) -> Operation:
-    """Return the exchanges of results back to their tokens' ranks."""
-    row = s.model.hidden * s.compute_bytes
-    hops = [hop for chunk in routed.split_chunks() for hop in reversed(chunk.exchanges)]
-    return Operation(
-        forward_calls=tuple(
-            one for hop in hops for one in _exchange(RESULTS, hop, row, returns=True)
-        ),
-        backward_calls=tuple(one for hop in reversed(hops) for one in _exchange(RESULTS, hop, row)),
-    )
+    forward = [call(hop, forward_bytes, returns=returns) for hop in hops]
+    backward = [call(hop, backward_bytes, returns=not returns) for hop in reversed(hops)]
+    return Operation(forward_calls=sum(forward, ()), backward_calls=sum(backward, ()))
 
 
 def _dispatch(s: Sizes, routed: RoutedTokens) -> Operation:
@@ -215,15 +190,23 @@ def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
         EXPERTS, tuple(forward), cast + 5 * inner + (2 - is_weighted) * copied,
         6 + 2 * num_casts, s.precision, rows * ffn, GROUPED_MM,
     )  # fmt: skip
-    moved = cast * (1 + trains) + (14 + (6 + 2 * trains) * is_weighted) * inner
+    rank = s.adapter_rank("experts")
+    reads_rows = trains or rank > 0
+    moved = cast * (1 + trains) + (14 + (6 + 2 * reads_rows) * is_weighted) * inner
+    # Gradients of slots without tokens are filled with zeros.
+    moved += trains * list(slot_tokens).count(0) * 3 * ffn * hidden * s.stored_bytes
     backward_op = Op(
-        EXPERTS, tuple(backward), moved + (2 + trains - is_weighted) * copied,
+        EXPERTS, tuple(backward), moved + (2 + reads_rows - is_weighted) * copied,
         16 + 2 * num_casts * (1 + trains), s.precision, 2 * rows * ffn, GROUPED_MM,
     )  # fmt: skip
-    rank = s.adapter_rank("experts")
     if rank:
-        adapters = _expert_adapters(s, slot_tokens, rank)
-        forward_op, backward_op = map(Op.merged, (forward_op, backward_op), adapters)
+        slots = _slots_by_token_count(slot_tokens)
+        for columns, width in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
+            added, backward_added = adapter_ops(s, rank, columns, width, slots, is_grouped=True)
+            # Backward fills the gradients of A and B with zeros first.
+            zeros = len(slot_tokens) * rank * (columns + width) * s.stored_bytes
+            forward_op = forward_op.merged(added)
+            backward_op = backward_op.merged(backward_added).merged(Op("", (), zeros, 1))
     captured = trains * (2 * inner + chunk.is_all_to_all * rows * hidden * s.compute_bytes)
     return Operation(forward_op, backward_op, 2 * inner, captured)
 
@@ -231,27 +214,6 @@ def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
 def _slots_by_token_count(slot_tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Return token counts and their number of slots, without empty slots."""
     return sorted(Counter(count for count in slot_tokens if count).items())
-
-
-def _expert_adapters(s: Sizes, slot_tokens: Sequence[int], rank: int) -> tuple[Op, Op]:
-    """Return the work that adapters of expert matrices add, forward and backward."""
-    hidden, ffn, rows = s.model.hidden, s.expert_width, sum(slot_tokens)
-    forward, backward = list[MatmulShape](), list[MatmulShape]()
-    for columns, inner in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
-        for count, num in _slots_by_token_count(slot_tokens):
-            thin = MatmulShape(count, rank, inner, num)
-            forward += [thin, MatmulShape(count, columns, rank, num)]
-            backward += [
-                thin, MatmulShape(count, rank, columns, num),
-                MatmulShape(count, columns, rank, num, is_weight_gradient=True),
-                MatmulShape(count, rank, inner, num, is_weight_gradient=True),
-                MatmulShape(count, inner, rank, num),
-            ]  # fmt: skip
-    moved = 3 * rows * (2 * ffn + hidden) * s.compute_bytes
-    kernels = 12 + 6 * s.num_casts * len(slot_tokens)
-    return (
-        Op("", tuple(forward), moved, kernels), Op("", tuple(backward), 2 * moved, 2 * kernels)
-    )  # fmt: skip
 
 
 def _combine(s: Sizes, routed: RoutedTokens) -> Operation:

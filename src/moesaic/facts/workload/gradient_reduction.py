@@ -10,12 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moesaic.facts.workload.collectives import (
-    BucketLayout,
-    CollectiveCall,
-    split_into_buckets,
-)
-from moesaic.facts.workload.operation import Op
+from moesaic.facts.workload.collectives import BucketLayout, split_into_buckets
 from moesaic.facts.workload.parameters import Parameter
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import STORED_BYTES, group_of
@@ -107,25 +102,3 @@ def gradient_reductions(params: RankParams) -> list[GradientReduction]:
             )
         )
     return reductions
-
-
-def reduction_work(
-    reductions: Sequence[GradientReduction],
-) -> tuple[dict[str, list[CollectiveCall]], tuple[Op, ...]]:
-    """Return the collectives of all reductions, and the copies into buckets.
-
-    Collectives are keyed by the block whose backward completes the bucket; "" for those after
-    backward. Reductions of experts come last in a block, as some ranks may have none.
-    """
-    by_block, copies = dict[str, list[CollectiveCall]](), list[Op]()
-    for one in reductions:
-        for bucket in one.buckets:
-            block = one.gradients[bucket.members[-1]].block if one.overlaps_backward else ""
-            call = CollectiveCall(one.name, "all_reduce", one.ranks, bucket.num_bytes)
-            by_block.setdefault(block, []).append(call)
-        filled = [bucket for bucket in one.buckets if len(bucket.members) > 1]
-        moved = sum(2 * bucket.num_bytes for bucket in filled)
-        num_kernels = sum(len(bucket.members) for bucket in filled)
-        name = "fill buckets" if one.overlaps_backward else "reduce"
-        copies.append(Op(name, (), moved, num_kernels))
-    return by_block, tuple(copies)

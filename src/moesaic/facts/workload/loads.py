@@ -4,6 +4,7 @@ routing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -45,17 +46,13 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> CountArray:
         raise ConfigError(
             "a load has no assignments or a negative count: give counts of at least 0, some above 0"
         )
-    ends = array.cumsum() / array.sum()
-    counts: CountArray = np.diff(np.rint(np.outer(_assignments(job, plan), ends)), prepend=0)
-    return counts.astype(np.int64)
-
-
-def _assignments(job: Job, plan: Plan) -> list[int]:
-    """Return the assignments of each rank's tokens in a global micro-batch, [ranks]."""
     batch = job.train.batch // job.train.micro_batches
     choices = job.data.sequence * plan.etp // plan.tp * job.model.top_k
     ranks = range(0, plan.ranks_per_stage, plan.etp)
-    return [len(plan.sample_range(rank, batch)) * choices for rank in ranks]
+    assignments = [len(plan.sample_range(rank, batch)) * choices for rank in ranks]
+    ends = np.outer(assignments, array.cumsum() / array.sum())
+    counts: CountArray = np.diff(np.rint(ends), prepend=0)
+    return counts.astype(np.int64)
 
 
 def destination_counts(plan: Plan) -> list[int]:
@@ -113,12 +110,12 @@ class Exchange(NamedTuple):
     """Tokens before the exchange: the rank's own, or those of the exchange before."""
 
     def chunk(self, index: int, chunks: int) -> Exchange:
-        """Return chunk `at` of `chunks`, of evenly split tokens."""
-        send, receive = (
+        """Return chunk `index` of `chunks`, of evenly split tokens."""
+        send, receive, (num_tokens,) = (
             [split_evenly(number, chunks)[index] for number in counts]
-            for counts in (self.send_tokens, self.receive_tokens)
+            for counts in (self.send_tokens, self.receive_tokens, [self.num_tokens])
         )
-        return Exchange(self.group, send, receive, split_evenly(self.num_tokens, chunks)[index])
+        return Exchange(self.group, send, receive, num_tokens)
 
     @property
     def num_sent(self) -> int:
@@ -164,24 +161,20 @@ class RoutedTokens(NamedTuple):
 
     def split_chunks(self) -> list[RoutedTokens]:
         """Return each dispatched chunk, of evenly split tokens."""
-        if self.num_chunks == 1:
-            return [self._replace(local_slot_tokens=())]
-        result = []
-        for index, slots in enumerate(_split_slots(self.slot_tokens, self.num_chunks)):
-            exchanges = tuple(exchange.chunk(index, self.num_chunks) for exchange in self.exchanges)
-            num_sent = split_evenly(self.num_sent, self.num_chunks)[index]
-            result.append(RoutedTokens(num_sent, slots, exchanges, self.is_dedup))
-        return result
+        return [
+            RoutedTokens(
+                split_evenly(self.num_sent, self.num_chunks)[index],
+                [split_evenly(tokens, self.num_chunks)[index] for tokens in self.slot_tokens],
+                tuple(exchange.chunk(index, self.num_chunks) for exchange in self.exchanges),
+                self.is_dedup,
+            )
+            for index in range(self.num_chunks)
+        ]
 
     def local_chunks(self) -> list[RoutedTokens]:
         """Return each chunk of local tokens, in slot order."""
-        chunks, start = [], 0
-        ends = np.cumsum(self.local_slot_tokens)
-        for size in (
-            split_evenly(sum(self.local_slot_tokens), self.num_local_chunks)
-            if self.local_slot_tokens
-            else []
-        ):
+        chunks, start, ends = [], 0, np.cumsum(self.local_slot_tokens)
+        for size in split_evenly(sum(self.local_slot_tokens), self.num_local_chunks):
             bounds = np.clip(ends, start, start + size)
             slots = np.diff(bounds, prepend=start).tolist()
             chunks.append(RoutedTokens(size, slots, (), is_dedup=False))
@@ -189,17 +182,10 @@ class RoutedTokens(NamedTuple):
         return chunks
 
     def compute_order(self) -> list[RoutedTokens]:
-        """Return all chunks in the order in which they are computed."""
-        local_chunks, order = self.local_chunks(), list[RoutedTokens]()
-        for index, chunk in enumerate(self.split_chunks()):
-            order += [*local_chunks[index : index + 1], chunk]
-        return [*order, *local_chunks[self.num_chunks :]]
-
-
-def _split_slots(slots: Sequence[int], parts: int) -> list[list[int]]:
-    return [
-        list(part) for part in zip(*(split_evenly(tokens, parts) for tokens in slots), strict=True)
-    ]
+        """Return all chunks in the order in which they are computed: local chunks before, between
+        and after the others."""
+        pairs = zip_longest(self.local_chunks(), self.split_chunks())
+        return [chunk for pair in pairs for chunk in pair if chunk is not None]
 
 
 def routed_by_layer(

@@ -11,6 +11,7 @@ temporaries count as if the whole model were trained, without the few of adapter
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -30,7 +31,6 @@ from moesaic.facts.workload.sizes import (
     STORED_BYTES,
     Sizes,
 )
-from moesaic.facts.workload.spec import BlockSpec
 
 _NORM_STREAMS = 6
 """Temporaries in backward of a norm and its gradients, in units of the residual stream."""
@@ -124,30 +124,31 @@ class _StepMemory:
         on_cpu: bool,
         lasting: Memory,
     ) -> None:
-        job, plan = params.job, params.plan
         builder = BlockBuilder(params, loads, on_cpu)
-        self.params, self.job, self.plan, self.sizes = params, job, plan, builder.sizes
-        self.routed, self.is_sharded = builder.routed, plan.dp_shard > 1
+        self.params, self.plan, self.sizes = params, params.plan, builder.sizes
+        self.recomputes = self.plan.recomputes(params.job)
+        self.holds_experts = params.job.memory is None
+        self.routed, self.is_sharded = builder.routed, self.plan.dp_shard > 1
         self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
-        self.angle_bytes = self.sizes.tokens * job.model.rotary_dim * self.sizes.stored_bytes
-        self.saved = dict[str, int]()
+        rotary_elements = self.sizes.tokens * self.sizes.model.rotary_dim
+        self.angle_bytes = rotary_elements * self.sizes.stored_bytes
+        self.saved: Counter[str] = Counter()
         """Bytes that autograd saves per module."""
-        self.captured = dict[str, int]()
+        self.captured: Counter[str] = Counter()
         """Bytes of gradients per module that a split backward keeps."""
-        self.dense_bytes = dict[str, int]()
+        self.dense_bytes: Counter[str] = Counter()
         """Bytes of the dense parameters of each module, which FSDP gathers; "" for embedding and
         head."""
         for block in builder.blocks():
             name, layer = block.spec.model_block, block.spec.layer
-            self.saved[name] = self.saved.get(name, 0) + block.saved_bytes
-            self.captured[name] = self.captured.get(name, 0) + block.captured_bytes
-            group, dense = "" if layer is None else name, block.spec.dense
-            elements = sum(p.size for p in dense if not p.is_column_shard)
-            num_bytes = elements * self.sizes.stored_bytes
-            self.dense_bytes[group] = self.dense_bytes.get(group, 0) + num_bytes
-        experts = params.experts_in_memory
-        trained = [p for p in experts if p.layer == experts[0].layer and params.is_trained(p)]
-        self.arena_bytes = sum(p.size for p in trained) * self.sizes.stored_bytes
+            self.saved[name] += block.saved_bytes
+            self.captured[name] += block.captured_bytes
+            elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
+            self.dense_bytes["" if layer is None else name] += elements * self.sizes.stored_bytes
+        trained = [p for p in params.experts_in_memory if params.is_trained(p)]
+        self.arena_bytes = self.sizes.stored_bytes * sum(
+            p.size for p in trained if p.layer == trained[0].layer
+        )
         """Bytes of the gradient of one layer's experts."""
         has_table = any(p.layer is None for p in params.trainable_dense)
         self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
@@ -157,39 +158,31 @@ class _StepMemory:
         """Bytes of activations and buffers, and of gradients, at present."""
         self.peak = lasting
 
-    def _gradient_bytes(self, spec: BlockSpec) -> int:
-        """Return bytes of the gradients of a block.
-
-        Pipelines keep gradients unsharded until the last backward.
-        """
-        num_shards = 1 if self.plan.pp > 1 else self.plan.dp_shard
-        elements = sum(
-            p.size if p.expert is not None else local_size(p, num_shards)
-            for p in spec.parameters
-            if self.params.is_trained(p) and (p.expert is None or self.job.memory is None)
-        )
-        return elements * self.sizes.stored_bytes
-
     def _gradient_allocations(self, names: Sequence[str]) -> list[tuple[float, int]]:
         """Return when backward of some modules allocates gradients, and their bytes.
 
         Times count down from infinity for the head over the indices of layers to -1 for the
-        embedding. A bucket of several gradients is allocated with its first one.
+        embedding. A bucket of several gradients is allocated with its first one. Pipelines keep
+        gradients unsharded until the last backward.
         """
-        found, bucketed = list[tuple[float, int]](), dict[str, int]()
+        num_shards = 1 if self.plan.pp > 1 else self.plan.dp_shard
+        own_bytes: Counter[str] = Counter()
+        for spec in self.params.blocks:
+            if spec.model_block in names:
+                own_bytes[spec.name] = self.sizes.stored_bytes * sum(
+                    p.size if p.expert is not None else local_size(p, num_shards)
+                    for p in spec.parameters
+                    if self.params.is_trained(p) and (p.expert is None or self.holds_experts)
+                )
+        found = list[tuple[float, int]]()
         for reduction in self.reductions:
             for bucket in reduction.buckets if reduction.overlaps_backward else ():
                 members = [reduction.gradients[at] for at in bucket.members]
                 if len(members) > 1:
                     found.append((self._time(members[0].block), bucket.num_bytes))
                     for gradient in members:
-                        block = gradient.block
-                        bucketed[block] = bucketed.get(block, 0) + gradient.num_bytes
-        for spec in self.params.blocks:
-            if spec.model_block in names:
-                rest = self._gradient_bytes(spec) - bucketed.get(spec.name, 0)
-                found.append((self._time(spec.name), rest))
-        return found
+                        own_bytes[gradient.block] -= gradient.num_bytes
+        return found + [(self._time(name), size) for name, size in own_bytes.items()]
 
     def _time(self, block: str) -> float:
         if block.startswith("layers."):
@@ -216,48 +209,44 @@ class _StepMemory:
         activations."""
         s = self.sizes
         if index not in self.routed:
-            return self.stream_bytes + _gated_ffn_bytes(s, s.ffn_width(index))
+            return self.stream_bytes + _gated_ffn_bytes(s, s.model.ffn_width(index) // s.tp)
         expert_bytes = _expert_backward_bytes(s, self.routed[index])
         return self.stream_bytes + self.arena_bytes + expert_bytes
 
     def run(self, group_size: int | None) -> Memory:
         """Walk over the step, and return the memory at its peak."""
-        plan, micro_batches = self.plan, self.job.train.micro_batches
-        names, pp_rank = stage_blocks(plan, self.job.model), plan.pp_rank(self.params.rank)
+        plan, micro_batches = self.plan, self.params.job.train.micro_batches
+        names, pp_rank = stage_blocks(plan, self.sizes.model), plan.pp_rank(self.params.rank)
         stages = {n: self._stage(n, names[n]) for n in range(pp_rank, plan.num_stages, plan.pp)}
-        kept = 0
-        if self.job.is_by_block:
-            self._run_by_block(stages[0], group_size or micro_batches)
-        elif plan.pp == 1:
+        if self.params.job.is_by_block:
+            self._run_by_block(stages[0], group_size or micro_batches, micro_batches)
+        elif plan.pp > 1:
+            self._run_pipeline(stages, micro_batches)
+        else:
             for _ in range(min(micro_batches, 2)):  # Later ones are like the second.
                 self.current = self.angle_bytes
                 self._forward(stages[0])
                 self._backward(stages[0])
-        else:
-            kept = self._run_pipeline(stages)
+            self.current = 0
         late = [one for one in self.reductions if not one.overlaps_backward]
         buckets = [bucket for one in late for bucket in one.buckets if len(bucket.members) > 1]
-        self._record(self.made + max((one.num_bytes for one in buckets), default=0), kept)
+        largest = max((one.num_bytes for one in buckets), default=0)
+        self._record(self.made + largest, self.current)
         return self.peak
 
-    def _run_by_block(self, stage: _Stage, group_size: int) -> None:
-        """Walk over a group of micro-batches, whose activations all exist at once."""
-        self.current = group_size * self.angle_bytes
+    def _run_by_block(self, stage: _Stage, group_size: int, micro_batches: int) -> None:
+        """Walk over groups of micro-batches; all activations of a group exist at once."""
         stage.saved = {name: group_size * num_bytes for name, num_bytes in stage.saved.items()}
-        for _ in range(min(self.job.train.micro_batches // group_size, 2)):
+        for _ in range(min(micro_batches // group_size, 2)):
+            self.current = group_size * self.angle_bytes
             self._forward(stage)
             self._backward(stage)
-            self.current = group_size * self.angle_bytes
 
-    def _run_pipeline(self, stages: Mapping[int, _Stage]) -> int:
-        """Walk over all micro-batches, and return the bytes kept until the end of the step.
-
-        These are receive buffers, and the angles of all micro-batches.
-        """
-        plan, micro_batches = self.plan, self.job.train.micro_batches
+    def _run_pipeline(self, stages: Mapping[int, _Stage], micro_batches: int) -> None:
+        """Walk over all micro-batches. Receive buffers are kept until the end of the step."""
+        plan = self.plan
         num_received = sum(2 - stage.is_first - stage.is_last for stage in stages.values())
-        receive_bytes = num_received * micro_batches * self.stream_bytes
-        self.current = receive_bytes
+        self.current = num_received * micro_batches * self.stream_bytes
         for kind, number, batch in pipeline_actions(
             plan.schedule, plan.pp, len(stages), micro_batches, plan.pp_rank(self.params.rank)
         ):
@@ -269,20 +258,21 @@ class _StepMemory:
                 self.current += (not stage.is_first) * stage.captured_bytes
                 norm_bytes = _NORM_STREAMS * self.stream_bytes
                 self._record(self.made, self.current, self._gathered_bytes(math.inf), norm_bytes)
-            elif kind == "backward" or stage.is_first:  # The first stage has no input half.
-                self._backward(stage)
-                self._free(stage, batch, sum(stage.saved.values()))
             else:
-                gathered = self._gathered_bytes(math.inf)
-                self._record(self.made, self.current, gathered, self.arena_bytes)
-                self._make_gradients(stage)
-                self._free(stage, batch, sum(stage.saved.values()) + stage.captured_bytes)
-        return receive_bytes + micro_batches * self.angle_bytes
+                num_bytes = sum(stage.saved.values())
+                if kind == "backward" or stage.is_first:  # The first stage has no input half.
+                    self._backward(stage)
+                else:
+                    gathered = self._gathered_bytes(math.inf)
+                    self._record(self.made, self.current, gathered, self.arena_bytes)
+                    self._make_gradients(stage)
+                    num_bytes += stage.captured_bytes
+                self._free(stage, batch, num_bytes)
 
     def _stage(self, number: int, names: Sequence[str]) -> _Stage:
         layers = [int(name.removeprefix("layers.")) for name in names if "." in name]
         saved = {name: self.saved[name] for name in names}
-        if self.plan.recomputes(self.job):
+        if self.recomputes:
             saved.update({f"layers.{index}": self.stream_bytes for index in layers})
         is_first, is_last = number == 0, number == self.plan.num_stages - 1
         if not is_first:
@@ -326,16 +316,14 @@ class _StepMemory:
             table = self.table_bytes
             if not s.gathers_tied_embedding:
                 table *= s.embedding_shards
-            held = (self.job.model.tied or self.is_sharded) * table
+            held = (s.model.tied or self.is_sharded) * table
             at_head = self._gradients_at(stage, 1e9)
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
                 self._record(at_head + table, base, working=s.stream_elements * s.compute_bytes)
         for index in reversed(stage.layers):
             name, working = f"layers.{index}", self._working_bytes(index)
-            if self.plan.recomputes(self.job):
+            if self.recomputes:
                 working += self.saved[name] - self.stream_bytes
-            if index == stage.layers[-1] and not stage.is_last:
-                working -= self.stream_bytes  # Its first gradient is in a receive buffer.
             gradients = self._gradients_at(stage, index) + held
             self._record(gradients, base, self._gathered_bytes(index), working)
             base -= stage.saved[name]
@@ -345,7 +333,6 @@ class _StepMemory:
             gathered = self._gathered_bytes(math.inf) if self.plan.pp > 1 else 0
             self._record(gradients, base, gathered, self.table_bytes + columns)
         self._make_gradients(stage)
-        self._record(self.made, base)
 
     def _free(self, stage: _Stage, batch: int, num_bytes: int) -> None:
         """Free the activations of one micro-batch in a pipeline.
@@ -370,35 +357,32 @@ def _gated_ffn_bytes(s: Sizes, inner: int) -> int:
 
 
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
-    """Return peak bytes beside the gradient of the experts, less freed activations."""
-    hidden, chunk = s.model.hidden, routed.split_chunks()[0]
-    num_tokens = sum(chunk.slot_tokens)
-    if routed.is_all_to_all:
-        elements = (num_tokens - chunk.num_sent) * hidden
-    else:  # Gradients for the tokens of all expert TP ranks; token and weight of each row.
-        num_received = chunk.exchanges[-1].num_received if chunk.is_dedup else s.dispatched_tokens
-        elements = (s.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * num_tokens
-    if routed.num_chunks > 1:  # Gradients of the next chunk arrive.
-        exchange = chunk.exchanges[0]
-        elements += (exchange.num_received + chunk.is_dedup * exchange.num_sent) * hidden
-    return (elements + _expert_elements(s, chunk)) * s.compute_bytes
-
-
-def _expert_elements(s: Sizes, routed: RoutedTokens) -> int:
-    """Return peak elements of the experts' tokens in backward, beside the gradients of results.
+    """Return peak bytes beside the gradient of the experts, less freed activations.
 
     A CPU computes slots in chunks that fit the cache.
     """
-    hidden, ffn, rows = s.model.hidden, s.expert_width, sum(routed.slot_tokens)
-    largest, at_once = max(*routed.slot_tokens, 1), rows
+    hidden, ffn, chunk = s.model.hidden, s.expert_width, routed.split_chunks()[0]
+    rows = at_once = sum(chunk.slot_tokens)
     if s.on_cpu:
-        limit = EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
+        largest, limit = (
+            max(*chunk.slot_tokens, 1),
+            EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes),
+        )
         at_once = min(rows, max(limit // largest, 1) * largest)
-    inner, copied = at_once * ffn, at_once * hidden
-    results = (routed.is_all_to_all or at_once < rows) * rows * hidden
+    if routed.is_all_to_all:
+        elements = (rows - chunk.num_sent) * hidden
+    else:  # Gradients for the tokens of all expert TP ranks; token and weight of each row.
+        num_received = chunk.exchanges[-1].num_received if chunk.is_dedup else s.dispatched_tokens
+        elements = (s.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * rows
+    if routed.num_chunks > 1:  # Gradients of the next chunk arrive.
+        exchange = chunk.exchanges[0]
+        elements += (exchange.num_received + chunk.is_dedup * exchange.num_sent) * hidden
+    results = (chunk.is_all_to_all or at_once < rows) * rows * hidden
     # A slot's matrix or its gradient may be cast beside them; on a GPU the matrices of all slots.
-    weights = s.num_casts * 2 * ffn * hidden * (1 if s.on_cpu else len(routed.slot_tokens))
-    return results + copied + 4 * inner + max(inner, weights)
+    weights = s.num_casts * 2 * ffn * hidden * (1 if s.on_cpu else len(chunk.slot_tokens))
+    inner = at_once * ffn
+    elements += results + at_once * hidden + 4 * inner + max(inner, weights)
+    return elements * s.compute_bytes
 
 
 def _logits_bytes(s: Sizes) -> int:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from moesaic.facts.job.finetune import AdapterTarget
-from moesaic.facts.workload.collectives import CollectiveCall, CollectiveKind, embedding_exchanges
+from moesaic.facts.workload.collectives import CollectiveCall, collective, embedding_exchanges
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.sizes import (
     INDEX_BYTES,
     LOSS_CHUNK_TOKENS,
     NORM_CHUNK_BYTES,
     Sizes,
+    row_batches,
 )
 
 TRAFFIC_FACTOR = {"norm": 1, "scale": 2, "adamw": 7}
@@ -27,14 +27,6 @@ gradient and two moments, and writes all but the gradient."""
 LOW_BIT_TRAFFIC = {"bf16": (225, 34), "8bit": (612, 80)}
 """Bytes per element and kernels per matrix chunk of an update with low-bit moments, by
 `optimizer.moments`. The numbers are those of a CPU, whose cache holds most intermediates."""
-
-
-def tp_calls(
-    s: Sizes, kind: CollectiveKind, num_bytes: int, name: str = ""
-) -> tuple[CollectiveCall, ...]:
-    """Return a collective of the TP group; none for a group of one."""
-    default = "gather sequence" if kind == "all_gather" else "reduce-scatter sequence"
-    return (CollectiveCall(name or default, kind, s.tp_ranks, num_bytes),) if s.tp > 1 else ()
 
 
 def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
@@ -54,16 +46,26 @@ def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
     elif s.tp > 1:
         forward, backward = forward + 2 * tokens, backward + 2 * tokens
         saved += s.tokens
-    num_bytes = tokens * s.stored_bytes
+    scatter, gather = sequence_collectives(s, tokens * s.stored_bytes)
     return [
         Operation(
             Op("lookup", (), forward * s.stored_bytes, 2),
             Op("lookup", (), trained * backward * s.stored_bytes, 2 * trained),
             saved,
-            forward_calls=(*tp_calls(s, "reduce_scatter", num_bytes), *calls),
-            backward_calls=(*backward_calls * trained, *tp_calls(s, "all_gather", num_bytes)),
+            forward_calls=(*scatter, *calls),
+            backward_calls=(*backward_calls * trained, *gather),
         )
     ]
+
+
+def sequence_collectives(
+    s: Sizes, num_bytes: int
+) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
+    """Return the reduce-scatter into sequence shards, and the all-gather of them."""
+    return (
+        collective("reduce-scatter sequence", "reduce_scatter", s.tp_ranks, num_bytes),
+        collective("gather sequence", "all_gather", s.tp_ranks, num_bytes),
+    )
 
 
 def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = False) -> Operation:
@@ -81,22 +83,20 @@ def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = Fa
         + 2 * shard * s.stored_bytes
         + (3 * (num_uses - 1) + 2 * split) * num_bytes
     )
+    scatter, gather = sequence_collectives(s, num_bytes)
     return Operation(
         Op("gather sequence", (), forward, 1),
         Op("gather sequence", (), backward, 1 + num_uses),
         num_bytes,
-        forward_calls=tp_calls(s, "all_gather", num_bytes),
-        backward_calls=tp_calls(s, "reduce_scatter", num_bytes),
+        forward_calls=gather,
+        backward_calls=scatter,
     )
 
 
 def scatter_sequence(s: Sizes) -> Operation:
     """Return the reduce-scatter of a layer's result into sequence shards."""
-    num_bytes = s.gathered_elements * s.compute_bytes
-    return Operation(
-        forward_calls=tp_calls(s, "reduce_scatter", num_bytes),
-        backward_calls=tp_calls(s, "all_gather", num_bytes),
-    )
+    scatter, gather = sequence_collectives(s, s.gathered_elements * s.compute_bytes)
+    return Operation(forward_calls=scatter, backward_calls=gather)
 
 
 def norm(
@@ -105,23 +105,24 @@ def norm(
     name: str = "norm",
     *,
     rows: int | None = None,
-    num_uses: int = 1,
-    in_residual: bool = False,
+    num_gradients: int = 1,
     casts: bool = False,
+    saves_result: bool = False,
 ) -> Operation:
-    """Return an RMS norm; backward first sums the gradients of the result's `num_uses`.
+    """Return an RMS norm; backward first sums the gradients of its readers.
 
     Args:
         s: the sizes.
         width: elements per row.
         name: name of the ops.
         rows: number of rows; None for one per token of the sequence shard.
-        num_uses: number of readers of the result.
-        in_residual: whether the input is also the residual stream, whose gradient backward adds.
-        casts: whether input and result are of compute type.
+        num_gradients: gradients of the result's readers, and of the input's if it is the residual
+            stream.
+        casts: whether the input is of compute type.
+        saves_result: whether matmuls read the result, which autograd saves unless they cast it.
     """
     t = s.shard_tokens if rows is None else rows
-    n, adds, cast = t * width, num_uses - 1 + in_residual, casts * s.cast_bytes(t * width)
+    n, adds, cast = t * width, num_gradients - 1, casts * s.cast_bytes(t * width)
     # A CPU reads and writes each intermediate, in chunks that fit the cache.
     chunks = -(-t // max(1, NORM_CHUNK_BYTES // (width * s.stored_bytes))) if s.on_cpu else 0
     forward = 5 * n + 10 * t if s.on_cpu else 2 * n + t
@@ -130,15 +131,9 @@ def norm(
     return Operation(
         Op(name, (), forward * s.stored_bytes + cast, 7 * chunks or 1),
         Op(name, (), backward, 1 + adds + (12 * chunks or 1)),
-        (n + t) * s.stored_bytes,
+        (n + t + n * (saves_result and not s.num_casts)) * s.stored_bytes,
         n * s.stored_bytes,
     )
-
-
-Source = Literal["stored", "shared", "computed"]
-"""Input of a matmul. stored: of stored type, cast and saved for its weight's gradient. shared: the
-same, but saved by an earlier operation unless it is cast. computed: of compute type, and saved by
-the operation that computed it."""
 
 
 def linear(
@@ -147,54 +142,75 @@ def linear(
     columns: int,
     inner: int,
     *,
-    source: Source = "computed",
+    casts_input: bool = False,
     rows: int | None = None,
     target: AdapterTarget = "attention",
 ) -> Operation:
-    """Return tokens times a weight; weights and inputs in stored type are cast first.
+    """Return tokens times a weight; a weight in stored type is cast first.
 
     Args:
         name: name of the ops.
         s: the sizes.
         columns: output channels.
         inner: input channels.
-        source: kind of its input.
+        casts_input: whether its input is of stored type, and cast too.
         rows: number of tokens; None for all.
         target: adapter target of the weight.
     """
     t = s.tokens if rows is None else rows
     trained, weight_cast = s.trains_weights, s.cast_bytes(columns * inner)
-    cast = s.cast_bytes(t * inner) if source != "computed" else 0
+    cast = casts_input * s.cast_bytes(t * inner)
     forward = Op(name, (MatmulShape(t, columns, inner),), weight_cast + cast, 2, s.precision)
     grads: tuple[MatmulShape, ...] = (MatmulShape(t, inner, columns),)
     grads += trained * (MatmulShape(columns, inner, t, is_weight_gradient=True),)
     backward = Op(name, grads, trained * weight_cast + cast, 2 * len(grads), s.precision)
-    saved = s.num_casts * columns * inner * s.compute_bytes
-    if source == "stored" or (source == "shared" and s.num_casts):
-        saved += t * inner * s.compute_bytes
+    saved = s.num_casts * inner * (columns + casts_input * t) * s.compute_bytes
     rank = s.adapter_rank(target)
     if rank:
-        thin = 2 * t * rank * s.compute_bytes
-        sums = 3 * t * s.compute_bytes
-        forward = forward.merged(
-            Op("", (MatmulShape(t, rank, inner), MatmulShape(t, columns, rank)),
-               cast + thin + sums * columns, 5)
-        )  # fmt: skip
-        grads = (
-            MatmulShape(t, rank, columns), MatmulShape(t, inner, rank),
-            MatmulShape(columns, rank, t, is_weight_gradient=True),
-            MatmulShape(rank, inner, t, is_weight_gradient=True),
-        )  # fmt: skip
-        backward = backward.merged(Op("", grads, cast + thin + sums * inner, 7))
+        added = adapter_ops(s, rank, columns, inner, [(t, 1)])
+        input_cast = Op("", (), cast)
+        forward, backward = (
+            own.merged(one).merged(input_cast)
+            for own, one in zip((forward, backward), added, strict=True)
+        )
     captured = trained * t * columns * s.compute_bytes
     return Operation(forward, backward, saved, captured)
 
 
-def input_sources(s: Sizes, num: int) -> list[Source]:
-    """Return the kinds of `num` matmuls' common input, a norm's result or gathered from there."""
-    first: Source = "computed" if s.tp > 1 else "stored"
-    others: Source = "computed" if s.tp > 1 else "shared"
-    return [first, *[others] * (num - 1)]
+def adapter_ops(
+    s: Sizes,
+    rank: int,
+    columns: int,
+    inner: int,
+    slots: Sequence[tuple[int, int]],
+    *,
+    is_grouped: bool = False,
+) -> tuple[Op, Op]:
+    """Return the work that adapters A and B add to matmuls, forward and backward.
+
+    `slots` are numbers of tokens, and how many adapters have that many. `is_grouped`: the adapters
+    are those of experts.
+    """
+    forward, backward, tokens, num_adapters = list[MatmulShape](), list[MatmulShape](), 0, 0
+    for t, num in slots:
+        tokens, num_adapters = tokens + t * num, num_adapters + num
+        narrow = MatmulShape(t, rank, inner, num)
+        forward += [narrow, MatmulShape(t, columns, rank, num)]
+        backward += [MatmulShape(t, rank, columns, num), MatmulShape(t, inner, rank, num)]
+        shapes = (columns, rank, t), (rank, inner, t)
+        if is_grouped:  # Weight gradients have tokens as rows, and A is applied again.
+            shapes = (t, columns, rank), (t, rank, inner)
+            backward.append(narrow)
+        backward += [MatmulShape(*shape, num, is_weight_gradient=True) for shape in shapes]
+    cast = s.cast_bytes(rank * (columns + inner) * num_adapters)
+    kernels = 5 + 2 * s.num_casts * num_adapters
+    moved, backward_moved = (
+        tokens * (2 * rank + 3 * width) * s.compute_bytes for width in (columns, inner)
+    )
+    return (
+        Op("", tuple(forward), moved + cast, kernels),
+        Op("", tuple(backward), backward_moved + 2 * cast, 2 + kernels),
+    )
 
 
 def residual(s: Sizes) -> Operation:
@@ -205,19 +221,13 @@ def residual(s: Sizes) -> Operation:
     )
 
 
-def gated_ffn(
-    s: Sizes, ffn: int, target: AdapterTarget, *, shares_input: bool = False
-) -> list[Operation]:
-    """Return a gated FFN of inner width `ffn`, with the collectives of TP around it.
-
-    `shares_input`: another operation saves the same input.
-    """
+def gated_ffn(s: Sizes, ffn: int, target: AdapterTarget) -> list[Operation]:
+    """Return a gated FFN of inner width `ffn`, with the collectives of TP around it."""
     hidden, prefix = s.model.hidden, "shared " * (target == "shared")
     inner_bytes = s.tokens * ffn * s.compute_bytes
-    first, second = input_sources(s, 2)
     gate, up = (
-        linear(f"{prefix}{name}", s, ffn, hidden, source=source, target=target)
-        for name, source in (("gate", second if shares_input else first), ("up", second))
+        linear(f"{prefix}{name}", s, ffn, hidden, casts_input=s.tp == 1, target=target)
+        for name in ("gate", "up")
     )
     activation = Operation(
         Op(f"{prefix}gate", (), 5 * inner_bytes, 2, num_transcendentals=s.tokens * ffn),
@@ -244,7 +254,8 @@ def head(s: Sizes) -> list[Operation]:
             MatmulShape(rows, vocab, hidden, num), MatmulShape(rows, hidden, vocab, num),
             *trained * [MatmulShape(vocab, hidden, rows, num)],
         ]  # fmt: skip
-        sums += num * tp_calls(s, "all_gather", rows * s.tp * s.stored_bytes, "log-sum-exp")
+        sum_bytes = rows * s.tp * s.stored_bytes
+        sums += num * collective("log-sum-exp", "all_gather", s.tp_ranks, sum_bytes)
     num_chunks = num_full + (rest > 0)
     weight, logits, is_tp = vocab * hidden, t * vocab, int(s.tp > 1)
     input_cast = (1 - is_tp) * s.cast_bytes(s.gathered_elements)
@@ -269,11 +280,13 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
     """Return the gather of a tied weight's column shards, and the scatter of its gradient."""
     if not s.gathers_tied_embedding:
         return []
-    sizes, moved = s.table_message_bytes, 2 * s.vocab * s.model.hidden * s.stored_bytes
+    row = s.model.hidden * s.stored_bytes
+    sizes, moved = [len(rows) * row for rows in row_batches(s.vocab, row)], 2 * s.vocab * row
     name, trained = "gather tied embedding", s.trains_weights
-    gathers, scatters = (
-        tuple(CollectiveCall(f"{verb} tied embedding", kind, s.stage_ranks, size) for size in sizes)
-        for verb, kind in _TIED_COLLECTIVES
+    gathers = tuple(CollectiveCall(name, "all_gather", s.stage_ranks, size) for size in sizes)
+    scatters = tuple(
+        replace(one, name="reduce-scatter tied embedding", operation="reduce_scatter")
+        for one in gathers
     )
     return [
         Operation(
@@ -281,11 +294,6 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
             forward_calls=gathers, backward_calls=trained * scatters,
         )
     ]  # fmt: skip
-
-
-_TIED_COLLECTIVES: tuple[tuple[str, CollectiveKind], ...] = (
-    ("gather", "all_gather"), ("reduce-scatter", "reduce_scatter"),
-)  # fmt: skip
 
 
 def optimizer_update(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,11 @@ from moesaic.facts.job.model import LatentConfig
 from moesaic.facts.job.train import MOMENT_BLOCK
 from moesaic.facts.workload.sizes import SCALE_BYTES, STORED_BYTES
 
+ParameterKind = Literal["norm", "embedding", "dense", "router", "bias", "expert", "head"]
+
 A, B = ".lora_a", ".lora_b"
+_EXPERTS = "moe.experts"
+_KINDS: dict[str, ParameterKind] = {"moe.router": "router", "moe.router.bias": "bias"}
 _TARGET_PATHS: dict[str, AdapterTarget] = {
     ".attention.": "attention",
     ".ffn.": "ffn",
@@ -35,7 +39,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["norm", "embedding", "dense", "router", "bias", "expert", "head"]
+    kind: ParameterKind
     """Kind of parameter; a router's bias has neither gradient nor moments."""
     layer: int | None = None
     expert: int | None = None
@@ -81,88 +85,76 @@ def parameters(
     hidden = model.hidden
     yield Parameter("embed.weight", (model.vocab, hidden), "embedding", tp_dim=0)
     for layer in range(model.layers):
-        all_experts = range(model.experts)
-        yield from _layer(model, layer, all_experts if experts is None else sorted(experts(layer)))
+        own = range(model.experts) if experts is None else sorted(experts(layer))
+        for path, shape, tp_dim in _layer(model, layer):
+            if path == _EXPERTS:
+                for expert in own:
+                    for matrix, matrix_shape, dim in _gated_ffn("", hidden, model.ffn):
+                        name = expert_name(layer, expert, matrix)
+                        yield Parameter(name, matrix_shape, "expert", layer, expert, dim)
+                continue
+            kind = _KINDS.get(path, "norm" if len(shape) == 1 else "dense")
+            name = f"layers.{layer}.{path}" + ".weight" * (kind != "bias")
+            yield Parameter(name, shape, kind, layer, tp_dim=tp_dim)
     yield Parameter("head.norm.weight", (hidden,), "norm")
     if not model.tied:
         yield Parameter("head.weight", (model.vocab, hidden), "head", tp_dim=0)
 
 
-def _layer(model: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[Parameter]:
-    prefix, hidden = f"layers.{layer}", model.hidden
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield Parameter(f"{prefix}.attention_norm.weight", (hidden,), "norm", layer)
-    if model.latent is not None:
-        yield from _latent_attention(model, model.latent, layer)
-    else:
-        for name, shape, tp_dim in (
-            ("q", (queries, hidden), 0),
-            ("k", (keys, hidden), 0),
-            ("v", (keys, hidden), 0),
-            ("o", (hidden, queries), 1),
-        ):
-            yield Parameter(
-                f"{prefix}.attention.{name}.weight", shape, "dense", layer, tp_dim=tp_dim
-            )
+_Shapes = Iterator[tuple[str, tuple[int, ...], int | None]]
+"""Path in a layer, shape, and the dimension that TP splits."""
+
+
+def _layer(model: ModelConfig, layer: int) -> _Shapes:
+    """Yield the parameters of a layer, with one entry for all experts."""
+    hidden = model.hidden
+    yield "attention_norm", (hidden,), None
+    yield from _attention(model) if model.latent is None else _latent(model, model.latent)
     if model.qk_norm is not None:
-        whole = model.qk_norm == "whole"
-        widths = (queries, keys) if whole else (model.head_dim, model.head_dim)
-        for name, width in zip("qk", widths, strict=True):
-            yield Parameter(
-                f"{prefix}.attention.{name}_norm.weight", (width,), "norm", layer,
-                tp_dim=0 if whole else None,
-            )  # fmt: skip
-    yield Parameter(f"{prefix}.ffn_norm.weight", (hidden,), "norm", layer)
-    if layer in model.expert_layers:
-        yield from _moe(model, layer, experts)
+        is_whole = model.qk_norm == "whole"
+        for name, heads in (("q", model.heads), ("k", model.kv_heads)):
+            width = (heads if is_whole else 1) * model.head_dim
+            yield f"attention.{name}_norm", (width,), 0 if is_whole else None
+    yield "ffn_norm", (hidden,), None
+    if layer not in model.expert_layers:
+        yield from _gated_ffn("ffn.", hidden, model.ffn_width(layer))
         return
-    for name, shape, tp_dim in _gated_ffn(hidden, model.ffn_width(layer)):
-        yield Parameter(f"{prefix}.ffn.{name}.weight", shape, "dense", layer, tp_dim=tp_dim)
-
-
-def _moe(model: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[Parameter]:
-    prefix, hidden = f"layers.{layer}", model.hidden
-    yield Parameter(f"{prefix}.moe.router.weight", (model.experts, hidden), "router", layer)
+    yield "moe.router", (model.experts, hidden), None
     if model.score_function == "sigmoid":
-        yield Parameter(f"{prefix}.moe.router.bias", (model.experts,), "bias", layer)
-    for expert in experts:
-        for name, shape, tp_dim in _gated_ffn(hidden, model.ffn):
-            yield Parameter(
-                expert_name(layer, expert, name), shape, "expert", layer, expert, tp_dim=tp_dim
-            )
-    for name, shape, tp_dim in (
-        _gated_ffn(hidden, model.shared_experts * model.ffn) if model.shared_experts else ()
-    ):
-        yield Parameter(f"{prefix}.moe.shared.{name}.weight", shape, "dense", layer, tp_dim=tp_dim)
+        yield "moe.router.bias", (model.experts,), None
+    yield _EXPERTS, (), None
+    if model.shared_experts:
+        yield from _gated_ffn("moe.shared.", hidden, model.shared_experts * model.ffn)
 
 
-def _gated_ffn(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """Return name, shape and inner dimension of each matrix of a gated FFN."""
-    return (("gate", (inner, hidden), 0), ("up", (inner, hidden), 0), ("down", (hidden, inner), 1))
+def _attention(model: ModelConfig) -> _Shapes:
+    hidden = model.hidden
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    yield "attention.q", (queries, hidden), 0
+    yield "attention.k", (keys, hidden), 0
+    yield "attention.v", (keys, hidden), 0
+    yield "attention.o", (hidden, queries), 1
 
 
-def _latent_attention(model: ModelConfig, latent: LatentConfig, layer: int) -> Iterator[Parameter]:
-    hidden, heads = model.hidden, model.heads
-    queries, values = heads * model.head_dim, heads * latent.v_head_dim
-    unrotated = heads * (model.head_dim - latent.qk_rope_head_dim)
-    shapes: list[tuple[str, tuple[int, ...], int | None]] = [("q", (queries, hidden), 0)]
-    if latent.q_lora_rank is not None:
-        shapes = [
-            ("q_down", (latent.q_lora_rank, hidden), None),
-            ("q_norm", (latent.q_lora_rank,), None),
-            ("q_up", (queries, latent.q_lora_rank), 0),
-        ]
-    shapes += [
-        ("kv_down", (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden), None),
-        ("kv_norm", (latent.kv_lora_rank,), None),
-        ("kv_up", (unrotated + values, latent.kv_lora_rank), 0),
-        ("o", (hidden, values), 1),
-    ]
-    for name, shape, tp_dim in shapes:
-        yield Parameter(
-            f"layers.{layer}.attention.{name}.weight", shape,
-            "norm" if len(shape) == 1 else "dense", layer, tp_dim=tp_dim,
-        )  # fmt: skip
+def _latent(model: ModelConfig, latent: LatentConfig) -> _Shapes:
+    hidden, rank, rope = model.hidden, latent.q_lora_rank, latent.qk_rope_head_dim
+    queries, values = model.heads * model.head_dim, model.heads * latent.v_head_dim
+    if rank is None:
+        yield "attention.q", (queries, hidden), 0
+    else:
+        yield "attention.q_down", (rank, hidden), None
+        yield "attention.q_norm", (rank,), None
+        yield "attention.q_up", (queries, rank), 0
+    yield "attention.kv_down", (latent.kv_lora_rank + rope, hidden), None
+    yield "attention.kv_norm", (latent.kv_lora_rank,), None
+    yield "attention.kv_up", (queries - model.heads * rope + values, latent.kv_lora_rank), 0
+    yield "attention.o", (hidden, values), 1
+
+
+def _gated_ffn(prefix: str, hidden: int, inner: int) -> _Shapes:
+    yield f"{prefix}gate", (inner, hidden), 0
+    yield f"{prefix}up", (inner, hidden), 0
+    yield f"{prefix}down", (hidden, inner), 1
 
 
 def expert_name(layer: int, expert: int, matrix: str) -> str:
@@ -210,9 +202,8 @@ class ParameterCounts:
 def count_parameters(model: ModelConfig) -> ParameterCounts:
     """Return total and active parameters of `model`."""
     total = active = 0
-    for parameter in parameters(
-        model, lambda _: range(min(model.experts, 1))
-    ):  # One expert stands for all.
+    # One expert stands for all.
+    for parameter in parameters(model, lambda _: range(min(model.experts, 1))):
         is_expert = parameter.kind == "expert"
         total += parameter.size * (model.experts if is_expert else 1)
         active += parameter.size * (model.top_k if is_expert else 1)

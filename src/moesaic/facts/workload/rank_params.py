@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -25,16 +26,22 @@ def expert_bytes(job: Job, plan: Plan) -> int:
 
     This includes parameters, adapters, and the moments of what is trainable.
     """
-    first, num_bytes = job.model.expert_layers[0], 0
-    own_params = [p for p in parameters(job.model, lambda _: [0]) if p.layer == first]
-    adapter_params = [p for p in adapters(job.model, job.finetune) if p.layer == first]
-    for p in (*own_params, *adapter_params):
-        if p.expert == 0:
-            shard = p.tp_shard(plan.etp)
-            num_bytes += shard.size * STORED_BYTES[job.train.precision]
-            if is_trainable(job.finetune, p):
-                num_bytes += sum(moment_bytes(shard, shard.size, job))
-    return num_bytes
+    one_expert = (
+        parameters(job.model, lambda _: [0]),
+        adapters(job.model, job.finetune, lambda _: [0]),
+    )
+    shards = [
+        p.tp_shard(plan.etp)
+        for p in chain(*one_expert)
+        if p.expert is not None and p.layer == job.model.expert_layers[0]
+    ]
+    return sum(_stored_bytes(job, p, p.size) for p in shards)
+
+
+def _stored_bytes(job: Job, p: Parameter, elements: int) -> int:
+    """Return bytes of `elements` elements of a parameter, with their moments."""
+    moments = moment_bytes(p, elements, job) if is_trainable(job.finetune, p) else ()
+    return elements * STORED_BYTES[job.train.precision] + sum(moments)
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ class RankParams:
         if self.job.balance.migrate_every and plan.ep > 1:
             num_bytes += plan.experts * LOAD_COUNT_BYTES * len(model.expert_layers) / plan.ranks
         for p in self.experts:
-            num_bytes += self._stored_bytes(p, p.size) * plan.ep * plan.etp / plan.ranks_per_stage
+            num_bytes += (
+                _stored_bytes(self.job, p, p.size) * plan.ep * plan.etp / plan.ranks_per_stage
+            )
         for p in self.dense:
             replicas = plan.ranks_per_stage // plan.dp_shard
             if self.is_tp_sharded(p):
@@ -127,9 +136,5 @@ class RankParams:
                 replicas = 1
             if model.tied and plan.pp > 1 and p.name == "embed.weight":
                 replicas *= 2
-            num_bytes += self._stored_bytes(p, self.unpadded_local_size(p)) / replicas
+            num_bytes += _stored_bytes(self.job, p, self.unpadded_local_size(p)) / replicas
         return round(num_bytes)
-
-    def _stored_bytes(self, p: Parameter, size: int) -> int:
-        moments = moment_bytes(p, size, self.job) if self.is_trained(p) else ()
-        return size * STORED_BYTES[self.job.train.precision] + sum(moments)

@@ -118,21 +118,11 @@ class Sizes:
         """True if the weights themselves have gradients, not just adapters; routers aside."""
         return self.finetune is None or self.finetune.method == "full"
 
-    @property
-    def trains_routers(self) -> bool:
-        """True if routers have gradients."""
-        return self.finetune is None or self.finetune.router == "train"
-
     def adapter_rank(self, target: AdapterTarget) -> int:
         """Return the rank of the adapters of `target`; 0 if it has none."""
         if self.finetune is None or self.trains_weights:
             return 0
         return self.finetune.rank * (target in self.finetune.targets)
-
-    @property
-    def moment_chunk(self) -> int:
-        """Elements per chunk of a low-bit optimizer update."""
-        return MOMENT_CHUNK if self.on_cpu else GPU_MOMENT_CHUNK
 
     @property
     def tokens(self) -> int:
@@ -170,11 +160,6 @@ class Sizes:
         return self.model.heads // self.tp
 
     @property
-    def kv_heads(self) -> int:
-        """Key-value heads on this TP rank."""
-        return self.model.kv_heads // self.tp
-
-    @property
     def q_width(self) -> int:
         """Width of the query heads on this TP rank."""
         return self.heads * self.model.head_dim
@@ -182,7 +167,7 @@ class Sizes:
     @property
     def kv_width(self) -> int:
         """Width of the key-value heads on this TP rank."""
-        return self.kv_heads * self.model.head_dim
+        return self.model.kv_heads // self.tp * self.model.head_dim
 
     @property
     def lookup_tokens(self) -> int:
@@ -200,12 +185,6 @@ class Sizes:
         return self.embedding_shards > 1 and self.model.tied
 
     @property
-    def table_message_bytes(self) -> list[int]:
-        """Bytes of each collective that gathers the column shards of the tied weight."""
-        row = self.model.hidden * self.stored_bytes
-        return [len(rows) * row for rows in row_batches(self.vocab, row)]
-
-    @property
     def table_elements(self) -> int:
         """Elements of the embedding on this rank: its vocabulary shard, or its column shard."""
         return self.vocab * self.model.hidden // self.embedding_shards
@@ -219,10 +198,6 @@ class Sizes:
     def shared_width(self) -> int:
         """Inner width of the shared experts on this TP rank."""
         return self.model.shared_experts * self.model.ffn // self.tp
-
-    def ffn_width(self, layer: int) -> int:
-        """Return the inner width of the dense FFN of `layer` on this TP rank."""
-        return self.model.ffn_width(layer) // self.tp
 
     @property
     def stored_bytes(self) -> int:
@@ -238,11 +213,6 @@ class Sizes:
     def num_casts(self) -> int:
         """Casts per matmul operand: 1 if matmuls use another type than stored weights, else 0."""
         return int(self.stored_bytes != self.compute_bytes)
-
-    @property
-    def stored_dtype(self) -> FloatType:
-        """Data type of stored weights and the residual stream."""
-        return "fp64" if self.precision == "fp64" else "fp32"
 
     def cast_bytes(self, elements: int) -> int:
         """Return bytes read and written to cast `elements` between stored and compute type, if they

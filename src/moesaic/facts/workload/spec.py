@@ -6,7 +6,7 @@ its norm and ends with its residual.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -54,11 +54,24 @@ def block_specs(
     rank: int = 0,
     finetune: FinetuneConfig | None = None,
 ) -> list[BlockSpec]:
-    """Return the blocks on `rank`, in model order, with the adapters that `finetune` adds."""
+    """Return the blocks on `rank`, in model order, with the adapters that `finetune` adds.
+
+    In a pipeline, the head's block has a tied weight too, with kind `head` and the embedding's
+    name.
+    """
     stages = stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]
     names = [name for stage in stages for name in stage]
+
+    def experts(layer: int) -> Sequence[int]:
+        return plan.experts_of(rank, layer) if f"layers.{layer}" in names else ()
+
     by_block: dict[str, list[Parameter]] = {}
-    for parameter in _local_parameters(model, plan, rank, finetune, names):
+    for parameter in (*parameters(model, experts), *adapters(model, finetune, experts)):
+        parameter = parameter.tp_shard(plan.tp if parameter.expert is None else plan.etp)
+        if parameter.kind == "embedding":
+            parameter = parameter.column_shard(plan.embedding_shards)
+            if model.tied and "embed" not in names:  # The last pipeline rank has it too.
+                by_block["head"] = [replace(parameter, kind="head")]
         by_block.setdefault(block_of(parameter, model), []).append(parameter)
     return [
         replace(spec, parameters=tuple(by_block.get(spec.name, ())))
@@ -84,35 +97,6 @@ def _specs(model: ModelConfig, plan: Plan, rank: int, name: str) -> Iterator[Blo
         yield BlockSpec(f"{name}.moe", "moe", layer, shared, experts=local_experts)
     else:
         yield BlockSpec(f"{name}.ffn", "ffn", layer, model.ffn_width(layer))
-
-
-def _local_parameters(
-    model: ModelConfig,
-    plan: Plan,
-    rank: int,
-    finetune: FinetuneConfig | None,
-    names: Collection[str],
-) -> Iterator[Parameter]:
-    """Yield parameters and adapters on `rank`.
-
-    In a pipeline, the last pipeline rank also has a tied weight, with kind `head` and the
-    embedding's name.
-    """
-
-    def experts(layer: int) -> Sequence[int]:
-        return plan.experts_of(rank, layer) if f"layers.{layer}" in names else ()
-
-    for parameter in (*parameters(model, experts), *adapters(model, finetune, experts)):
-        block = "embed" if parameter.kind == "embedding" else "head"
-        block = block if parameter.layer is None else f"layers.{parameter.layer}"
-        is_tied = parameter.kind == "embedding" and model.tied and block not in names
-        if block not in names and not (is_tied and "head" in names):
-            continue
-        if parameter.kind == "embedding":
-            parameter = parameter.column_shard(plan.embedding_shards)
-        if is_tied:
-            parameter = replace(parameter, kind="head")
-        yield parameter.tp_shard(plan.tp if parameter.expert is None else plan.etp)
 
 
 def block_of(parameter: Parameter, model: ModelConfig) -> str:

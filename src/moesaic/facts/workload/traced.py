@@ -25,7 +25,7 @@ from moesaic.facts.workload.ops import optimizer_update
 from moesaic.facts.workload.sizes import FloatType
 from moesaic.facts.workload.spec import BlockSpec
 
-VERSION = 3
+VERSION = 4
 """Version of the file format; other versions are refused."""
 
 
@@ -47,47 +47,27 @@ class TracedMatmul(Section):
 
 
 class TracedOp(Section):
-    """Matmuls that the cost model prices together: those of a data type, or equal attention."""
+    """Equal matmuls, equal attention, or all elementwise kernels of a block."""
 
     name: str
-    """Name of the operation: matmuls or attend."""
-    matmuls: list[TracedMatmul]
-    """Matmuls in full, equal ones grouped."""
-    dtype: FloatType
-    """Data type of the operands."""
+    """Name of the operation: matmul, attend or elementwise."""
+    matmuls: list[TracedMatmul] = Field(default_factory=list)
+    """Matmuls in full."""
+    moved_bytes: int = Field(default=0, ge=0, lt=MAX_SIZE)
+    """Bytes read and written by elementwise kernels."""
+    num_kernels: int = Field(default=0, ge=0, lt=MAX_SIZE)
+    """Kernel launches; those of the whole block for `elementwise`."""
+    dtype: FloatType = "fp32"
+    """Data type of the operands of matmuls."""
     num_transcendentals: int = Field(default=0, ge=0, lt=MAX_SIZE)
     """Elements of exponentials and the like."""
-    kind: Literal["attention", "attention backward"] | None = None
-    """Kind of attention; null for matmuls, and for attention that is not self-attention."""
+    kind: Literal["", "attention", "attention backward"] = ""
+    """Kind of attention; empty for matmuls, and for attention that is not self-attention."""
     causal_fraction: float = Field(default=1.0, gt=0, le=1)
     """Fraction of the scores that remains if a kernel skips causally masked ones."""
 
-    def op(self) -> Op:
-        """Return the op for the cost model."""
-        return Op(
-            self.name,
-            tuple(MatmulShape(**one.model_dump()) for one in self.matmuls),
-            dtype=self.dtype,
-            num_transcendentals=self.num_transcendentals,
-            kind=self.kind or "",
-            causal_fraction=self.causal_fraction,
-        )
-
-
-class TracedWork(Section):
-    """Work of one block, forward or backward."""
-
-    matmuls: list[TracedOp] = Field(default_factory=list)
-    """Matmuls by data type, and attention."""
-    moved_bytes: int = Field(ge=0, lt=MAX_SIZE)
-    """Bytes read and written by all kernels but matmuls."""
-    num_kernels: int = Field(ge=0, lt=MAX_SIZE)
-    """Kernel launches, matmuls and attention included."""
-    num_transcendentals: int = Field(default=0, ge=0)
-    """Elements of exponentials and the like, without attention."""
-
     @model_validator(mode="after")
-    def _check_kernels(self) -> TracedWork:
+    def _check_kernels(self) -> TracedOp:
         if self.moved_bytes and not self.num_kernels:
             raise ValueError(
                 f"moved_bytes = {self.moved_bytes} with num_kernels = 0, and no kernel moves them: "
@@ -95,21 +75,10 @@ class TracedWork(Section):
             )
         return self
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of all matmuls, in full."""
-        return sum(op.flops for op in self.ops())
-
-    def ops(self) -> tuple[Op, ...]:
-        """Return the matmuls, and one op for all elementwise kernels."""
-        elementwise = Op(
-            "elementwise",
-            (),
-            self.moved_bytes,
-            self.num_kernels,
-            num_transcendentals=self.num_transcendentals,
-        )
-        return (*(one.op() for one in self.matmuls), elementwise)
+    def op(self) -> Op:
+        """Return the op for the cost model."""
+        matmuls = tuple(MatmulShape(**one.model_dump()) for one in self.matmuls)
+        return Op(**{**self.model_dump(), "matmuls": matmuls})
 
 
 class TracedBlock(Section):
@@ -123,9 +92,9 @@ class TracedBlock(Section):
     """Bytes of its parameters."""
     gradients: list[int] = Field(default_factory=list)
     """Bytes of the gradient of each trainable parameter."""
-    forward: TracedWork
+    forward: list[TracedOp]
     """Work once per micro-batch."""
-    backward: TracedWork
+    backward: list[TracedOp]
     """Work once per micro-batch, with recomputation."""
     saved_bytes: int = Field(ge=0, lt=MAX_SIZE)
     """Bytes that autograd saves and no earlier block saved, without parameters and buffers."""
@@ -142,6 +111,15 @@ class TracedBlock(Section):
                 f"{self.parameter_bytes}: trace the model again"
             )
         return self
+
+    def block(self) -> Block:
+        """Return the work of the block, which AdamW with a clipped norm updates."""
+        return Block(
+            BlockSpec(self.name, "other"),
+            BlockWork(tuple(one.op() for one in self.forward)),
+            BlockWork(tuple(one.op() for one in self.backward)),
+            BlockWork(optimizer_update(sum(self.gradients), len(self.gradients))),
+        )
 
 
 class TracedInput(Section):
@@ -194,7 +172,8 @@ class TracedModel(Section):
     @property
     def flops(self) -> int:
         """FLOPs of all matmuls of a micro-batch, forward and backward."""
-        return sum(block.forward.flops + block.backward.flops for block in self.blocks)
+        blocks = [one.block() for one in self.blocks]
+        return sum(block.forward.flops + block.backward.flops for block in blocks)
 
 
 def load_traced(path: Path) -> TracedModel:
@@ -218,23 +197,12 @@ def traced_blocks(traced: TracedModel, ranks: int = 1) -> list[Block]:
     """Return the work of each of `ranks` data-parallel ranks.
 
     Gradients are all-reduced in buckets during backward, as for our own models. Every rank updates
-    all parameters by AdamW with a clipped norm.
+    all parameters.
     """
-    blocks = [
-        Block(
-            BlockSpec(one.name, "other"),
-            BlockWork(one.forward.ops()),
-            BlockWork(one.backward.ops()),
-            BlockWork(optimizer_update(sum(one.gradients), len(one.gradients))),
-        )
-        for one in traced.blocks
-    ]
     gradients = [Gradient(one.name, size) for one in traced.blocks for size in one.gradients]
-    return with_gradient_reductions(
-        blocks,
-        [GradientReduction("dense gradients", tuple(range(ranks)), gradients[::-1])],
-        BlockWork(),
-    )
+    reduction = GradientReduction("dense gradients", tuple(range(ranks)), gradients[::-1])
+    blocks = [one.block() for one in traced.blocks]
+    return with_gradient_reductions(blocks, [reduction], BlockWork())
 
 
 def traced_memory(traced: TracedModel) -> Memory:

@@ -5,6 +5,12 @@ Each is a pure function of routed tokens [ranks, experts] and costs, and returns
 `BalanceDecision`.
 """
 
+from moesaic.policy.balance.balance_costs import (
+    BalanceCostFacts,
+    RankDevice,
+    default_balance_costs,
+    predict_balance_costs,
+)
 from moesaic.policy.balance.balancer import (
     LayerBalancer,
     LayerDecision,
@@ -21,15 +27,14 @@ from moesaic.policy.balance.migration import (
     migration_costs,
     plan_migration,
 )
-from moesaic.policy.balance.prices import RankDevice, default_prices, predict_prices
 from moesaic.policy.balance.pro_prophet import pro_prophet
 from moesaic.policy.balance.quota import quota
 from moesaic.policy.balance.stats import BalanceStats, balance_stats
 
 __all__ = [
-    "BalanceStats", "LayerBalancer", "LayerDecision", "Migration", "MigrationCosts",
-    "MigrationFacts", "RankDevice", "balance_stats", "break_even_tokens", "can_migrate",
-    "default_prices", "faster_moe", "layer_problem", "layer_times",
-    "migration_costs", "plan_migration", "predict_prices", "pro_prophet", "quota",
+    "BalanceCostFacts", "BalanceStats", "LayerBalancer", "LayerDecision", "Migration",
+    "MigrationCosts", "MigrationFacts", "RankDevice", "balance_stats", "break_even_tokens",
+    "can_migrate", "default_balance_costs", "faster_moe", "layer_problem", "layer_times",
+    "migration_costs", "plan_migration", "predict_balance_costs", "pro_prophet", "quota",
     "reason_not_to_balance", "should_balance",
 ]  # fmt: skip

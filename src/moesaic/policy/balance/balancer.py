@@ -20,7 +20,7 @@ from moesaic.facts.balance import (
     IntArray,
     no_replicas,
 )
-from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.job import BalanceConfig, BalanceCosts, Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import COMPUTED_BYTES, STORED_BYTES
 from moesaic.policy.balance.cost_model import drop_if_slower, use_local_replicas
@@ -229,7 +229,7 @@ def expert_owners(plan: Plan, layer: int) -> IntArray:
 
 
 def layer_problem(
-    job: Job, plan: Plan, config: BalanceConfig, prices: Prices, layer: int
+    job: Job, plan: Plan, config: BalanceConfig, costs: BalanceCosts, layer: int
 ) -> BalanceProblem:
     """Return the costs of a layer's tokens and replicas."""
     num_elements = 3 * job.model.hidden * job.model.ffn // plan.etp
@@ -244,20 +244,20 @@ def layer_problem(
     return BalanceProblem(
         owners=expert_owners(plan, layer),
         num_ranks=plan.ep,
-        expert_tokens_per_s=prices.expert_tokens_per_s,
+        expert_tokens_per_s=costs.expert_tokens_per_s,
         token_bytes=job.model.hidden
         * COMPUTED_BYTES[precision]
         * _dedup_fraction(plan, job.model.top_k),
-        bytes_per_s=prices.bytes_per_s,
+        bytes_per_s=costs.bytes_per_s,
         expert_bytes=num_elements * COMPUTED_BYTES[precision],
         gradient_bytes=num_elements * STORED_BYTES[precision] * trains_experts,
-        latency_s=prices.latency_s,
-        dense_compute_s=_dense_work_in_tokens(job, plan) / prices.expert_tokens_per_s
+        latency_s=costs.latency_s,
+        dense_compute_s=_dense_work_in_tokens(job, plan) / costs.expert_tokens_per_s
         if config.uses_past_loads
         else 0.0,
-        weight_read_s=prices.weight_read_s,
-        overlaps=prices.overlaps,
-        cpu_s_per_byte=prices.cpu_s_per_byte,
+        weight_read_s=costs.weight_read_s,
+        overlaps=costs.overlaps,
+        cpu_s_per_byte=costs.cpu_s_per_byte,
         num_forwards=2 if recompute else 1,
         max_replicas=max_replicas,
         max_replicas_sent=config.max_replicas_sent,

@@ -23,7 +23,7 @@ from moesaic.policy.balance.cost_model import load_imbalance
 
 
 class MigrationCosts(NamedTuple):
-    """Prices of loads and of migration."""
+    """Costs of loads and of migration."""
 
     token_s: float
     """Seconds per additional routed token on the busiest rank, forward and backward."""
@@ -68,7 +68,7 @@ def can_migrate(job: Job, plan: Plan) -> bool:
 def migration_costs(
     problem: BalanceProblem, expert_bytes: float, num_groups: int
 ) -> MigrationCosts:
-    """Return prices for `num_groups` groups of ranks that share a layer's tokens equally.
+    """Return costs for `num_groups` groups of ranks that share a layer's tokens equally.
 
     Every rank of a group sends equally many tokens. The busiest rank's traffic is what it receives,
     except its own tokens.

@@ -84,7 +84,7 @@ class SearchState(NamedTuple):
 
 
 class SearchCosts(NamedTuple):
-    """Prices of tokens and replicas, as plain numbers for numba."""
+    """Costs of tokens and replicas, as plain numbers for numba."""
 
     mean: int
     """Mean load of a rank, rounded up."""

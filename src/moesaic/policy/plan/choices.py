@@ -1,6 +1,6 @@
 """Choice of the settings that a job leaves open: the cheapest ones by prediction.
 
-They are the dispatch method, the sharding of the embedding table and the prices of expert replicas.
+They are the dispatch method, the sharding of the embedding table and the costs of expert replicas.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.facts.cluster import Cluster, Place
-from moesaic.facts.job import Job, Prices
+from moesaic.facts.job import BalanceCosts, Job
 from moesaic.facts.plan import Plan, embedding_shard_error, round_digits
-from moesaic.policy.balance import can_migrate, predict_prices, should_balance
+from moesaic.policy.balance import can_migrate, predict_balance_costs, should_balance
 from moesaic.policy.cost.memory import RankMemory, tightest_rank
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts
@@ -89,7 +89,7 @@ def choose_open_settings(plan: Plan, facts: PlanFacts) -> Choices:
     if "auto" in (layout.dispatch, layout.overlap_local, layout.chunks):
         plan, others = _choose_dispatch(plan, facts)
     plan, other_embedding = _choose_embedding(plan, facts)
-    return Choices(_with_prices(plan, facts), others, other_embedding)
+    return Choices(_with_balance_costs(plan, facts), others, other_embedding)
 
 
 def _choose_dispatch(plan: Plan, facts: PlanFacts) -> tuple[Plan, list[Alternative]]:
@@ -156,17 +156,17 @@ def embedding_layouts(plan: Plan, job: Job) -> list[Plan]:
     return [whole, columns]
 
 
-def _with_prices(plan: Plan, facts: PlanFacts) -> Plan:
-    """Return `plan` with predicted prices of expert replicas, if the job may have some."""
+def _with_balance_costs(plan: Plan, facts: PlanFacts) -> Plan:
+    """Return `plan` with predicted costs of expert replicas, if the job may have some."""
     job = facts.job
-    if plan.prices is not None or not (should_balance(job, plan) or can_migrate(job, plan)):
+    if plan.balance_costs is not None or not (should_balance(job, plan) or can_migrate(job, plan)):
         return plan
     even = replace(facts, loads=None)
-    prices = {
+    costs = {
         key: round_digits(value) if isinstance(value, float) else value
-        for key, value in predict_prices(even.costs(plan)).model_dump().items()
+        for key, value in predict_balance_costs(even.costs(plan)).model_dump().items()
     }
-    return plan.model_copy(update={"prices": Prices.model_validate(prices)})
+    return plan.model_copy(update={"balance_costs": BalanceCosts.model_validate(costs)})
 
 
 def _with_fewest_layers(job: Job, plan: Plan) -> Job:

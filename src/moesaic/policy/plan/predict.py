@@ -281,10 +281,10 @@ def _pipeline_bubble(timeline: Timeline, plan: Plan, job: Job) -> dict[str, floa
 
 def _replica_costs(job: Job, plan: Plan) -> dict[str, Any] | None:
     """Return the policy of expert replicas and what a replica costs; None without replicas."""
-    prices = job.balance.prices or plan.prices
-    if prices is None or not should_balance(job, plan):
+    costs = job.balance.costs or plan.balance_costs
+    if costs is None or not should_balance(job, plan):
         return None
-    problem = layer_problem(job, plan, job.balance, prices, job.model.expert_layers[0])
+    problem = layer_problem(job, plan, job.balance, costs, job.model.expert_layers[0])
     max_replicas = problem.max_replicas
     return {
         "policy": job.balance.policy,

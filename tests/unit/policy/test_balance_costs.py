@@ -1,7 +1,8 @@
-"""Default and predicted prices of replicas: by hand, and deterministic."""
+"""Default and predicted costs of replicas: by hand, and deterministic."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,15 +12,16 @@ import pytest
 from moesaic.facts.balance import IntArray
 from moesaic.facts.cluster import Calibration, Cluster
 from moesaic.facts.cluster.file import resolve_cluster
-from moesaic.facts.job import Job
+from moesaic.facts.job import BalanceCosts, Job
 from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import MatmulShape
 from moesaic.policy.balance import (
+    BalanceCostFacts,
     RankDevice,
     break_even_tokens,
-    default_prices,
+    default_balance_costs,
     layer_problem,
-    predict_prices,
+    predict_balance_costs,
 )
 from moesaic.policy.balance.cost_model import RankTokens, layer_times_from_tokens
 from moesaic.policy.cost.compute import matmul_s
@@ -43,29 +45,37 @@ def at(host: str, kind: str = "cpu", threads: int = 1) -> RankDevice:
     return RankDevice(host, kind, threads)
 
 
-def test_default_prices_by_hand() -> None:
+def default_costs(job: Job, plan: Plan, ranks: Sequence[RankDevice]) -> BalanceCosts:
+    return default_balance_costs(BalanceCostFacts.of_job(job, plan, ranks))
+
+
+def predicted_costs(job: Job, plan: Plan, made: Cluster) -> BalanceCosts:
+    return predict_balance_costs(JobCosts.from_job(job, plan, made))
+
+
+def test_default_costs_by_hand() -> None:
     job, plan = job_and_plan(ep=2)
     flops = 6 * 256 * 512
-    one = default_prices(job, plan, [at("a")] * 4)
+    one = default_costs(job, plan, [at("a")] * 4)
     assert one.expert_tokens_per_s == pytest.approx(5e10 / flops)
     assert (one.bytes_per_s, one.overlaps, one.cpu_s_per_byte) == (3e9, False, 0)
     assert one.weight_read_s == pytest.approx(job.model.experts / 2 * 3 * 256 * 512 * 4 / 5e9)
-    threads = default_prices(job, plan, [at("a", threads=8), *[at("a", threads=4)] * 3])
+    threads = default_costs(job, plan, [at("a", threads=8), *[at("a", threads=4)] * 3])
     assert threads.expert_tokens_per_s == pytest.approx(
         4 * one.expert_tokens_per_s
     )  # The slowest counts.
-    spread = default_prices(job, plan, [at("a"), at("b"), at("a"), at("b")])
+    spread = default_costs(job, plan, [at("a"), at("b"), at("a"), at("b")])
     assert (spread.bytes_per_s, spread.overlaps) == (pytest.approx(1.1e8 / 2), True)
     assert spread.cpu_s_per_byte > 0  # Ranks that compute also serve the sockets.
     assert spread.latency_s > one.latency_s
-    gpus = default_prices(job, plan, [at("a", "gpu")] * 4)
+    gpus = default_costs(job, plan, [at("a", "gpu")] * 4)
     assert (gpus.overlaps, gpus.cpu_s_per_byte) == (True, 0)
     assert gpus.expert_tokens_per_s > 100 * one.expert_tokens_per_s
-    mixed = default_prices(job, plan, [at("a", "gpu"), *[at("a")] * 3])
+    mixed = default_costs(job, plan, [at("a", "gpu"), *[at("a")] * 3])
     assert mixed == one
-    grouped = default_prices(job, plan, [at("a"), at("a"), at("b"), at("b")])
+    grouped = default_costs(job, plan, [at("a"), at("a"), at("b"), at("b")])
     assert grouped == one  # Each group is inside a host.
-    sliced = default_prices(*job_and_plan(**EXPERT_TP), [at("a")] * 4)
+    sliced = default_costs(*job_and_plan(**EXPERT_TP), [at("a")] * 4)
     assert sliced.expert_tokens_per_s == pytest.approx(2 * one.expert_tokens_per_s)
 
 
@@ -94,10 +104,10 @@ def cluster(*flops: float, kind: str = "gpu", factor: float | None = None) -> Cl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_predicted_prices_follow_matmuls_and_links(layout: dict[str, Any]) -> None:
+def test_predicted_costs_follow_matmuls_and_links(layout: dict[str, Any]) -> None:
     job, plan = job_and_plan(**layout)
     made = cluster(FAST, FAST, SLOW, FAST)
-    prices = predict_prices(JobCosts.from_job(job, plan, made))
+    costs = predicted_costs(job, plan, made)
     device = made.hosts[2].devices[0]
     ffn = 512 // plan.etp
     rows = 8 * 256 * 2 // plan.ranks_per_stage * plan.ep * plan.etp // job.model.experts
@@ -106,20 +116,20 @@ def test_predicted_prices_follow_matmuls_and_links(layout: dict[str, Any]) -> No
             MatmulShape(rows, 2 * ffn, 256), MatmulShape(rows, 256, ffn),
         )
     ) / rows  # fmt: skip
-    assert prices.expert_tokens_per_s == pytest.approx(
+    assert costs.expert_tokens_per_s == pytest.approx(
         1 / row_s, rel=0.05
     )  # The rest is elementwise.
     groups = plan.ranks // plan.ep
-    assert prices.latency_s == pytest.approx((plan.ep - 1) * 5e-5, rel=1e-3)
-    assert prices.bytes_per_s == pytest.approx(1e9, rel=1e-2), groups
-    assert (prices.overlaps, prices.cpu_s_per_byte) == (True, 0)
-    cpus = predict_prices(JobCosts.from_job(job, plan, cluster(FAST, FAST, SLOW, FAST, kind="cpu")))
+    assert costs.latency_s == pytest.approx((plan.ep - 1) * 5e-5, rel=1e-3)
+    assert costs.bytes_per_s == pytest.approx(1e9, rel=1e-2), groups
+    assert (costs.overlaps, costs.cpu_s_per_byte) == (True, 0)
+    cpus = predicted_costs(job, plan, cluster(FAST, FAST, SLOW, FAST, kind="cpu"))
     assert cpus.overlaps
     assert cpus.cpu_s_per_byte > 0
-    assert prices == predict_prices(JobCosts.from_job(job, plan, made))
+    assert costs == predicted_costs(job, plan, made)
 
 
-def test_ranks_without_experts_have_no_prices() -> None:
+def test_ranks_without_experts_have_no_costs() -> None:
     """A pipeline rank may consist of dense layers only."""
     job = tiny_job(
         model={
@@ -131,14 +141,14 @@ def test_ranks_without_experts_have_no_prices() -> None:
         train={"precision": "fp32", "micro_batches": 2, "batch": 16},
     )  # fmt: skip
     plan = plan_from_layout(job.layout, job.model, 4)
-    prices = predict_prices(JobCosts.from_job(job, plan, cluster(FAST, FAST, FAST, FAST)))
-    assert 0 < prices.expert_tokens_per_s < float("inf")
+    costs = predicted_costs(job, plan, cluster(FAST, FAST, FAST, FAST))
+    assert 0 < costs.expert_tokens_per_s < float("inf")
 
 
-def test_calibration_scales_predicted_prices() -> None:
+def test_calibration_scales_predicted_costs() -> None:
     job, plan = job_and_plan(ep=4)
     uncalibrated, slow = (
-        predict_prices(JobCosts.from_job(job, plan, cluster(FAST, FAST, FAST, FAST, factor=factor)))
+        predicted_costs(job, plan, cluster(FAST, FAST, FAST, FAST, factor=factor))
         for factor in (None, 2.0)
     )
     assert slow.bytes_per_s == pytest.approx(uncalibrated.bytes_per_s / 2)
@@ -154,9 +164,9 @@ def test_noise_in_measured_times_gives_no_absurd_bandwidth() -> None:
     times = {"bytes": [4096.0, 4194304.0], "seconds": [3e-3, 1e-3]}
     noisy = {"name": "all_to_all", "ranks": 4, "times": times}
     made = costs.cluster.model_dump() | {"links": [link.model_dump() | {"collectives": [noisy]}]}
-    prices = predict_prices(JobCosts.from_job(job, plan, resolve_cluster(made, "c")))
-    assert prices.latency_s == pytest.approx(0.9e-3)
-    assert prices.bytes_per_s == pytest.approx(0.75 * 4194304 / 0.1e-3)
+    costs = predicted_costs(job, plan, resolve_cluster(made, "c"))
+    assert costs.latency_s == pytest.approx(0.9e-3)
+    assert costs.bytes_per_s == pytest.approx(0.75 * 4194304 / 0.1e-3)
 
 
 def test_cpu_ranks_on_one_host_do_not_overlap() -> None:
@@ -169,7 +179,7 @@ def test_cpu_ranks_on_one_host_do_not_overlap() -> None:
              "memory_bandwidth": 1e11, "matmul": [{"dtype": "fp32", "flops": 1e12}]}
         ],
     }  # fmt: skip
-    assert not predict_prices(
+    assert not predict_balance_costs(
         JobCosts.from_job(job, plan, resolve_cluster({"name": "c", "hosts": [host]}, "c"))
     ).overlaps
 
@@ -184,10 +194,10 @@ def test_deduplicated_traffic_per_routed_token(top_k: int, hosts: int, experts_t
     model = {"experts": 8, "top_k": top_k}
     job = tiny_job(model=model, layout={"ep": 4, "dispatch": "dedup", "dispatch_hosts": hosts})
     plan = plan_from_layout(job.layout, job.model, 4)
-    prices = default_prices(job, plan, [at("a")] * 4)
-    deduplicated = layer_problem(job, plan, job.balance, prices, 0).token_bytes
+    costs = default_costs(job, plan, [at("a")] * 4)
+    deduplicated = layer_problem(job, plan, job.balance, costs, 0).token_bytes
     rows = layer_problem(
-        job, plan.model_copy(update={"dispatch": "all_to_all"}), job.balance, prices, 0
+        job, plan.model_copy(update={"dispatch": "all_to_all"}), job.balance, costs, 0
     )
     choices = [one for one in combinations(range(8), top_k) if 7 in one]
     alone = sum(sum(expert >= 8 - experts_there for expert in one) == 1 for one in choices)
@@ -197,8 +207,8 @@ def test_deduplicated_traffic_per_routed_token(top_k: int, hosts: int, experts_t
 def test_break_even_tokens_of_a_replica() -> None:
     """By what the model makes of one that takes as many rows as that off the busiest rank."""
     job, plan = job_and_plan(ep=2)
-    prices = default_prices(job, plan, [at("a")] * 4)
-    problem = layer_problem(job, plan, job.balance, prices, 0)._replace(expert_tokens_per_s=1e9)
+    costs = default_costs(job, plan, [at("a")] * 4)
+    problem = layer_problem(job, plan, job.balance, costs, 0)._replace(expert_tokens_per_s=1e9)
     none, one = np.zeros(problem.num_ranks, np.int64), np.eye(problem.num_ranks, dtype=np.int64)
 
     def whole_s(more: int, sent: IntArray, received: IntArray) -> float:

@@ -1,4 +1,4 @@
-"""Predicted prices of expert replicas, for runs without measured prices.
+"""Predicted costs of expert replicas, for runs without measured costs.
 
 They follow from the cluster's file, or from typical figures of such devices. They are
 deterministic, so that two runs of a job decide alike.
@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moesaic.facts.job import Job, Prices
+from moesaic.facts.job import BalanceCosts, Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import COMPUTED_BYTES, EXPERTS
+from moesaic.facts.workload.sizes import FloatType
 from moesaic.policy.cost.step import JobCosts
 
 _FLOPS = {
@@ -44,35 +45,58 @@ class RankDevice(NamedTuple):
     """Threads that compute, on a CPU."""
 
 
-def default_prices(job: Job, plan: Plan, ranks: Sequence[RankDevice]) -> Prices:
-    """Return typical prices for ranks on such devices; the slowest one counts."""
+class BalanceCostFacts(NamedTuple):
+    """Facts of the costs of replicas on ranks without a cluster file."""
+
+    ranks: list[RankDevice]
+    """Host and device of each rank."""
+    ep_groups: list[list[int]]
+    """Ranks of each expert-parallel group."""
+    expert_elements: float
+    """Elements of one expert on one expert TP rank."""
+    experts_per_rank: float
+    """Experts that one rank owns in a layer."""
+    precision: FloatType
+    """Precision of training, `train.precision`."""
+
+    @classmethod
+    def of_job(cls, job: Job, plan: Plan, ranks: Sequence[RankDevice]) -> BalanceCostFacts:
+        """Return the facts of `job` under `plan` on `ranks`."""
+        elements = 3 * job.model.hidden * job.model.ffn / plan.etp
+        return cls(
+            list(ranks), plan.ep_groups(), elements, plan.experts / plan.ep, job.train.precision
+        )
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a rank's own experts in the dtype of matmuls."""
+        return self.experts_per_rank * self.expert_elements * COMPUTED_BYTES[self.precision]
+
+
+def default_balance_costs(facts: BalanceCostFacts) -> BalanceCosts:
+    """Return typical costs for ranks on such devices; the slowest one counts."""
+    ranks = facts.ranks
     on_cpu = any(rank.kind == "cpu" for rank in ranks)
     kind = "cpu" if on_cpu else "other"
-    hosts = [len({ranks[rank].host for rank in group}) for group in plan.ep_groups()]
+    hosts = [len({ranks[rank].host for rank in group}) for group in facts.ep_groups]
     spans_hosts = max(hosts) > 1
-    flops = _FLOPS[kind][job.train.precision]
+    flops = _FLOPS[kind][facts.precision]
     if on_cpu:
         flops *= min(rank.num_threads for rank in ranks)
     bytes_per_s = _BYTES_PER_S[kind][spans_hosts]
     if spans_hosts:  # All ranks of a host send at once.
         bytes_per_s /= max(Counter(rank.host for rank in ranks).values())
     overlaps = min(hosts) > 1 or not on_cpu
-    return Prices(
-        expert_tokens_per_s=flops / (6 * job.model.hidden * job.model.ffn / plan.etp),
+    return BalanceCosts(
+        expert_tokens_per_s=flops / (2 * facts.expert_elements),
         bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][spans_hosts],
-        weight_read_s=_expert_weight_bytes(job, plan) / _READ_BYTES_PER_S[kind],
+        weight_read_s=facts.weight_bytes / _READ_BYTES_PER_S[kind],
         overlaps=overlaps, cpu_s_per_byte=_CPU_S_PER_BYTE[kind] * overlaps,
     )  # fmt: skip
 
 
-def _expert_weight_bytes(job: Job, plan: Plan) -> float:
-    """Return the bytes of a rank's own experts in the dtype of matmuls."""
-    num_elements = 3 * job.model.hidden * job.model.ffn / plan.etp
-    return plan.experts / plan.ep * num_elements * COMPUTED_BYTES[job.train.precision]
-
-
-def predict_prices(costs: JobCosts) -> Prices:
-    """Return the prices that the cluster's file implies; the slowest rank counts."""
+def predict_balance_costs(costs: JobCosts) -> BalanceCosts:
+    """Return the costs that the cluster's file implies; the slowest rank counts."""
     plan = costs.plan
     found = dict[str, tuple[float, float]]()
     for rank in range(plan.ranks):
@@ -91,7 +115,7 @@ def predict_prices(costs: JobCosts) -> Prices:
     sent = _LARGE_MESSAGE_BYTES * (plan.ep - 1) / plan.ep
     hosts = (len({costs.places[rank].host for rank in group}) for group in groups)
     overlaps = costs.has_async_devices or all(number > 1 for number in hosts)
-    return Prices(
+    return BalanceCosts(
         expert_tokens_per_s=1 / max(token_s for token_s, _ in found.values()),
         weight_read_s=max(weights_s for _, weights_s in found.values()),
         bytes_per_s=sent / (total_s - latency_s),
@@ -111,9 +135,8 @@ def _expert_compute_s(costs: JobCosts, rank: int) -> tuple[float, float] | None:
         rows = sum(one.rows * one.count for op in ops for one in op.matmuls) / _MATMULS_PER_TOKEN
         if rows:
             total_s = sum(costs.matmul_and_elementwise_s(rank, ops))
-            read_s = (
-                _expert_weight_bytes(costs.job, costs.plan) / costs.device(rank).memory_bandwidth
-            )
+            facts = BalanceCostFacts.of_job(costs.job, costs.plan, ())
+            read_s = facts.weight_bytes / costs.device(rank).memory_bandwidth
             weights_s = min(read_s, 0.5 * total_s)
             return (total_s - weights_s) / rows, weights_s
     return None
