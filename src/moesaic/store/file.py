@@ -19,6 +19,8 @@ from moesaic.base.errors import StoreError, write_error
 _REMEDY = "resume from the newest checkpoint"
 _WORDS_PER_ROW = 512
 """Words of a checksum row, 4 KiB: it divides every stride."""
+_ROWS_PER_SUM = 32
+"""Checksum rows that are mixed at once and stay in the CPU's cache."""
 
 
 class BlockFile:
@@ -116,8 +118,14 @@ class BlockFile:
     def checksum(self, memory: NDArray[np.uint8]) -> np.uint64:
         """Return the sum of all words, each times an odd weight, modulo 2**64.
 
-        An odd weight keeps every single flipped bit; different weights tell places apart. numpy
-        takes the sum at about 20 GB/s, without the GIL and without a copy."""
+        An odd weight keeps every single flipped bit; different weights tell places apart. The
+        highest bits of two words would cancel, so each word is first mixed with its own high bits.
+        numpy takes the sum at about 10 GB/s, without the GIL."""
         words = memory.view(np.uint64).reshape(-1, _WORDS_PER_ROW)
-        total: np.uint64 = words.dot(self._word_weights).dot(self._row_weights)
+        sums = np.empty(len(words), np.uint64)
+        for start in range(0, len(words), _ROWS_PER_SUM):
+            rows = words[start : start + _ROWS_PER_SUM]
+            mixed = rows ^ (rows >> np.uint64(29))
+            mixed.dot(self._word_weights, out=sums[start : start + _ROWS_PER_SUM])
+        total: np.uint64 = sums.dot(self._row_weights)
         return total
