@@ -16,6 +16,7 @@ from table import FAMILIES, SMALL
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.world import World
+from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.hf.origin import open_origin
 from moesaic.serve.loading import load_model
@@ -40,11 +41,7 @@ LAYOUTS = {
 }
 
 
-def run_job(
-    world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
-    changes: dict[str, Any],
-) -> list[float]:  # fmt: skip
-    """Train on one rank; return its losses."""
+def make_job(text: str, layout: dict[str, Any], changes: dict[str, Any]) -> Job:
     tables = {
         "model": {"vocab": 260},
         "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache"),
@@ -54,10 +51,16 @@ def run_job(
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
-    watch = RecordingProgress()
-    train(
-        LoadedJob(tiny_job(**tables), "", []), Path(out), resume, world, watch, LanguageModelKind()
-    )
+    return tiny_job(**tables)
+
+
+def run_job(
+    world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
+    changes: dict[str, Any],
+) -> list[float]:  # fmt: skip
+    """Train on one rank; return its losses."""
+    watch, job = RecordingProgress(), make_job(text, layout, changes)
+    train(LoadedJob(job, "", []), Path(out), resume, world, watch, LanguageModelKind())
     return [figures["loss"] for figures in watch.figures]
 
 
