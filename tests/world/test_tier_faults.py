@@ -368,9 +368,11 @@ def test_two_jobs_on_one_directory_are_refused(tmp_path: Path) -> None:
     start_run(drive_job(tmp_path)).close()
 
 
-def test_a_missing_directory_is_created(tmp_path: Path) -> None:
-    start_run(drive_job(tmp_path / "missing" / "too", "auto")).close()
-    assert not list((tmp_path / "missing" / "too").iterdir())
+def test_a_missing_directory_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for ssd in (tmp_path / "missing" / "too", Path("~/home")):
+        start_run(drive_job(ssd, "auto")).close()
+        assert not list(ssd.expanduser().iterdir())
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
     experts = dict.fromkeys(job.model.expert_layers, facts.experts_per_layer)
-    directory = Path(job.memory.ssd)
+    directory = Path(job.memory.ssd).expanduser()
     _remove_unused(directory, plan.ranks)
     tiers = ExpertTiers(
         directory / f"experts-rank-{world.rank}.blocks",
