@@ -16,7 +16,6 @@ from table import FAMILIES, SMALL
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.world import World
-from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.hf.origin import open_origin
 from moesaic.serve.loading import load_model
@@ -41,7 +40,11 @@ LAYOUTS = {
 }
 
 
-def make_job(text: str, layout: dict[str, Any], changes: dict[str, Any]) -> Job:
+def run_job(
+    world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
+    changes: dict[str, Any],
+) -> list[float]:  # fmt: skip
+    """Train on one rank; return its losses."""
     tables = {
         "model": {"vocab": 260},
         "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache"),
@@ -51,16 +54,10 @@ def make_job(text: str, layout: dict[str, Any], changes: dict[str, Any]) -> Job:
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
-    return tiny_job(**tables)
-
-
-def run_job(
-    world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
-    changes: dict[str, Any],
-) -> list[float]:  # fmt: skip
-    """Train on one rank; return its losses."""
-    watch, job = RecordingProgress(), make_job(text, layout, changes)
-    train(LoadedJob(job, "", []), Path(out), resume, world, watch, LanguageModelKind())
+    watch = RecordingProgress()
+    train(
+        LoadedJob(tiny_job(**tables), "", []), Path(out), resume, world, watch, LanguageModelKind()
+    )
     return [figures["loss"] for figures in watch.figures]
 
 

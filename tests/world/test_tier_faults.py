@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from test_resume import end, make_job, middle, run_job
+from test_resume import end, middle, run_job
 from test_tiers import WIDE, smallest
 
 from moesaic.base.errors import ConfigError, StoreError
@@ -57,10 +57,15 @@ LAYOUTS: dict[int, dict[str, Any]] = {1: {"ep": 1}, 2: {"ep": 2}}
 NUM_BLOCKS = 9
 
 
-def tiered(text: Path, ssd: Path, changes: Changes, size: int = 1) -> Changes:
+def tiered(ssd: Path, changes: Changes, size: int = 1) -> Changes:
     """Return the tables of a job whose expert state has few places in memory."""
-    with_drive = {**changes, "memory": {"ssd": str(ssd)}}
-    job = make_job(str(text), LAYOUTS[size], with_drive)
+    tables: Changes = {**changes, "layout": LAYOUTS[size], "memory": {"ssd": str(ssd)}}
+    sizes: Changes = {  # As `run_job` has them.
+        "model": {"vocab": 260},
+        "data": {"sequence": 16},
+        "train": {"steps": 4, "batch": 8, "micro_batches": 2},
+    }
+    job = tiny_job(**{**tables, **{key: {**sizes[key], **tables.get(key, {})} for key in sizes}})
     return {**changes, "memory": {"ssd": str(ssd), "host": smallest(job, NUM_BLOCKS, size)}}
 
 
@@ -76,7 +81,7 @@ class Reference:
         key = f"{size} {on_drive} {changes}"
         if key not in self._done:
             out = self._directory / str(len(self._done))
-            given = tiered(self._text, self._directory, changes, size) if on_drive else changes
+            given = tiered(self._directory, changes, size) if on_drive else changes
             self._ranks.run(size, run_job, str(self._text), str(out), LAYOUTS[size], None, given)
             self._done[key] = out
         return self._done[key]
@@ -166,7 +171,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     size: int,
 ) -> None:
     ssd, out = tmp_path / "ssd", tmp_path / "out"
-    given = tiered(text, ssd, changes, size)
+    given = tiered(ssd, changes, size)
     start = (str(text), str(out), LAYOUTS[size])
     with pytest.raises(RankFailed, match="the process died"):
         ranks.run(size, killed_job, size - 1, place, *start, None, given)
@@ -200,7 +205,7 @@ def test_checkpoints_with_and_without_a_drive_are_alike(
     starts_on_drive: bool,
 ) -> None:
     before = reference.out(changes, size, on_drive=starts_on_drive)
-    given = changes if starts_on_drive else tiered(text, tmp_path / "ssd", changes, size)
+    given = changes if starts_on_drive else tiered(tmp_path / "ssd", changes, size)
     out = tmp_path / "out"
     ranks.run(size, run_job, str(text), str(out), LAYOUTS[size], middle(before), given)
     reference.check(out, changes, size)
@@ -261,7 +266,7 @@ def test_a_fault_of_the_drive_ends_the_run_and_keeps_the_checkpoint(
     message: str,
 ) -> None:
     ssd, out = tmp_path / "ssd", tmp_path / "out"
-    given = tiered(text, ssd, CLIPPED)
+    given = tiered(ssd, CLIPPED)
     start = (str(text), str(out), LAYOUTS[1])
     with pytest.raises(RankFailed) as failure:
         ranks.run(1, faulty_job, fault, code, place, *start, None, given)
@@ -320,7 +325,7 @@ def test_the_command_line_names_the_file_and_the_remedy(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_leaves_nothing_on_the_drive(text: Path, tmp_path: Path, place: str) -> None:
-    given, ssd = tiered(text, tmp_path / "ssd", CLIPPED), tmp_path / "ssd"
+    given, ssd = tiered(tmp_path / "ssd", CLIPPED), tmp_path / "ssd"
     out = str(tmp_path / "out")
     with mock.patch(place, side_effect=MemoryError("a fault")), pytest.raises(MemoryError):
         run_job(World.solo(), str(text), out, LAYOUTS[1], None, given)
@@ -344,7 +349,7 @@ def test_an_interrupt_leaves_nothing_on_the_drive(
     ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     ssd, out = tmp_path / "ssd", tmp_path / "out"
-    given = tiered(text, ssd, CLIPPED)
+    given = tiered(ssd, CLIPPED)
     with pytest.raises(RankFailed, match="KeyboardInterrupt"):
         ranks.run(1, interrupted_job, str(text), str(out), LAYOUTS[1], None, given)
     assert not list(ssd.iterdir())
