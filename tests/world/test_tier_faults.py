@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,7 +107,7 @@ def transfers_in(place: str, fault: Callable[[BlockFile, int, bool], None]) -> I
     """Call `fault` before the third transfer of a block in a phase, such as "forward 2", where two
     steps are done; checkpoints are phases too. Its arguments are file, block, and true if the block
     is written."""
-    now, count = [""], [0]
+    now, number = [""], [0]
     begin_phase, save = trainer._Session._on_phase, trainer._Session._save
 
     def on_phase(session: Any, name: str) -> None:
@@ -119,8 +120,8 @@ def transfers_in(place: str, fault: Callable[[BlockFile, int, bool], None]) -> I
 
     def count_transfers(move: MoveBlock, writes: bool) -> MoveBlock:
         def transfer(file: BlockFile, block: int, memory: Any) -> None:
-            count[0] += now[0] == place
-            if count[0] >= 3:
+            number[0] += now[0] == place
+            if number[0] >= 3:
                 fault(file, block, writes)
             move(file, block, memory)
 
@@ -341,11 +342,10 @@ def test_an_error_leaves_nothing_on_the_drive(text: Path, tmp_path: Path, place:
 def interrupted_job(world: World, *arguments: Any) -> None:
     def interrupt(file: BlockFile, block: int, writes: bool) -> None:
         del file, block, writes
-        if not is_sent:
-            is_sent.append(True)
+        if next(calls) == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
-    is_sent = list[bool]()
+    calls = count()  # Threads take numbers one by one.
     with transfers_in("backward 2", interrupt):
         run_job(world, *arguments)
 
