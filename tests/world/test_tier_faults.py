@@ -24,7 +24,7 @@ import torch
 from test_resume import end, middle, run_job
 from test_tiers import WIDE, smallest
 
-from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -32,7 +32,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.store.file import BlockFile
 from moesaic.testing.jobs import RUN_JOB, RandomSamples, tiny_job
 from moesaic.testing.ranks import RankFailed, RankPool
-from moesaic.testing.runs import start_run
+from moesaic.testing.runs import overflow_gradients, start_run
 from moesaic.testing.states import read_checkpoint
 from moesaic.train import trainer
 from moesaic.train.lm import LanguageModelKind
@@ -359,6 +359,18 @@ def test_an_interrupt_leaves_nothing_on_the_drive(
         ranks.run(1, interrupted_job, str(text), str(out), LAYOUTS[1], None, given)
     assert not list(ssd.iterdir())
     Checkpoint.open(Path(middle(out))).verify()
+
+
+@pytest.mark.parametrize(
+    ("clip", "state"),
+    [(0.1, "and nothing was updated"), (0.0, "which was known only after the update of experts")],
+)
+def test_a_diverged_step_says_what_was_updated(tmp_path: Path, clip: float, state: str) -> None:
+    run = start_run(drive_job(tmp_path, train={"precision": "fp32", "clip": clip}))
+    overflow_gradients(list(run.part.model.decoder_layers())[1])
+    with pytest.raises(DivergedError, match=f"^step 1: the gradient's norm is nan, {state}$"):
+        run.step(RandomSamples(61, 12))
+    run.close()
 
 
 def drive_job(ssd: Path, host: str = "64MiB", **tables: dict[str, Any]) -> Job:

@@ -250,6 +250,11 @@ class ExpertTiers:
         decide(self._residency.end_step, facts, log)
         return TierStats(traffic, log[0])
 
+    @property
+    def updates_early(self) -> bool:
+        """True if experts are updated before the gradient's norm is known."""
+        return self._updates_early
+
     def close(self) -> None:
         """Free the memory and remove the scratch file."""
         self._resources.close()
