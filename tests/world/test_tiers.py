@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +41,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2, clipped": (2, {"layout": {"ep": 2}, "train": {"micro_batches": 2}}),
     "tp": (2, {"layout": {"tp": 2, "etp": 2}, "model": {"vocab": 64}}),
 }
+
+
+DEFAULT = ((4, 20), (9,))
+"""Blocks in memory outside the soak tests, of every other case in turn."""
 
 
 def merged(tables: dict[str, Any], **memory: Any) -> Job:
@@ -82,15 +88,38 @@ def smallest(job: Job, blocks: int, ranks: int) -> str:
     return f"{min(facts.other_bytes.values()) + blocks * facts.block_bytes}B"
 
 
-@pytest.mark.parametrize("blocks", [4, 9, 20])
-@pytest.mark.parametrize("name", CASES)
-def test_tiers_change_no_bit(ranks: RankPool, tmp_path: Path, name: str, blocks: int) -> None:
+@pytest.fixture(scope="module")
+def in_memory(ranks: RankPool) -> Callable[[str], list[Any]]:
+    """Return a function that gives the results of a case with all state in memory."""
+
+    @cache
+    def run(name: str) -> list[Any]:
+        size, tables = CASES[name]
+        return ranks.run(size, trained, merged(tables), None)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        pytest.param(name, blocks, marks=[pytest.mark.soak] * (blocks not in DEFAULT[at % 2]))
+        for at, name in enumerate(CASES)
+        for blocks in (4, 9, 20)
+    ],
+)
+def test_tiers_change_no_bit(
+    ranks: RankPool,
+    tmp_path: Path,
+    in_memory: Callable[[str], list[Any]],
+    name: str,
+    blocks: int,
+) -> None:
     size, tables = CASES[name]
-    full = ranks.run(size, trained, merged(tables), None)
     ssd = str(tmp_path)
     host = smallest(merged(tables, ssd=ssd), blocks, size)
     few = ranks.run(size, trained, merged(tables, ssd=ssd, host=host), blocks)
-    for (expected_facts, expected, _), (facts, state, _) in zip(full, few, strict=True):
+    for (expected_facts, expected, _), (facts, state, _) in zip(in_memory(name), few, strict=True):
         assert facts == expected_facts
         assert [one[:3] for one in state] == [one[:3] for one in expected]
         for (key, *_, found), (*_, wanted) in zip(state, expected, strict=True):

@@ -27,7 +27,8 @@ class ClusterError(ConfigError):
 
 
 class DivergedError(UserError):
-    """A non-finite loss or gradient; the failing step did not change the training state."""
+    """A non-finite loss or gradient. The failing step did not change the training state, except for
+    experts in memory tiers without `train.clip`."""
 
 
 class DataError(UserError):

@@ -20,6 +20,8 @@ from moesaic.base.errors import StoreError, write_error
 _REMEDY = "resume from the newest checkpoint"
 _WORDS_PER_PAGE = 512
 """64-bit words of 4 KiB, which divide every stride."""
+_PAGES_PER_SUM = 32
+"""Pages that are mixed at once and stay in the CPU's cache."""
 
 
 class BlockFile:
@@ -120,8 +122,12 @@ class BlockFile:
         """Return a checksum of `memory`, [stride_bytes].
 
         Each page becomes the sum of its words times odd weights, modulo 2**64, so that a flipped
-        bit changes it. BLAKE2 joins the sums. Both take a third of the time of zlib.crc32, without
-        the GIL."""
+        bit changes it. The highest bits of two words would cancel, so each word is first mixed with
+        its own high bits. BLAKE2 joins the sums. numpy does not hold the GIL."""
         pages = memory.view(np.uint64).reshape(-1, _WORDS_PER_PAGE)
-        digest = hashlib.blake2b(pages.dot(self._weights), digest_size=8).digest()
-        return int.from_bytes(digest)
+        sums = np.empty(len(pages), np.uint64)
+        for start in range(0, len(pages), _PAGES_PER_SUM):
+            some = pages[start : start + _PAGES_PER_SUM]
+            mixed = some ^ (some >> np.uint64(29))
+            mixed.dot(self._weights, out=sums[start : start + _PAGES_PER_SUM])
+        return int.from_bytes(hashlib.blake2b(sums.tobytes(), digest_size=8).digest())

@@ -61,10 +61,40 @@ def assemble(
     migrates = policies.can_migrate(job, plan)
     needs_costs = migrates or policies.should_balance(job, plan)
     ranks = ModelRanks.by_plan(plan, world, replicas=needs_costs)
-    dtype = DTYPES[job.train.precision]
-    tiers = make_tiers(job, plan, world, dtype)
+    tiers = make_tiers(job, plan, world, DTYPES[job.train.precision])
+    try:
+        run = _make_run(job, plan, world, ranks, tiers, dict(counters or {}))
+    except BaseException:
+        if tiers is not None:
+            tiers.close()
+        raise
+    part, model = run.part, run.part.model
+    try:
+        if migrates:
+            items = [*part.trainable, *part.frozen]
+            run.objective.migration = ExpertMigration(
+                job, plan, world, model, items, part.optimizer
+            )
+        if policies.should_balance(job, plan):
+            for _, bank in model.expert_banks():
+                bank.whole_arena()  # Refuses replicas of experts without a place.
+        source.fill(run.state().shards)
+        if needs_costs:
+            found = [] if decisions is None else decisions
+            part.plan = balancing.attach_balancers(model, job, plan, world, found, log)
+    except BaseException:
+        run.close()  # Parameter hooks keep the model alive.
+        raise
+    return run
+
+
+def _make_run(
+    job: Job, plan: Plan, world: World, ranks: ModelRanks, tiers: ExpertTiers | None,
+    counters: dict[str, int],
+) -> LMRun:  # fmt: skip
+    """Return the run, whose parameters have no values yet."""
     model = build_model(
-        job.model, dtype, plan, world.rank, ranks, job.routing, job.finetune,
+        job.model, DTYPES[job.train.precision], plan, world.rank, ranks, job.routing, job.finetune,
         None if tiers is None else tiers.places,
     )  # fmt: skip
     for layer in model.decoder_layers():
@@ -80,26 +110,10 @@ def assemble(
     )  # fmt: skip
     part.tiers = tiers
     part.tied_weight_group = _tied_weight_group(job, plan, world)
-    objective = LanguageModelObjective(job, world, part)
-    run: LMRun = Run(
-        job, world, [placement], [part], objective, walk,
-        unit_group=world.partition(plan.stage_groups()), counters=dict(counters or {}),
+    return Run(
+        job, world, [placement], [part], LanguageModelObjective(job, world, part), walk,
+        unit_group=world.partition(plan.stage_groups()), counters=counters,
     )  # fmt: skip
-    try:
-        if migrates:
-            items = [*part.trainable, *part.frozen]
-            objective.migration = ExpertMigration(job, plan, world, model, items, part.optimizer)
-        if policies.should_balance(job, plan):
-            for _, bank in model.expert_banks():
-                bank.whole_arena()  # Refuses replicas of experts without a place.
-        source.fill(run.state().shards)
-        if needs_costs:
-            found = [] if decisions is None else decisions
-            part.plan = balancing.attach_balancers(model, job, plan, world, found, log)
-    except BaseException:
-        run.close()  # Parameter hooks keep the model alive.
-        raise
-    return run
 
 
 def _tied_weight_group(job: Job, plan: Plan, world: World) -> Group | None:

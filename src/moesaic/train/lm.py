@@ -89,12 +89,14 @@ class LanguageModelKind:
         return run
 
     def describe(self, run: LMRun) -> Iterator[str]:
-        """Yield kernels, transports, balance policy, trained weights, and settings without
-        effect."""
+        """Yield kernels, transports, balance policy, warnings about the drive, trained weights, and
+        settings without effect."""
         job = run.objective.job
         for line in (_describe_backends(run), _describe_balance(run)):
             if line is not None:
                 yield line
+        if run.part.tiers is not None:
+            yield from run.part.tiers.warnings
         if job.finetune is not None:
             yield from describe_trainable(job)
         is_pinned = job.kernels.grouped_mm != "auto" and job.model.experts > 0

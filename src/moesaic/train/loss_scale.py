@@ -55,12 +55,20 @@ def record_update(counters: dict[str, int]) -> None:
         counters[GROWTH_TRACKER] = 0
 
 
-def back_off(counters: dict[str, int], norm: float, loss: float) -> None:
+def back_off(
+    counters: dict[str, int], norm: float, loss: float, *, is_updated: bool = False
+) -> None:
     """Halve the scale after a gradient with a `norm` that is not finite. Raise if no scale helps,
-    as when the unscaled `loss`, equal on all ranks, is not finite either."""
+    as when the unscaled `loss`, equal on all ranks, is not finite either. `is_updated` if experts
+    were updated before the norm was known, which needs an unscaled loss."""
     step = f"step {counters['step'] + 1}: the gradient's norm is {norm}"
     if EXPONENT not in counters:
-        raise DivergedError(f"{step}, and nothing was updated")
+        state = (
+            "which was known only after the update of experts"
+            if is_updated
+            else "and nothing was updated"
+        )
+        raise DivergedError(f"{step}, {state}")
     if not math.isfinite(loss):
         raise DivergedError(
             f"{step} as the loss is {loss}, for which no loss scale helps, and nothing was "

@@ -186,7 +186,9 @@ class Run(Generic[ObjectiveT, StatsT]):
 
     def _skip_update(self, norm: float, losses: Sequence[Any]) -> None:
         """Skip the update after an overflow and back off the loss scale."""
-        loss_scale.back_off(self.counters, norm, self.objective.total_loss(losses))
+        is_updated = any(part.tiers is not None and part.tiers.updates_early for part in self.parts)
+        loss = self.objective.total_loss(losses)
+        loss_scale.back_off(self.counters, norm, loss, is_updated=is_updated)
         for part in self.parts:
             part.drop_gradients()
 

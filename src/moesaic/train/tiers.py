@@ -8,8 +8,9 @@ cache, and on the drive if they do not fit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moesaic.base.decisions import Decision, decide
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.base.units import format_bytes
 from moesaic.dist.collectives import all_gather
@@ -48,6 +49,17 @@ from moesaic.train.topology import gather_places
 
 _AUTO_FRACTION = 0.8
 """Part of the free memory that `memory.host = "auto"` takes."""
+_MOUNTS = Path("/proc/self/mountinfo")
+_SLOW_FILE_SYSTEMS = {
+    **dict.fromkeys(("tmpfs", "ramfs"), "which is memory itself"),
+    **dict.fromkeys(("overlay", "aufs"), "which copies files between the layers of a container"),
+    **dict.fromkeys(
+        ("9p", "afs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"),
+        "which reaches its drive over a network or another system",
+    ),
+    "fuse": "whose reads and writes take a detour through another process",
+}  # fmt: skip
+"""Reasons against file systems for expert state."""
 
 
 def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> ExpertTiers | None:
@@ -76,8 +88,10 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
         )
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
+    directory = Path(job.memory.ssd).expanduser()
+    _remove_unused(directory, plan.ranks)
     tiers = ExpertTiers(
-        Path(job.memory.ssd) / f"experts-rank-{world.rank}.blocks",
+        directory / f"experts-rank-{world.rank}.blocks",
         expert_blocks(job, plan, facts, budget),
         facts.width,
         dtype,
@@ -167,8 +181,10 @@ class ExpertTiers:
         """Division of the budget, if it was decided from a job."""
         with ExitStack() as stack:
             stack.enter_context(_locked(path))
-            file = BlockFile(path, blocks.num_blocks, width * dtype.itemsize)
+            file = _create_file(path, blocks.num_blocks, width * dtype.itemsize)
             stack.callback(file.close)
+            self.warnings = list(_drive_warnings(path.parent, is_direct=file.is_direct))
+            """Messages for the user about the drive."""
             num_places = min(num_places, blocks.num_blocks)
             self.cache = BlockCache(file, num_places, self._residency)
             stack.callback(self.cache.close)
@@ -234,6 +250,11 @@ class ExpertTiers:
         decide(self._residency.end_step, facts, log)
         return TierStats(traffic, log[0])
 
+    @property
+    def updates_early(self) -> bool:
+        """True if experts are updated before the gradient's norm is known."""
+        return self._blocks.updates_early
+
     def close(self) -> None:
         """Free the memory and remove the scratch file."""
         self._resources.close()
@@ -247,6 +268,51 @@ def _layer(block: str) -> int:
     if block.startswith("layers."):
         return int(block.removeprefix("layers."))
     return -1 if block == "embed" else 1 << 30
+
+
+def _create_file(path: Path, num_blocks: int, block_bytes: int) -> BlockFile:
+    try:
+        return BlockFile(path, num_blocks, block_bytes)
+    except StoreError as error:
+        raise StoreError(f"memory.ssd: {error}") from error
+
+
+def _drive_warnings(directory: Path, *, is_direct: bool) -> Iterator[str]:
+    """Yield a warning if the directory's file system does not suit expert state, and another one if
+    it has no direct I/O."""
+    name = file_system(directory, _MOUNTS.read_text() if _MOUNTS.exists() else "")
+    reason = _SLOW_FILE_SYSTEMS.get(name.partition(".")[0])
+    if reason is not None:
+        yield (
+            f"memory.ssd = '{directory}' is on {name}, {reason}: name a directory on a drive of "
+            "this machine"
+        )
+    if not is_direct:
+        yield (
+            f"memory.ssd = '{directory}' has no direct I/O, so the page cache takes memory beyond "
+            "memory.host: name a directory on ext4 or xfs"
+        )
+
+
+def file_system(directory: Path, mounts: str) -> str:
+    """Return the type of the file system of a directory by the text of /proc/self/mountinfo, or an
+    empty string."""
+    found, path = ("", ""), directory.resolve()
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split(" ")[4])
+        if path.is_relative_to(point) and len(point) >= len(found[0]):
+            found = point, after.split(" ")[0]  # A later mount hides an earlier one.
+    return found[1]
+
+
+def _remove_unused(directory: Path, num_ranks: int) -> None:
+    """Remove the scratch files that a killed run on more ranks has left."""
+    for path in directory.glob("experts-rank-*.blocks"):
+        rank = path.stem.rpartition("-")[2]
+        if rank.isdecimal() and int(rank) >= num_ranks:
+            with suppress(LockHeld, OSError), file_lock(path.with_suffix(".lock"), fail_if_locked):
+                path.unlink(missing_ok=True)
 
 
 @contextmanager

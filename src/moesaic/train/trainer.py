@@ -153,10 +153,14 @@ def _train(
         checkpoint = _open_checkpoint(job, out, resume, world, progress)
         _check_same_run(checkpoint.facts, job, data.digest, checkpoint.path, progress)
     run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message, decisions)
-    if checkpoint is not None:
-        _set_resume_point(checkpoint.path, out, world, progress)
-    write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
-    record = RunRecord(out, job, world)
+    try:
+        if checkpoint is not None:
+            _set_resume_point(checkpoint.path, out, world, progress)
+        write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
+        record = RunRecord(out, job, world)
+    except BaseException:
+        run.close()
+        raise
     with _Session(run, data, record, progress, world, job, kind) as session:
         for line in _describe_placements(run) if world.size > 1 else ():
             progress.message(line)
