@@ -36,8 +36,8 @@ from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.topology import describe_ranks
 
 J = TypeVar("J", bound=AnyJob)
-StepCallback = Callable[[dict[str, float]], bool | None]
-"""Function of a step's figures; it returns False to end the run after that step."""
+StepCallback = Callable[[dict[str, float]], object]
+"""Function of a step's figures; a false value other than None ends the run after that step."""
 
 
 class Progress(Protocol):
@@ -412,10 +412,12 @@ class _Session(Generic[J]):
 
     def _is_stopped_by(self, on_step: StepCallback) -> bool:
         """Call `on_step` on rank 0; return on every rank whether the run ends."""
-        answer = self.world.run_on_rank_zero(
-            lambda: "stop" if on_step(self.figures) is False else "go on"
-        )
-        return answer == "stop"
+
+        def ask() -> str:
+            answer = on_step(self.figures)
+            return "stop" if answer is not None and not answer else "go on"
+
+        return self.world.run_on_rank_zero(ask) == "stop"
 
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self.record.out / "checkpoints")
