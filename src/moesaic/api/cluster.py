@@ -25,7 +25,7 @@ from moesaic.facts.cluster.file import resolve_cluster
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
 
-MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
+MEMORY_HINT = "start fewer ranks (nproc), or lower largest_side"
 _MAX_MEDIAN_RANGE, _MAX_P90_RANGE = 0.2, 0.5
 """Relative ranges of repeats, at the median and at the 90th percentile, that cause a warning."""
 

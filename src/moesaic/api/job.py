@@ -250,7 +250,7 @@ def _count_ranks(loaded: LoadedJob[JobConfig], nproc: int | None, *, is_started:
         actual = f"torchrun started {requested}" if is_torchrun() else f"nproc is {requested}"
         raise ConfigError(
             f"{origin} is for {plan.ranks} rank{'s' * (plan.ranks > 1)}, but {actual}: start "
-            f"{plan.ranks}, or plan anew for {requested} (moesaic plan --nproc {requested})"
+            f"{plan.ranks}, or plan anew for {requested} (nproc = {requested})"
         )
     hosts = len({place.host for place in plan.places})
     if hosts > 1 and not is_torchrun() and is_started:

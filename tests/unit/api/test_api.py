@@ -193,7 +193,7 @@ def test_a_model_is_loaded_changed_and_saved() -> None:
         (lambda: Job.load(TABLES, sets=["train.device=gpu"]), "'gpu' is not a device; use auto"),
         (lambda: Job.load(TABLES).train(out="run"), "'run' already holds a run: resume it"),
         (lambda: Job.load(TABLES).train(out="cache"), "is not empty and holds no run"),
-        (lambda: Job.load(TABLES).train(nproc=0), "--nproc 0: give a number from 1"),
+        (lambda: Job.load(TABLES).train(nproc=0), "nproc = 0: give a number from 1"),
         (lambda: Job.load(TABLES).train(plan="none.json"), "'none.json' cannot be read"),
         (lambda: Job.load(TABLES).train(resume="auto"), "resume needs out, the directory"),
         (lambda: Run.open("cache"), "there is no run directory 'cache'"),
