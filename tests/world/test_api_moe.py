@@ -277,6 +277,9 @@ def mistake(world: World, name: str) -> str:
         elif name == "part of a mesh":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
             moesaic.MoE(8, 8, 4, 2, group=mesh["expert"])
+        elif name == "names":
+            names = ("expert", "replicate")
+            moesaic.MoE(8, 8, 4, 2, group=init_device_mesh("cpu", (1, 4), mesh_dim_names=names))
         elif name == "ddp":
             DistributedDataParallel(Model(world.group))(x)
         elif name == "ddp around":
@@ -295,8 +298,13 @@ def mistake(world: World, name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("small group", "a group of all ranks, or a device mesh"),
-        ("part of a mesh", "a device mesh that names the ranks that hold the same experts"),
+        ("small group", "group is a process group "),
+        (
+            "part of a mesh",
+            "of 2 of the 4 ranks, so other ranks hold the same experts: "
+            'give a device mesh of all of them, such as init_device_mesh("cpu", (2, 2), ',
+        ),
+        ("names", "('expert', 'replicate'), but its last dimension splits the experts"),
         ("ddp around", "with the same model"),
         ("experts", "experts = 3 do not split evenly over 4 ranks"),
         ("mesh", "group is a device mesh of 3 dimensions"),

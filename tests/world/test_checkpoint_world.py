@@ -112,7 +112,7 @@ def test_all_ranks_raise_the_same_error(ranks: RankPool, tmp_path: Path) -> None
         assert len(set(errors)) == 1
         assert "'rank-3.safetensors' is not what was written" in errors[0]
         assert "'rank-1.safetensors' is missing" in errors[0]
-        assert f"--resume {tmp_path}/step-00000001" in errors[0]
+        assert f"one is '{tmp_path}/step-00000001'; resume from that" in errors[0]
 
 
 def fail_then_save(world: World, directory: Path, late: bool) -> tuple[str, str]:

@@ -278,7 +278,7 @@ def test_unsuitable_plans_are_rejected(directory: Path, capfd: pytest.CaptureFix
     two = [{**other_device, "host": host} for host in ("a", "b")]
     again = {"recompute": True}
     for change, flags, words in (
-        ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, but nproc is 2: start 1, or"),
+        ({}, ["--nproc", "2"], "plan 'plan.json' is for 1 rank, but nproc is 2: start 1, or"),
         ({}, ["--set", "train.micro_batches=2"], "micro_batches = 1, but train.micro_batches = 2"),
         (
             again,
@@ -288,15 +288,15 @@ def test_unsuitable_plans_are_rejected(directory: Path, capfd: pytest.CaptureFix
         (
             {},
             ["--set", "layout.dp_shard=2"],
-            "layout.dp_shard=2 beside --plan 'plan.json', which has dp_shard = 1: leave",
+            "layout.dp_shard=2 beside plan 'plan.json', which has dp_shard = 1: leave",
         ),
         (
             {},
             ["--set", "layout.dispatch=dedup"],
-            "layout.dispatch=dedup beside --plan 'plan.json', which has dispatch = ",
+            "layout.dispatch=dedup beside plan 'plan.json', which has dispatch = ",
         ),
         ({"places": [other_device]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
-        ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),
+        ({"places": two, "ranks": 2}, [], "plan 'plan.json' has its ranks on 2 hosts: start"),
     ):
         Path("plan.json").write_text(json.dumps({**planned, **change}))
         capfd.readouterr()

@@ -26,7 +26,7 @@ from moesaic.facts.cluster.file import resolve_cluster
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
 
-_MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
+_MEMORY_HINT = "start fewer ranks (nproc), or lower largest_side"
 
 
 class Cluster:

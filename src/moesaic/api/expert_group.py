@@ -30,10 +30,14 @@ from moesaic.policy.balance import (
 )
 from moesaic.policy.plan.dispatch import DispatchFacts, default_dispatch
 
-_PRECISIONS = {
+PRECISIONS = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
-"""Precision of a job by dtype of the experts."""
+"""Precision of a job by dtype of the experts: the dtypes that a layer may have."""
+_EXPERT_NAMES = ("expert", "experts", "ep")
+"""Usual names of the dimension of a mesh that splits the experts."""
+_REPLICA_NAMES = ("replicate", "replica", "dp_replicate")
+"""Usual names of the dimension of a mesh whose ranks hold the same experts."""
 
 
 class ExpertGroup:
@@ -47,29 +51,22 @@ class ExpertGroup:
 
         Args:
             group: a process group of all ranks, which split the experts; or a device mesh of one or
-                two dimensions. The last dimension splits the experts. Ranks along the first hold
-                the same experts.
+                two dimensions. The last dimension splits the experts. Ranks along the first of two
+                hold the same experts.
             timeout_s: seconds after which a rank that waits for another one raises an error.
         """
         self._timeout_s = timeout_s
         self._transports = dict[str, Transport]()
         self._hosts = list[str]()
         if isinstance(group, DeviceMesh):
-            if group.ndim > 2:
-                raise ConfigError(
-                    f"group is a device mesh of {group.ndim} dimensions: give the two of replicas "
-                    'and of ranks that split the experts, such as mesh["replicate", "expert"]'
-                )
-            if group.ndim == 1 and group.size() < dist.get_world_size():
-                raise _unnamed_replicas()
+            _check_mesh(group)
             self.ep_group: Group = group.get_group(group.ndim - 1)
             self.replicate_group: Group | None = group.get_group(0) if group.ndim == 2 else None
             self.all_group: Group = _group_of(group.mesh)
-        elif isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
+        else:
+            _check_group(group)
             self.ep_group = self.all_group = group
             self.replicate_group = None
-        else:
-            raise _unnamed_replicas()
 
     @property
     def ep_size(self) -> int:
@@ -111,7 +108,7 @@ class ExpertGroup:
                 "model": {"family": "mixtral", **attention, **model},
                 "balance": {"policy": policy},
                 "data": {"path": "none", "sequence": 2},
-                "train": {"steps": 1, "batch": 1, "precision": _PRECISIONS[dtype]},
+                "train": {"steps": 1, "batch": 1, "precision": PRECISIONS[dtype]},
             },
             "the layer",
         )
@@ -168,12 +165,55 @@ class ExpertGroup:
         return seed[0]
 
 
-def _unnamed_replicas() -> ConfigError:
+def _check_group(group: object) -> None:
+    """Raise unless `group` is a process group of all ranks."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "group is a process group that this rank is not in: create the layer on ranks of the "
+            "group only"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group = {group!r} is not a process group: give one of all ranks, such as "
+            "torch.distributed.group.WORLD, or a device mesh, such as "
+            f"{_example_mesh('replicas', 'ranks')}"
+        )
+    if group.size() < dist.get_world_size():
+        raise _partial("a process group", group.size())
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless the dimensions of `mesh` are replicas, if there are any, and ranks that split
+    the experts."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2:
+        shown = f" ({', '.join(names)})" if names else ""
+        raise ConfigError(
+            f"group is a device mesh of {mesh.ndim} dimensions{shown}: give two of them, that of "
+            'replicas and that of ranks that split the experts, such as mesh["replicate", "expert"]'
+        )
+    if mesh.ndim == 1 and mesh.size() < dist.get_world_size():
+        raise _partial("a device mesh", mesh.size())
+    if mesh.ndim == 2 and names and (names[0] in _EXPERT_NAMES or names[1] in _REPLICA_NAMES):
+        raise ConfigError(
+            f"group is a device mesh with the dimensions {names}, but its last dimension splits "
+            f"the experts, and ranks along the first hold replicas: give {(names[1], names[0])}"
+        )
+
+
+def _partial(kind: str, size: int) -> ConfigError:
+    """Return the error for a group of `size` ranks, which does not say who holds replicas."""
+    ranks = dist.get_world_size()
+    replicas = "replicas" if ranks % size else ranks // size
     return ConfigError(
-        "group must be a group of all ranks, or a device mesh that names the ranks that hold the "
-        'same experts, such as init_device_mesh("cpu", (copies, ranks), '
-        'mesh_dim_names=("replicate", "expert"))'
+        f"group is {kind} of {size} of the {ranks} ranks, so other ranks hold the same experts: "
+        f"give a device mesh of all of them, such as {_example_mesh(replicas, size)}"
     )
+
+
+def _example_mesh(replicas: object, ranks: object) -> str:
+    names = 'mesh_dim_names=("replicate", "expert")'
+    return f'init_device_mesh("cpu", ({replicas}, {ranks}), {names})'
 
 
 def _group_of(ranks: Tensor) -> Group:

@@ -100,8 +100,9 @@ class Job:
                 a new run.
             plan: a result of `plan`, or the path of a plan file; it sets ranks and layout.
             on_step: function of each step's figures (`step`, `loss`, ...). It runs in this
-                process, on rank 0 under torchrun. False ends the run after that step, with a
-                checkpoint. Ranks wait for it, at most `train.collective_timeout_s`.
+                process, on rank 0 under torchrun. A false value other than None, also one of
+                numpy or torch, ends the run after that step, with a checkpoint. Ranks wait for
+                it, at most `train.collective_timeout_s`.
             output: stream for progress; None for none.
         """
         prepared = self.prepare(out=out, nproc=nproc, resume=resume, plan=plan, output=output)
@@ -265,7 +266,7 @@ def _count_ranks(loaded: LoadedJob[JobConfig], nproc: int | None, *, is_started:
         actual = f"torchrun started {requested}" if is_torchrun() else f"nproc is {requested}"
         raise ConfigError(
             f"{origin} is for {plan.ranks} rank{'s' * (plan.ranks > 1)}, but {actual}: start "
-            f"{plan.ranks}, or plan anew for {requested} (moesaic plan --nproc {requested})"
+            f"{plan.ranks}, or plan anew for {requested} (nproc = {requested})"
         )
     hosts = len({place.host for place in plan.places})
     if hosts > 1 and not is_torchrun() and is_started:

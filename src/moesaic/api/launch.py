@@ -38,7 +38,7 @@ class RankFailed(MoesaicError):
 
 
 class RunInterrupted(MoesaicError):
-    """A run that was ended from outside; --resume continues it."""
+    """A run that was ended from outside; `resume` continues it."""
 
     def __init__(self, text: str, status: int = EXIT_RELAUNCH) -> None:
         super().__init__(text)
@@ -64,11 +64,11 @@ def message_prefix() -> str:
 def num_ranks(nproc: int | None) -> int | None:
     """Return the number of ranks to start, or of ranks under torchrun; None if unset."""
     if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: give a number from 1")
+        raise ConfigError(f"nproc = {nproc}: give a number from 1")
     if not is_torchrun():
         return nproc
     if nproc is not None:
-        raise ConfigError(f"--nproc {nproc} under torchrun, which starts the ranks: remove it")
+        raise ConfigError(f"nproc = {nproc} under torchrun, which starts the ranks: remove it")
     return int(os.environ["WORLD_SIZE"])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moesaic.api.ddp import is_averaged_by_ddp
-from moesaic.api.expert_group import ExpertGroup
+from moesaic.api.expert_group import PRECISIONS, ExpertGroup
 from moesaic.api.expert_parameters import ExpertParameters
 from moesaic.base.errors import ConfigError
 from moesaic.kernels.randomness import normal
@@ -80,7 +81,8 @@ class MoE(nn.Module):
             dtype: dtype of the parameters.
         """
         super().__init__()
-        _check_sizes(capacity_factor, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
+        _check_sizes(hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
+        _check_options(dtype, capacity_factor, balance_loss=balance_loss, z_loss=z_loss)
         if group is not None and not isinstance(group, ExpertGroup):
             group = ExpertGroup(group)
         self.group = group
@@ -128,12 +130,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, in the shape of `x`."""
-        if not x.is_floating_point():
-            raise ConfigError(f"x has dtype {x.dtype}: give tokens as floating-point vectors")
-        if x.shape[-1] != self.hidden:
-            raise ConfigError(
-                f"x has {x.shape[-1]} channels, but the layer has hidden = {self.hidden}"
-            )
+        self._check_input(x)
         if self.group is not None and is_averaged_by_ddp(next(self.experts.parameters())):
             raise ConfigError(
                 "DDP averages the experts of a moesaic.MoE, which differ from rank to rank: call "
@@ -153,6 +150,33 @@ class MoE(nn.Module):
         self._aux = AuxLoss([report], all_group) if self.training else None
         return out
 
+    def _check_input(self, x: Tensor) -> None:
+        """Raise if the layer cannot compute with `x`."""
+        weight, expert = self.router.weight, next(self.experts.parameters())
+        if weight.is_meta or expert.is_meta:
+            raise ConfigError(
+                "the layer is on the meta device and has no values: call layer.to_empty(device=...)"
+                " and layer.reset_parameters(), or layer.load_state_dict(state, assign=True), first"
+            )
+        if not x.is_floating_point():
+            raise ConfigError(f"x has dtype {x.dtype}: give tokens as floating-point vectors")
+        if x.ndim == 0 or x.shape[-1] != self.hidden:
+            raise ConfigError(
+                f"x has {x.shape[-1] if x.ndim else 'no'} channels, but the layer has "
+                f"hidden = {self.hidden}"
+            )
+        for parameter in (weight, expert):
+            if x.device != parameter.device:
+                raise ConfigError(
+                    f"x is on {x.device}, but the layer is on {parameter.device}: move one of them "
+                    "with .to(device)"
+                )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ConfigError(
+                f"x has dtype {x.dtype}, but the layer has {weight.dtype}: cast one of them with "
+                ".to(dtype), or compute under torch.autocast"
+            )
+
     @property
     def aux_loss(self) -> Tensor:
         """Weighted balance loss and z-loss of the last forward pass in training.
@@ -160,7 +184,8 @@ class MoE(nn.Module):
         It has a gradient. Its mean over ranks is the loss of all ranks' tokens.
         """
         if self._aux is None:
-            raise ConfigError("aux_loss follows a forward pass in training: call train() first")
+            first = "the layer" if self.training else "train() and then the layer"
+            raise ConfigError(f"aux_loss follows a forward pass in training: call {first} first")
         if torch.is_grad_enabled() and self.router.weight.requires_grad > self._aux.has_gradient:
             raise ConfigError(
                 "aux_loss has no gradient: the forward pass ran under no_grad(). Checkpoint layers "
@@ -193,6 +218,17 @@ class MoE(nn.Module):
             f"{self.hidden}, {self.ffn}, experts={self.num_experts}, "
             f"top_k={self.top_k}, ranks={groups.ep_size}"
         )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load parameters of this layer alone; experts of other ranks are ignored."""
+        if strict and not _matrices(state_dict, "experts."):
+            raise ConfigError(
+                "the state dict has no experts.*, such as experts.0.up_proj.weight: give the "
+                "state_dict() of a moesaic.MoE, or strict=False"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without losses of the last forward pass."""
@@ -242,14 +278,27 @@ def _make_bank(
     return ExpertBank(experts, hidden, ffn)
 
 
-def _check_sizes(capacity_factor: float | None, **sizes: int) -> None:
+def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} = {size!r} must be an integer of at least 1")
-    if capacity_factor is not None and not capacity_factor > 0:
-        raise ConfigError(f"capacity_factor = {capacity_factor} must be above 0, or None")
     if sizes["top_k"] > sizes["experts"]:
         raise ConfigError("top_k = {top_k} exceeds experts = {experts}".format(**sizes))
+
+
+def _check_options(dtype: object, capacity_factor: float | None, **loss_weights: float) -> None:
+    if dtype is not None and dtype not in PRECISIONS:
+        names = ", ".join(str(one) for one in PRECISIONS)
+        raise ConfigError(f"dtype = {dtype!r} is not known: give one of {names}, or None")
+    if capacity_factor is not None and not (_is_number(capacity_factor) and capacity_factor > 0):
+        raise ConfigError(f"capacity_factor = {capacity_factor!r} must be above 0, or None")
+    for name, weight in loss_weights.items():
+        if not (_is_number(weight) and weight >= 0):
+            raise ConfigError(f"{name} = {weight!r} must be a number from 0; 0 leaves the loss out")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _fill_normal(out: Tensor, seed: int, name: str) -> None:
@@ -258,7 +307,15 @@ def _fill_normal(out: Tensor, seed: int, name: str) -> None:
 
 
 def _check_state(layer: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Raise if a state dict has other sizes; drop experts of other ranks from it."""
+    """Raise if a state dict has other sizes or matrices; drop experts of other ranks from it."""
+    saved = _matrices(state, f"{prefix}experts.")
+    needed = _matrices(layer.state_dict(), "experts.")
+    if saved and saved != needed:
+        raise ConfigError(
+            f"the experts in the state dict have {', '.join(sorted(saved))}, but those of the "
+            f"layer have {', '.join(sorted(needed))}: create the layer with the activation and "
+            "bias of the saved one"
+        )
     own = {f"{prefix}{name}": value for name, value in layer.state_dict().items()}
     for key, value in own.items():
         if key in state and state[key].shape != value.shape:
@@ -275,3 +332,8 @@ def _check_state(layer: MoE, state: dict[str, Any], prefix: str, *_: Any) -> Non
     ]
     for key in foreign:
         del state[key]
+
+
+def _matrices(state: Mapping[str, Any], prefix: str) -> set[str]:
+    """Return the names of an expert's parameters in `state`, such as `up_proj.weight`."""
+    return {key.removeprefix(prefix).partition(".")[2] for key in state if key.startswith(prefix)}

@@ -23,7 +23,8 @@ def serve_callback(on_step: StepCallback) -> Iterator[str]:
 
     def call(figures: dict[str, float]) -> bool | None:
         try:
-            return on_step(figures)
+            answer = on_step(figures)
+            return None if answer is None else bool(answer)  # A plain value can be sent.
         except BaseException as error:  # noqa: BLE001 - raised after the end of the run
             errors.append(error)
             return False

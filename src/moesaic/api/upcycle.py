@@ -60,6 +60,12 @@ def upcycle(
     if group is not None and not isinstance(group, ExpertGroup):
         group = ExpertGroup(group)
     found = list(_dense_ffns(model))
+    upcycled = sum(isinstance(one, MoE) for one in model.modules())
+    if not found and upcycled:
+        raise ConfigError(
+            f"{type(model).__name__} is already upcycled: it has {upcycled} moesaic.MoE layers, "
+            "and no dense feed-forward layer"
+        )
     if not found:
         raise ConfigError(
             f"{type(model).__name__} contains no feed-forward layer of a known kind (Llama, "

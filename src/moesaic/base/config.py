@@ -150,15 +150,13 @@ def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
         key, separator, text = item.partition("=")
         parts = [part.strip() for part in key.split(".")]
         if not separator or not all(parts):
-            raise ConfigError(
-                f"--set '{item}' is not of the form key.path=value, as in train.steps=100"
-            )
+            raise ConfigError(f"'{item}' is not of the form key.path=value, as in train.steps=100")
         table = result
         for depth, part in enumerate(parts[:-1]):
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 where = ".".join(parts[: depth + 1])
-                raise ConfigError(f"--set {item}: '{where}' is a value and has no keys of its own")
+                raise ConfigError(f"{item}: '{where}' is a value and has no keys of its own")
         table[parts[-1]] = _parse_value(text)
     return result
 
@@ -194,7 +192,7 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
     (key, sentence), *others = by_key.items()
     more = f" (and {len(others)} more mistake{'s'[: len(others) > 1]})" if others else ""
     culprits = [item for item in sets if sets_key(item, key)]
-    where = f"--set {culprits[-1]}" if culprits else error_origin(origin, sets, sentence)
+    where = culprits[-1] if culprits else error_origin(origin, sets, sentence)
     raise ConfigError(f"{where}: {sentence}{more}")
 
 
@@ -203,10 +201,10 @@ def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:
 
     Without a file, items of the same table are named, such as a preset that set the key.
     """
-    named = [f"--set {s}" for s in sets if f"{s.partition('=')[0].strip()} = " in sentence]
+    named = [s for s in sets if f"{s.partition('=')[0].strip()} = " in sentence]
     if origin == SET_FLAG and not named:
         table, dot, _ = sentence.partition(" ")[0].partition(".")
-        named = [f"--set {s}" for s in sets if dot and s.strip().startswith(f"{table}.")]
+        named = [s for s in sets if dot and s.strip().startswith(f"{table}.")]
     if origin == SET_FLAG and named:
         return " and ".join(named)
     return f"{origin} with {' and '.join(named)}" if named else origin

@@ -1,6 +1,6 @@
 """Devices: selection, collective backend, memory, clock and CPU features.
 
-No other module names a device type.
+No other module names a device type, except `facts.job.device_name`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from moesaic.base.errors import ConfigError
+from moesaic.facts.job.device_name import check_device_name
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the Triton kernels."""
@@ -36,14 +37,9 @@ def resolve(name: str, local_rank: int = 0, key: str = "train.device") -> torch.
     has_gpu = torch.cuda.is_available()
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"{key} = '{name}' is not a device; use auto, cpu or cuda") from None
+    device = torch.device(check_device_name(key, name))
     if device.type == "cpu":
         return device
-    if device.type != "cuda":
-        raise ConfigError(f"{key} = '{name}' is not supported; use auto, cpu or cuda")
     if device.index is not None and local_rank > 0:
         raise ConfigError(
             f"{key} = '{name}' names one GPU for {local_rank + 1} or more ranks; set it to 'cuda' "

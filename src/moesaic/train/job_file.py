@@ -132,7 +132,7 @@ def blame_sets(origin: str, sets: Sequence[str]) -> Iterator[None]:
         items = [item for item in sets if item.partition("=")[0].strip() == named]
         if sentence == str(error):
             raise
-        where = f"--set {items[-1]}" if items else error_origin(origin, sets, sentence)
+        where = items[-1] if items else error_origin(origin, sets, sentence)
         raise ConfigError(f"{where}: {sentence}") from None
 
 
@@ -142,7 +142,7 @@ def apply_plan(loaded: LoadedJob[Job], source: Path | Mapping[str, Any]) -> Load
     The plan overrides layout and recompute. Raise if an item of `--set` contradicts it.
     """
     if isinstance(source, Path):
-        plan, origin = load_plan(source), f"--plan '{source}'"
+        plan, origin = load_plan(source), f"plan '{source}'"
     else:
         origin = "the plan"
         plan = parse(Plan, source, origin)
@@ -185,7 +185,7 @@ def _plan_overrides(job: Job, plan: Plan, sets: Sequence[str], origin: str) -> l
         if name in from_sets.get(table, {}):
             items = [item for item in sets if sets_key(item, f"{table}.{name}")]
             raise ConfigError(
-                f"--set {items[-1]} beside {origin}, which has {name} = {keys.show(planned)}: "
+                f"{items[-1]} beside {origin}, which has {name} = {keys.show(planned)}: "
                 "leave one of them out"
             )
         overridden.append(f"{table}.{name} = {keys.show(planned)}, not {keys.show(requested)}")

@@ -37,8 +37,8 @@ from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.topology import describe_ranks
 
 J = TypeVar("J", bound=AnyJob)
-StepCallback = Callable[[dict[str, float]], bool | None]
-"""Function of a step's figures; it returns False to end the run after that step."""
+StepCallback = Callable[[dict[str, float]], object]
+"""Function of a step's figures; a false value other than None ends the run after that step."""
 
 
 class Progress(Protocol):
@@ -192,13 +192,13 @@ def _open_checkpoint(
     if checkpoint.step >= job.train.steps:
         raise ConfigError(
             f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
-            "raise train.steps (--set train.steps=N)"
+            "raise train.steps"
         )
     return checkpoint
 
 
 def _set_resume_point(origin: Path, out: Path, world: World, progress: Progress) -> None:
-    """Make the checkpoint that the run resumed from the newest one for `--resume`."""
+    """Make the checkpoint that the run resumed from the newest one for `resume`."""
 
     def select_origin() -> str:
         directory = out / "checkpoints"
@@ -213,7 +213,7 @@ def _set_resume_point(origin: Path, out: Path, world: World, progress: Progress)
     newer_names = world.run_on_rank_zero(select_origin)
     if newer_names:
         progress.message(
-            f"going back to {origin.name}: --resume now continues from it, not from {newer_names}"
+            f"going back to {origin.name}: resume now continues from it, not from {newer_names}"
         )
 
 
@@ -221,8 +221,8 @@ def _newest_checkpoint(directory: Path) -> Path:
     candidates = resume_candidates(directory)
     if not candidates:
         raise StoreError(
-            f"--resume: '{directory}' holds no complete checkpoint: start a new run without "
-            "--resume, in another --out"
+            f"resume: '{directory}' holds no complete checkpoint: start a new run, "
+            "in another directory"
         )
     return candidates[0]
 
@@ -241,7 +241,7 @@ def _check_same_run(
         ]
         reason = "; ".join(changes) or "the files of its text or its tokenizer have changed"
         raise ConfigError(
-            f"--resume: '{path}' was trained on other samples ({reason}): restore them, or start "
+            f"resume: '{path}' was trained on other samples ({reason}): restore them, or start "
             "a new run from its weights (moesaic convert, then [model] from)"
         )
     messages = list[str]()
@@ -251,13 +251,13 @@ def _check_same_run(
         table, _, name = key.partition(".")
         if table == "finetune" or key == "optimizer.moments" or _changes_storage(key, old, new):
             raise ConfigError(
-                f"--resume: '{path}' was trained with {change}: restore it, or start a new run "
+                f"resume: '{path}' was trained with {change}: restore it, or start a new run "
                 "from its weights (moesaic convert, then [model] from)"
             )
         may_change = name in ("init_std", "max_positions") or name.startswith("extras.")
         if table == "model" and not may_change:
             raise ConfigError(
-                f"--resume: '{path}' is of a model with {change}: restore it, or start a new run"
+                f"resume: '{path}' is of a model with {change}: restore it, or start a new run"
             )
         messages.append(
             f"changed since the checkpoint: {key} = {_format_value(new)}, was {_format_value(old)}"
@@ -422,14 +422,16 @@ class _Session(Generic[J]):
 
     def _is_stopped_by(self, on_step: StepCallback) -> bool:
         """Call `on_step` on rank 0; return on every rank whether the run ends."""
-        answer = self.world.run_on_rank_zero(
-            lambda: "stop" if on_step(self.figures) is False else "go on"
-        )
-        return answer == "stop"
+
+        def ask() -> str:
+            answer = on_step(self.figures)
+            return "stop" if answer is not None and not answer else "go on"
+
+        return self.world.run_on_rank_zero(ask) == "stop"
 
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self.record.out / "checkpoints")
-        restart = "go on from the newest checkpoint with --resume" if candidates else "start again"
+        restart = "go on from the newest checkpoint, with resume" if candidates else "start again"
         return f"lower optimizer.lr or lengthen schedule.warmup, and {restart}"
 
     def _on_phase(self, phase: str) -> None:

@@ -61,13 +61,13 @@ moesaic.Job.load({"model": {"preset": "olmoe-1b-7b"}, "data": {"path": "x", "seq
         moesaic.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("nproc", [None, 2])
-def test_a_callback_ends_a_run_on_all_ranks(nproc: int | None) -> None:
+@pytest.mark.parametrize(("nproc", "stop"), [(None, torch.tensor(False)), (2, np.bool_(False))])
+def test_a_callback_ends_a_run_on_all_ranks(nproc: int | None, stop: object) -> None:
     out, losses = Path(f"stopped-{nproc}"), list[float]()
 
-    def on_step(figures: dict[str, float]) -> bool:
+    def on_step(figures: dict[str, float]) -> object:
         losses.append(figures["loss"])
-        return figures["step"] < 3
+        return None if figures["step"] < 3 else stop
 
     run = Job.load(TABLES).train(out=out, nproc=nproc, on_step=on_step, output=None)
     assert len(losses) == 3
@@ -184,9 +184,12 @@ def test_a_model_is_loaded_changed_and_saved() -> None:
     ("mistake", "words"),
     [
         (lambda: Job.load("nowhere.toml"), "'nowhere.toml' cannot be read"),
+        (lambda: Job.load({**TABLES, "trian": {}}), "unknown key 'trian'"),
+        (lambda: Job.load(TABLES, sets=["train.device=gpu"]), "'gpu' is not a device; use auto"),
         (lambda: Job.load(TABLES).train(out="run"), "'run' already holds a run: resume it"),
         (lambda: Job.load(TABLES).train(out="cache"), "is not empty and holds no run"),
-        (lambda: Job.load(TABLES).train(nproc=0), "--nproc 0: give a number from 1"),
+        (lambda: Job.load(TABLES).train(nproc=0), "nproc = 0: give a number from 1"),
+        (lambda: Job.load(TABLES).train(plan="none.json"), "'none.json' cannot be read"),
         (lambda: Job.load(TABLES).train(resume="auto"), "resume needs out, the directory"),
         (lambda: Run.open("cache"), "there is no run directory 'cache'"),
         (lambda: moesaic.load("cache"), "'cache' "),

@@ -45,8 +45,11 @@ def test_aux_loss_is_one_for_even_loads() -> None:
     assert float(layer.aux_loss.detach()) == pytest.approx(0.5)
     layer.eval()
     layer(torch.eye(4, 8))
-    with pytest.raises(moesaic.ConfigError, match="call train"):
+    with pytest.raises(moesaic.ConfigError, match=r"call train\(\) and then the layer first"):
         _ = layer.aux_loss
+    for unused in (layer.train(), moesaic.MoE(8, 8, 4, 1)):
+        with pytest.raises(moesaic.ConfigError, match="call the layer first"):
+            _ = unused.aux_loss
 
 
 def test_aux_loss_evens_out_loads() -> None:
@@ -152,6 +155,23 @@ def test_wrong_sizes(sizes: Any, said: str) -> None:
         moesaic.MoE(8, 8, 4, 2, activation="tanh")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"balance_loss": -1}, "balance_loss = -1 must be a number from 0"),
+        ({"z_loss": float("nan")}, "z_loss = nan must be a number from 0"),
+        ({"capacity_factor": "2"}, "capacity_factor = '2' must be above 0"),
+        ({"dtype": "bf16"}, r"dtype = 'bf16' is not known: give one of torch\.float64, "),
+        ({"dtype": torch.int32}, r"dtype = torch\.int32 is not known: give one of"),
+        ({"group": [0, 1]}, r"group = \[0, 1\] is not a process group: give one of all ranks"),
+        ({"group": -100}, "group is a process group that this rank is not in"),
+    ],
+)
+def test_wrong_options(options: Any, said: str) -> None:
+    with pytest.raises(moesaic.ConfigError, match=said):
+        moesaic.MoE(8, 8, 4, 2, **options)
+
+
 def test_wrong_inputs_and_states() -> None:
     layer = moesaic.MoE(8, 8, 4, 2)
     with pytest.raises(moesaic.ConfigError, match="x has 9 channels"):
@@ -163,3 +183,27 @@ def test_wrong_inputs_and_states() -> None:
     state = moesaic.MoE(8, 16, 4, 2).state_dict()
     with pytest.raises(moesaic.ConfigError, match=r"experts\.0\.gate_proj\.weight has shape"):
         layer.load_state_dict(state)
+    state = moesaic.MoE(8, 8, 4, 2, activation="gelu").state_dict()
+    said = r"have down_proj\.weight, up_proj\.weight, but those of the layer have down_proj.*, gate"
+    with pytest.raises(moesaic.ConfigError, match=said):
+        layer.load_state_dict(state)
+    with pytest.raises(moesaic.ConfigError, match=r"the state dict has no experts\.\*, such as"):
+        layer.load_state_dict({})
+    assert layer.load_state_dict({}, strict=False).missing_keys
+    layer.load_state_dict(moesaic.MoE(8, 8, 4, 2).state_dict())
+
+
+def test_inputs_of_another_device_or_dtype() -> None:
+    x = torch.randn(3, 8)
+    layer = moesaic.MoE(8, 8, 4, 2)
+    meta = moesaic.MoE(8, 8, 4, 2, device="meta")
+    for one in (x, x.to("meta")):
+        with pytest.raises(moesaic.ConfigError, match=r"on the meta device .* layer\.to_empty\("):
+            meta(one)
+    with pytest.raises(moesaic.ConfigError, match="x is on meta, but the layer is on cpu: move"):
+        layer(x.to("meta"))
+    with pytest.raises(moesaic.ConfigError, match=r"x has dtype .*64, but the layer has .*32"):
+        layer(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert layer.double()(x.double()).dtype == torch.float64

@@ -236,12 +236,12 @@ def test_output_names_the_policy_and_settings_without_effect(
         (["RUN", "--set", "migrate_every=5"], "a replay keeps experts on their first owner ranks"),
         (
             ["RUN", "--set=replan_drift=0.5"],
-            "--set replan_drift=0.5: replan_drift = 0.5 with replan_every = 1, which always plans "
+            "replan_drift=0.5: replan_drift = 0.5 with replan_every = 1, which always plans "
             "anew: remove it, or raise replan_every",
         ),
         (
             ["RUN", "--set=balance.replan_every=2"],
-            "--set balance.replan_every=2: balance.replan_every = 2 has the name of a job's key: "
+            "balance.replan_every=2: balance.replan_every = 2 has the name of a job's key: "
             "did you mean 'replan_every'?",
         ),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),

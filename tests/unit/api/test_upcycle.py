@@ -32,6 +32,8 @@ def test_outputs_equal_the_dense_model(name: str) -> None:
     tokens = torch.randint(61, (2, 9))
     expected = model(tokens).logits
     assert moesaic.upcycle(model, experts=4, top_k=2) is model
+    with pytest.raises(moesaic.ConfigError, match=r"is already upcycled: it has 2 moesaic\.MoE"):
+        moesaic.upcycle(model)
     layers = [one for one in model.modules() if isinstance(one, moesaic.MoE)]
     assert len(layers) == 2
     torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)

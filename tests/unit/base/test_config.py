@@ -127,7 +127,7 @@ def test_error_names_the_set_item() -> None:
     sets = ["wheel.spokes=5", "wheel.spokes=1", "gears=2"]
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, apply_sets(GOOD, sets), "b.toml", sets)
-    assert str(caught.value).startswith("--set wheel.spokes=1: wheel.spokes = 1: give")
+    assert str(caught.value).startswith("wheel.spokes=1: wheel.spokes = 1: give")
     sets = ["gears=2"]
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, apply_sets({"wheel": {"radius": "x"}}, sets), "b.toml", sets)
@@ -167,7 +167,7 @@ def test_malformed_set_is_rejected(item: str) -> None:
 def test_set_below_a_value_is_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         apply_sets(GOOD, ["gears.x=1"])
-    assert str(caught.value) == "--set gears.x=1: 'gears' is a value and has no keys of its own"
+    assert str(caught.value) == "gears.x=1: 'gears' is a value and has no keys of its own"
 
 
 def test_unusable_file_is_explained(tmp_path: Path) -> None:
@@ -348,3 +348,9 @@ def test_unknown_key_is_explained(key: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         keys.explain(Luggage, key)
     assert str(caught.value) == sentence
+
+
+def test_error_names_the_set_item_of_a_list_of_tables() -> None:
+    item = 'bags=[{name="a", pockets=[{litres=0}]}]'
+    with pytest.raises(ConfigError, match=r"^bags=.*: bags\[0\]\.pockets\[0\]\.litres = 0"):
+        parse(Luggage, apply_sets({"owner": "me"}, [item]), "l.toml", [item])

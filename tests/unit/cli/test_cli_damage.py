@@ -90,8 +90,7 @@ def test_resume_from_an_older_checkpoint_is_final(
     assert main([*back, "--set", "optimizer.lr=1e300", "--set", "train.steps=9"]) == 2
     text = capfd.readouterr().out
     assert (
-        "going back to step-00000002: --resume now continues from it, not from step-00000004"
-        in text
+        "going back to step-00000002: resume now continues from it, not from step-00000004" in text
     )
     assert main([*line, "--set", "train.steps=5", "--resume"]) == 0
     assert "resuming from run/checkpoints/step-00000002" in capfd.readouterr().out

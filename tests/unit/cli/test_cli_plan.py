@@ -248,8 +248,8 @@ def test_an_edited_plan_is_predicted(place: Path, capfd: pytest.CaptureFixture[s
     )
     (place / "other.toml").write_text(CLUSTER.replace("h100-8", "a100-8"))
     for flags, words in (
-        (["--nproc", "4"], "--plan 'edited.json' is for 8 ranks, but nproc is 4: leave out nproc"),
-        ([*layout_sets("ep=2")], "--set layout.ep=2 beside --plan 'edited.json', which has ep = 4"),
+        (["--nproc", "4"], "plan 'edited.json' is for 8 ranks, but nproc is 4: leave out nproc"),
+        ([*layout_sets("ep=2")], "layout.ep=2 beside plan 'edited.json', which has ep = 4"),
         (["--cluster", "other.toml"], "rank 0 is planned for a 'NVIDIA H100 SXM5', but it "),
     ):
         assert main([*LINE, "--plan", "edited.json", *flags]) == 2
@@ -397,11 +397,11 @@ def test_memory_is_compared_with_each_ranks_device(
         ("job.toml --cluster lonely.toml", "error: lonely.toml: no link joins the"),
         ("job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         ("CLUSTER --nproc 64", "error: cluster.toml: cluster"),
-        ("CLUSTER --set layout.ep=3", "error: --set layout.ep=3: layout.ep = 3 does not"),
+        ("CLUSTER --set layout.ep=3", "error: layout.ep=3: layout.ep = 3 does not"),
         (
             "CLUSTER --set layout.pp=2 --set layout.schedule=zero-bubble "
             "--set train.recompute=true",
-            "error: --set train.recompute=true: train.recompute = true with layout.schedule =",
+            "error: train.recompute=true: train.recompute = true with layout.schedule =",
         ),
         ("CLUSTER --out no/where.json", "'no/where.json' is in a directory that"),
         ("CLUSTER --out .", "--out '.' is a directory: name a file"),

@@ -77,7 +77,7 @@ def test_a_process_of_torchrun_is_one_rank(place: Path) -> None:
         ("--set disks=['nowhere']", "disks = 'nowhere' is not a directory; name one on the disk to "
          "measure"),
         ("--set device=gpu", "device = 'gpu' is not a device; use auto, cpu or cuda"),
-        ("--set second=3", "--set second=3: unknown key 'second': did you mean 'seconds'?"),
+        ("--set second=3", "second=3: unknown key 'second': did you mean 'seconds'?"),
     ],
 )  # fmt: skip
 def test_user_errors(

@@ -129,7 +129,7 @@ def test_damage_is_named_and_the_newest_whole_one_suggested(
     (tmp_path / "step-00000003" / "manifest.json").write_bytes(b"{}")
     expected = (
         rf"step-00000004' is damaged: .*'rank-0.safetensors'.*; the newest whole one is "
-        rf"'{tmp_path}/step-00000002'; resume from it with --resume {tmp_path}/step-00000002"
+        rf"'{tmp_path}/step-00000002'; resume from that"
     )
     with pytest.raises(StoreError, match=expected):
         Checkpoint.open(path).verify()

@@ -120,12 +120,8 @@ def test_settings_that_a_plan_overrides_warn() -> None:
     plan = plan_from_layout(LayoutConfig(ep=2, chunks=4), alone.job.model, 2)
     Path("plan.json").write_text(plan.to_json())
     (warning,) = load_job(path, plan=Path("plan.json")).warnings
-    assert warning == (
-        "--plan 'plan.json' overrides the job: layout.overlap_local = false, not true"
-    )
-    with pytest.raises(
-        ConfigError, match=r"--set layout.overlap_local=true beside --plan 'plan.json'"
-    ):
+    assert warning == ("plan 'plan.json' overrides the job: layout.overlap_local = false, not true")
+    with pytest.raises(ConfigError, match=r"^layout.overlap_local=true beside plan 'plan.json'"):
         load_job(path, ["layout.overlap_local=true"], plan=Path("plan.json"))
 
 
@@ -278,25 +274,25 @@ def test_missing_inputs(place: Path) -> None:
     for key in ("data.path", "data.validation_path"):
         for value, problem in (("no.txt", "does not exist"), ("*.md", "matches no file")):
             item = f"{key}={value}"
-            assert refusal(item).startswith(f"--set {item}: {key} = '{value}' {problem}: ")
+            assert refusal(item).startswith(f"{item}: {key} = '{value}' {problem}: ")
     assert refusal("data.tokenizer=no") == (
-        '--set data.tokenizer=no: data.tokenizer = "no" does not exist: '
+        'data.tokenizer=no: data.tokenizer = "no" does not exist: '
         'give "bytes", a tokenizer.json, or the directory that holds one'
     )
     Path("tokenizer.json").write_text("{}")
     assert "tokenizer.json' is not a tokenizer" in refusal("data.tokenizer=tokenizer.json")
     assert "holds no tokenizer.json" in refusal("data.tokenizer=tok")
     assert refusal("model.vocab=256") == (
-        "--set model.vocab=256: model.vocab = 256 is less than the 257 ids of "
+        "model.vocab=256: model.vocab = 256 is less than the 257 ids of "
         'data.tokenizer = "bytes": set model.vocab = 320 (any number from 257), or choose another '
         "tokenizer"
     )
     assert refusal("routing.replay=no") == (
-        '--set routing.replay=no: routing.replay = "no" does not exist: '
+        'routing.replay=no: routing.replay = "no" does not exist: '
         "give a file written by routing.record"
     )
     assert refusal("log.wandb=mine") == (
-        '--set log.wandb=mine: log.wandb = "mine" needs the package wandb: '
+        'log.wandb=mine: log.wandb = "mine" needs the package wandb: '
         "pip install 'moesaic[wandb]', or remove the key"
     )
 

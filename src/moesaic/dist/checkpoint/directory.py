@@ -57,7 +57,7 @@ def _read_head(directory: Path) -> tuple[str, int] | None:
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise StoreError(
             f"'{directory / HEAD}' is damaged, so the checkpoint to resume from is unknown; "
-            "remove the file and name a checkpoint with --resume PATH"
+            "remove the file and name a checkpoint by its path"
         ) from None
 
 

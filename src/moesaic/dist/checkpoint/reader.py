@@ -324,5 +324,5 @@ def _advise(path: Path) -> str:
             continue  # Try an older one.
         if is_whole:
             whole = path.parent / other.name
-            return f"the newest whole one is '{whole}'; resume from it with --resume {whole}"
+            return f"the newest whole one is '{whole}'; resume from that"
     return "no other whole checkpoint is beside it; restore it from a copy or start a new run"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moesaic.base.config import Section
+from moesaic.facts.job.device_name import check_device_name
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """Orders in which pipeline ranks process micro-batches."""
@@ -119,6 +120,11 @@ class TrainConfig(Section):
     """Samples of one validation pass."""
     collective_timeout_s: float = Field(default=600.0, ge=1, le=1e7)
     """Seconds that a collective waits for other ranks before the run fails."""
+
+    @field_validator("device")
+    @classmethod
+    def _names_device(cls, device: str) -> str:
+        return check_device_name("train.device", device)
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:

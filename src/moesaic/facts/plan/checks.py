@@ -23,7 +23,7 @@ _ROUND_SCHEDULES = ("interleaved", "zero-bubble")
 
 def load_plan(path: Path) -> Plan:
     """Return the plan in the file at `path`."""
-    origin = f"--plan '{path}'"
+    origin = f"plan '{path}'"
     raw = read_json(path, origin, "give a file that `moesaic plan --out` wrote")
     return parse(Plan, raw, origin)
 

@@ -15,9 +15,9 @@ _JOB_NAMES = {
     **{key: f"layout.{key}" for key in LayoutConfig.model_fields},
     "experts": "model.experts",
     "grouped_mm": "kernels.grouped_mm",
-    "ranks": "--nproc",
+    "ranks": "nproc",
     "recompute": "train.recompute",
-    "another number of ranks": "another number of ranks (--nproc)",
+    "another number of ranks": "another number of ranks (nproc)",
 }
 """Names in a job of what sentences about plans name."""
 _PLAN_NAMES = re.compile(
