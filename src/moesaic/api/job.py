@@ -20,6 +20,7 @@ from moesaic.api.launch import (
     num_ranks,
 )
 from moesaic.api.loads import recorded_loads
+from moesaic.api.memory_replay import forecast
 from moesaic.api.progress import Output
 from moesaic.api.run import Run
 from moesaic.api.step_callback import serve_callback
@@ -139,6 +140,9 @@ class Job:
         origin = loaded.plan_origin or loaded.origin
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             planned = plan_job(loaded.job, cluster.facts, nproc, loaded.plan, origin, recorded)
+            free_bytes = int(planned.figures["device_memory_bytes"])
+            tiers = forecast(loaded.job, planned.plan, free_bytes)
+            planned.figures["memory_tiers"] = tiers
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
 
     def largest_model(

@@ -1,5 +1,5 @@
-"""A memory budget applied to the expert loads that a run recorded: what would have been read and
-written.
+"""A memory budget without a model: what a run with recorded loads, or a planned job, would read and
+write.
 
 The cache and its policy are those of training, over a file that moves nothing. A step follows
 `train.micro_batches`: every micro-batch is taken to use the experts that the whole step used.
@@ -24,10 +24,13 @@ from moesaic.base.units import format_bytes
 from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, lookahead, wave_size
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
+from moesaic.policy.cost.memory import budget_bytes
 from moesaic.policy.plan.budget import budget_facts, divide_budget, expert_blocks, smallest_budget
 from moesaic.policy.residency import ResidencyFacts, make_residency
 from moesaic.store.cache import BlockCache, CacheStats
 
+_FORECAST_STEPS = 3
+"""Steps until the traffic of a step repeats."""
 _RANK = 0
 """Rank whose memory is replayed."""
 
@@ -75,6 +78,39 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
         "run": str(run), "memory": memory, "residency": residency, "simulated": True,
         "blocks_in_memory": budget.num_blocks, "block_bytes": facts.block_bytes,
         "micro_batches_together": budget.group_size, "steps": rows,
+    }  # fmt: skip
+
+
+def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
+    """Return what lives where under a job's budget, and the traffic of a step in which all experts
+    have tokens, on the rank with the most samples; None without a budget.
+
+    A rank has `free_bytes` of memory.
+    """
+    if job.memory is None:
+        return None
+    host_bytes = budget_bytes(job, free_bytes)
+    facts = budget_facts(job, plan, plan.ranks - 1, host_bytes)
+    smallest = smallest_budget(facts)
+    if host_bytes < smallest:
+        raise ConfigError(
+            f'memory.host = "{job.memory.host}" is too small for this job, which needs '
+            f'{format_bytes(smallest)}: set memory.host = "{-(-smallest >> 20)}MiB" or more'
+        )
+    budget = divide_budget(facts)
+    blocks = expert_blocks(job, plan, facts, budget)
+    everything = {layer: list(range(number)) for layer, number in blocks.experts.items()}
+    steps = [(number, everything) for number in range(_FORECAST_STEPS)]
+    step = _Replay(job, blocks, budget.num_blocks).run(steps)[-1]
+    return {
+        "host_bytes": host_bytes, "smallest_budget_bytes": smallest,
+        "other_bytes": facts.other_bytes[budget.group_size],
+        "experts_bytes": budget.num_blocks * facts.block_bytes,
+        "expert_state_bytes": len(STATE) * facts.num_experts * facts.block_bytes,
+        "drive_bytes": blocks.num_blocks * facts.block_bytes,
+        "micro_batches_together": budget.group_size,
+        "read_bytes_per_step": step.reads * facts.block_bytes,
+        "written_bytes_per_step": step.writes * facts.block_bytes,
     }  # fmt: skip
 
 

@@ -101,6 +101,13 @@ class Run:
             warnings.warn(text, stacklevel=2)
         return replay_run(self.directory, config)
 
+    def replay_memory(self, memory: str, residency: str = "next-use") -> dict[str, Any]:
+        """Return what rank 0 would have read and written with a memory budget, such as "2GB"; see
+        `moesaic replay --memory`."""
+        from moesaic.api.memory_replay import replay_memory
+
+        return replay_memory(self.directory, memory, residency)
+
     def _stats(self) -> RunStats:
         from moesaic.report import RunStats
 

@@ -25,7 +25,7 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
     """Print the predictions for a job, and what was `written`."""
     plan, figures = planned.plan, planned.figures
     total, active = figures["parameters"]["total"], figures["parameters"]["active"]
-    run_s = figures["steps"] * figures["step_s"]
+    run_s, tiers = figures["steps"] * figures["step_s"], figures["memory_tiers"]
     its_device = "its device" if len(figures["devices"]) == 1 else "the slowest rank's device"
     rows = {
         "dispatch": _describe_dispatch(figures) if plan.ep > 1 else None,
@@ -38,6 +38,7 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
         "utilisation": f"{figures['utilisation']:.1%} of the peak matmul rate of {its_device}",
         "overlapped": _describe_overlap(figures),
         "checkpoint": _describe_checkpoint(figures),
+        **({} if tiers is None else describe_tiers(tiers, figures["step_s"])),
         "price": _describe_price(figures) if figures["price_per_billion_tokens"] else None,
     }
     _print_prediction(_describe_layout(plan, figures), figures, rows)
@@ -86,6 +87,25 @@ def print_largest_model(figures: Mapping[str, Any]) -> None:
     rows += [(f"larger: {one['method']}", one["remedy"]) for one in figures["largest"]]
     screen.print_line("")
     _print_rows(rows, _WIDTH)
+
+
+def describe_tiers(tiers: Mapping[str, Any], step_s: float | None = None) -> dict[str, str]:
+    """Return rows about expert state on a drive, by name; `step_s` is the predicted step time."""
+    read, written = tiers["read_bytes_per_step"], tiers["written_bytes_per_step"]
+    per_step = f"{format_bytes(read)} read and {format_bytes(written)} written per step and rank"
+    if step_s is not None:
+        per_day = 86400 / step_s
+        per_step += (
+            f"; {format_bytes(per_day * read)} and {format_bytes(per_day * written)} per day"
+        )
+    return {
+        "expert state": f"{format_bytes(tiers['expert_state_bytes'])} per rank, of which "
+        f"{format_bytes(tiers['experts_bytes'])} fit in memory, with gradients",
+        "drive": f"{format_bytes(tiers['drive_bytes'])} per rank; {per_step}, if all experts have "
+        "tokens",
+        "smallest budget": f"{format_bytes(tiers['smallest_budget_bytes'])} (memory.host)",
+        "together": f"{tiers['micro_batches_together']} micro-batches pass through a layer at once",
+    }
 
 
 def _print_prediction(

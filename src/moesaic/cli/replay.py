@@ -8,10 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from moesaic.api.memory_replay import replay_memory
 from moesaic.api.replay import ReplayConfig, replay_run
+from moesaic.base.errors import ConfigError
+from moesaic.base.units import format_bytes
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, Json, Sets
 from moesaic.facts.job import BalanceCosts
+
+_MAX_ROWS = 12
+"""Steps above which a table shows the first and the last three."""
 
 Run = Annotated[
     Path | None,
@@ -19,18 +25,45 @@ Run = Annotated[
 ]
 
 
-def replay(
-    run: Run = None, sets: Sets = None, as_json: Json = False, explain: Explain = None
-) -> int:
-    """Apply a balance policy to the expert loads that a run recorded.
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory", metavar="SIZE", show_default=False,
+        help="Replay a memory budget instead of a balance policy, such as 2GB per rank.",
+    ),
+]  # fmt: skip
+Residency = Annotated[
+    str,
+    typer.Option(
+        "--residency", metavar="POLICY",
+        help="For --memory: next-use, lru, lfu or se-moe.",
+    ),
+]  # fmt: skip
 
-    No rank starts and no device is used. The policy sees the recorded tokens of each rank and
-    expert. Its cost model predicts the time of each layer with and without replicas.
+
+def replay(
+    run: Run = None,
+    sets: Sets = None,
+    memory: Memory = None,
+    residency: Residency = "next-use",
+    as_json: Json = False,
+    explain: Explain = None,
+) -> int:
+    """Apply a balance policy, or a memory budget, to the expert loads that a run recorded.
+
+    No rank starts and no device is used. A balance policy sees the recorded tokens of each rank and
+    expert. Its cost model predicts the time of each layer with and without replicas. With --memory,
+    the cache of training runs over a drive that moves nothing.
     """
     if explain is not None:
         flags.print_explanation(ReplayConfig, explain, as_json)
         return 0
     directory = flags.require(run, "RUN", "replay")
+    if memory is not None:
+        if sets:
+            raise ConfigError(f"--set {sets[0]} is for balance policies: remove it, or --memory")
+        _print_memory(replay_memory(directory, memory, residency), as_json)
+        return 0
     config = flags.parse_settings(ReplayConfig, sets)
     for warning in config.ineffective_settings():
         screen.print_warning(warning)
@@ -40,6 +73,32 @@ def replay(
     else:
         _print_facts(facts)
     return 0
+
+
+def _print_memory(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        screen.print_json(facts)
+        return
+    steps = facts["steps"]
+    shown = steps if len(steps) <= _MAX_ROWS else [*steps[:3], *steps[-3:]]
+    screen.print_table(
+        ["step", "uses", "read from the drive", "read", "written"],
+        [
+            (str(one["step"]), f"{one['accesses']:,}", f"{one['reads']:,}",
+             format_bytes(one["read_bytes"]), format_bytes(one["written_bytes"]))
+            for one in shown
+        ], left=0,
+    )  # fmt: skip
+    read, written = (sum(one[name] for one in steps) for name in ("read_bytes", "written_bytes"))
+    screen.print_line(
+        f"rank 0 with {facts['memory']} and {facts['residency']}: {facts['blocks_in_memory']:,} "
+        f"blocks of {format_bytes(facts['block_bytes'])} in memory, "
+        f"{facts['micro_batches_together']} micro-batches together"
+    )
+    screen.print_line(
+        f"simulated, not measured: {format_bytes(read)} read and {format_bytes(written)} written "
+        f"in {len(steps)} steps, without checkpoints and validation"
+    )
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

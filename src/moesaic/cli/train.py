@@ -193,11 +193,15 @@ def _headline(facts: dict[str, Any]) -> str:
 
 def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
     """Print the resolved job, the plan and the memory of a rank."""
+    from moesaic.api.memory_replay import forecast
+    from moesaic.base.host_memory import free_memory_bytes
+    from moesaic.cli.prediction import describe_tiers
     from moesaic.policy.cost.memory import highest_memory
 
     job, plan = prepared.config, prepared.plan
     counts = count_parameters(job.model)
     memory = highest_memory(job, plan)
+    tiers = forecast(job, plan, free_memory_bytes() // plan.ranks)
     if as_json:
         screen.print_json(
             {
@@ -205,6 +209,7 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
                 "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
                 "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
+                "memory_tiers": tiers,
                 "warnings": prepared.warnings,
             }
         )
@@ -224,3 +229,6 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
         name = kind.removesuffix("_bytes")
         remark = " (estimate)" if name in ("activations", "gathered", "working") else ""
         screen.print_line(f"  {name:<14} {format_bytes(num_bytes)}{remark}")
+    if tiers is not None:
+        for name, text in describe_tiers(tiers).items():
+            screen.print_line(f"{name:<16} {text}")

@@ -10,8 +10,6 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -153,31 +151,6 @@ def num_cores() -> int:
 def host_memory_bytes() -> int:
     """Return the main memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def free_host_memory_bytes() -> int:
-    """Return the main memory that this process may still take: of the machine, and of its control
-    group."""
-    meminfo = Path("/proc/meminfo").read_text()
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo, re.MULTILINE)
-    free = int(found[1]) * 1024 if found else host_memory_bytes()
-    return min([free, *_free_in_control_groups()])
-
-
-def _free_in_control_groups() -> Iterator[int]:
-    """Yield the memory that is left in each control group of this process, without page cache."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup", *(["memory"] if controllers else []))
-        limit, used = (
-            ("memory.limit_in_bytes", "total_rss") if controllers else ("memory.max", "anon")
-        )
-        for group in {root / path.strip("/"), root}:
-            with suppress(OSError, ValueError, KeyError):  # Not set, or hidden in a container.
-                stat = dict(one.split() for one in (group / "memory.stat").read_text().splitlines())
-                yield max(int((group / limit).read_text()) - int(stat[used]), 0)
 
 
 def num_devices(device: torch.device) -> int:

@@ -19,6 +19,7 @@ import torch
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.host_memory import AUTO_FRACTION, free_memory_bytes
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.base.units import format_bytes
 from moesaic.dist.collectives import all_gather
@@ -26,7 +27,6 @@ from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
-from moesaic.kernels import device as devices
 from moesaic.nn.experts.places import Places
 from moesaic.policy.plan.budget import (
     Budget,
@@ -47,8 +47,6 @@ from moesaic.store.file import BlockFile
 from moesaic.train.optim import AdamW
 from moesaic.train.topology import gather_places
 
-_AUTO_FRACTION = 0.8
-"""Part of the free memory that `memory.host = "auto"` takes."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _SLOW_FILE_SYSTEMS = {
     **dict.fromkeys(("tmpfs", "ramfs"), "which is memory itself"),
@@ -108,8 +106,8 @@ def _host_bytes(config: MemoryConfig, world: World) -> int:
     use."""
     hosts = [place.host for place in gather_places(world)]
     num_ranks = hosts.count(hosts[world.rank])
-    free = devices.free_host_memory_bytes() // num_ranks
-    wanted = int(free * _AUTO_FRACTION) if config.host_bytes is None else config.host_bytes
+    free = free_memory_bytes() // num_ranks
+    wanted = int(free * AUTO_FRACTION) if config.host_bytes is None else config.host_bytes
     if wanted > free:
         raise ConfigError(
             f'memory.host = "{config.host}" for each of {num_ranks} ranks is more than the '

@@ -51,6 +51,8 @@ class Memory:
     """FSDP's gathered parameters, and gradients before reduce-scatter."""
     working_bytes: int = 0
     """Temporaries of kernels, less activations that they have freed."""
+    experts_bytes: int = 0
+    """Blocks of expert state in memory, if a budget leaves the others on a drive."""
 
     @property
     def peak_bytes(self) -> int:

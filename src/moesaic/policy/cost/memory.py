@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from moesaic.base.host_memory import AUTO_FRACTION, free_memory_bytes
 from moesaic.facts.cluster import Cluster, Device, Place
+from moesaic.facts.expert_blocks import MIN_BLOCKS
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.policy.cost.step import JobCosts, equal_ranks
+from moesaic.policy.plan.budget import budget_facts, divide_budget
 
 
 class RankMemory(NamedTuple):
@@ -37,14 +41,35 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
         needs = memory(costs.job, costs.plan, rank, costs.loads, on_cpu=on_cpu)
+        if costs.job.memory is not None:
+            needs = _with_budget(costs.job, costs.plan, rank, int(device.memory_bytes))
         candidates.append(RankMemory(rank, needs, device))
     return max(candidates, key=lambda one: one.used_fraction)
 
 
 def highest_memory(job: Job, plan: Plan) -> Memory:
     """Return the memory of the CPU rank with the highest peak, under even routing."""
-    found = [memory(job, plan, rank) for rank in equal_ranks(job, plan, [0] * plan.ranks)]
+    ranks = equal_ranks(job, plan, [0] * plan.ranks)
+    if job.memory is not None:
+        found = [_with_budget(job, plan, rank, free_memory_bytes() // plan.ranks) for rank in ranks]
+    else:
+        found = [memory(job, plan, rank) for rank in ranks]
     return max(found, key=lambda one: one.peak_bytes)
+
+
+def budget_bytes(job: Job, free_bytes: int) -> int:
+    """Return the memory budget of a rank that has `free_bytes`."""
+    assert job.memory is not None
+    return job.memory.host_bytes or int(AUTO_FRACTION * free_bytes)
+
+
+def _with_budget(job: Job, plan: Plan, rank: int, free_bytes: int) -> Memory:
+    """Return the memory of `rank` under its budget, with the expert state that fits."""
+    facts = budget_facts(job, plan, rank, budget_bytes(job, free_bytes))
+    budget = divide_budget(facts)
+    needs = memory(job, plan, rank, group_size=budget.group_size)
+    num_blocks = max(budget.num_blocks, MIN_BLOCKS)
+    return replace(needs, experts_bytes=num_blocks * facts.block_bytes)
 
 
 class CheckpointCost(NamedTuple):
