@@ -82,10 +82,11 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
 
 
 def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
-    """Return what lives where under a job's budget, and the traffic of a step in which all experts
-    have tokens, on the rank with the most samples; None without a budget.
+    """Return what lives where under a job's budget, and the traffic of a step; None without a
+    budget.
 
-    A rank has `free_bytes` of memory.
+    It describes the rank with the most samples, of `free_bytes` of memory, in a step in which all
+    experts have tokens.
     """
     if job.memory is None:
         return None

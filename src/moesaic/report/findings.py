@@ -41,6 +41,8 @@ _OVERFIT_RISE = 0.01
 """Share above the best validation loss at which the last three count as overfitting."""
 _FAR_OFF = 2.5
 """Ratio of measured to predicted expert time, in either direction, that noise does not explain."""
+_LONG_WAIT = 0.1
+"""Part of a step in waiting for the drive above which the drive is the bottleneck."""
 _FEWEST = 3
 """Recorded steps needed for a median that ignores the first, slow one."""
 
@@ -338,7 +340,20 @@ def _judge_replicas(stats: BalanceStats, text: str) -> Finding:
     return Finding("replicas_did_not_pay", "warning", title, f'{text} Set balance.policy = "none".')
 
 
+def _slow_drive(run: RunStats) -> Finding | None:
+    waited = median(run.steps.memory_stall_s / run.steps.step_s)
+    if not waited > _LONG_WAIT:
+        return None
+    title = f"The drive is the bottleneck: {waited:.0%} of a step waits for it"
+    text = (
+        "Raise train.batch (the traffic per step stays the same), set train.clip = 0, raise "
+        "memory.host, or use a faster drive. moesaic replay RUN --memory SIZE says what a budget "
+        "saves."
+    )
+    return Finding("slow_drive", "warning", title, text)
+
+
 _FINDERS: tuple[Callable[[RunStats], Finding | None], ...] = (
     _not_a_number, _stopped, _failed_saves, _dead_experts, _hot_experts, _drops, _replay_mismatches,
-    _spikes, _skipped, _overfitting, _replicas,
+    _spikes, _skipped, _overfitting, _replicas, _slow_drive,
 )  # fmt: skip

@@ -122,6 +122,13 @@ class Steps:
     """The same with replicas."""
     planning_s: Floats
     """Seconds of planning replicas on rank 0."""
+    memory_hit_rate: Floats
+    """Uses of expert state that found it in memory, 0 to 1; NaN without a memory budget, as in the
+    next three."""
+    memory_stall_s: Floats
+    """Seconds that rank 0 waited for the drive."""
+    memory_read_bytes: Floats
+    memory_written_bytes: Floats
     phases: dict[str, Floats]
     """Seconds of each phase on rank 0."""
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from moesaic.base.units import format_clock
-from moesaic.report.charts import balance, experts, learning, speed, timeline
+from moesaic.report.charts import balance, experts, learning, memory, speed, timeline
 from moesaic.report.document import cards, document, header, section, table, table_card
 from moesaic.report.prediction import Prediction
 from moesaic.report.run_stats import RunStats
@@ -38,6 +38,7 @@ def render(run: RunStats) -> str:
             loads = experts.page_data(run.loads)
             groups.append(("Experts", _controls(loads["layers"]), experts.figures(run.loads)))
         groups.append(("Speed", "", speed.figures(run)))
+        groups.append(("Memory", "", memory.figures(run)))
         groups.append(("Balance", "", balance.figures(run)))
         parts = [section(title, cards(group), extra) for title, extra, group in groups if group]
         figures = [figure for _, _, group in groups for figure in group]

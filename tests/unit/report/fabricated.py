@@ -68,6 +68,8 @@ class Story:
     flips: int = 0
     finished: bool = True
     step_s: float = 0.21
+    stall: float | None = None
+    """Part of a step that waits for the drive, in a run with a memory budget."""
     balanced: bool = False
     """A balance policy runs, and its times are measured."""
     balance: dict[str, float] = field(default_factory=dict)
@@ -148,6 +150,9 @@ class Fabric:
             **({"replicas": story.balance.get("replicas", 2) * story.layers,
                 "imbalance_before": 1.9, "imbalance_after": 1.1,
                 "planning_s": 1e-3} if story.balanced else {}),
+            **({"memory_hit_rate": 0.4, "memory_stall_s": story.stall * step_s,
+                "memory_read_bytes": 3 << 30, "memory_written_bytes": 1 << 30}
+               if story.stall is not None else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
             held = memory + 37_000_000 * rank

@@ -259,3 +259,11 @@ def test_first_steps_do_not_judge_costs(tmp_path: Path) -> None:
         assert run.balance is not None
         run.balance.by_step["forward_s"][:slow_steps] = 1.0
         assert kind in kinds(run)
+
+
+def test_waiting_for_the_drive_is_a_warning(tmp_path: Path) -> None:
+    run = RunStats.read(fabricate(tmp_path / "run", steps=6, stall=0.25))
+    (finding,) = [one for one in find(run) if one.kind == "slow_drive"]
+    assert finding.severity == "warning"
+    assert finding.title == "The drive is the bottleneck: 25% of a step waits for it"
+    assert "raise memory.host" in finding.text

@@ -95,6 +95,20 @@ def test_balance_charts_need_a_policy_and_records(tmp_path: Path) -> None:
     })  # fmt: skip
 
 
+def test_memory_charts_need_a_budget(tmp_path: Path) -> None:
+    plain = page.render(RunStats.read(fabricate(tmp_path / "plain", steps=4)))
+    assert "memory-waiting" not in figures_of(plain)
+    text = page.render(RunStats.read(fabricate(tmp_path / "few", steps=4, stall=0.03)))
+    figures = figures_of(text)
+    waiting = figures["memory-waiting"]["data"][0]["y"]
+    assert waiting == pytest.approx([3.0] * 4)
+    assert {trace["name"] for trace in figures["memory-bandwidth"]["data"]} == {"read", "written"}
+    for name in ("memory-waiting", "memory-bandwidth"):
+        (guide,) = re.findall(rf'{name}.*?<p class="guide">([^<]+\.)</p>', text, re.S)[:1]
+        assert len(guide) <= 120
+    assert "The drive is the bottleneck" not in text
+
+
 def test_four_balance_charts(tmp_path: Path) -> None:
     run = RunStats.read(fabricate(tmp_path / "run", steps=20, balanced=True))
     figures = figures_of(page.render(run))
