@@ -44,7 +44,7 @@ SEEN_BY = {
 }
 """Areas that are seen by fewer than their floor would let see them."""
 
-TORCH_FREE = {"base", "facts", "policy", "sim", "report"}
+TORCH_FREE = {"base", "facts", "policy", "sim", "report", "store"}
 """Areas that no import of torch stands in, not even a local one."""
 
 ENVIRONMENT = {

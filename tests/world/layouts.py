@@ -23,7 +23,6 @@ from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.testing.states import live_values
 from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from layouts import SIGMOID, assert_same, outcome, plain, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
+from moesaic.train.parts import PartPlacement
 
 GENERATIONS: list[dict[str, Any]] = [
     {}, {"ep": 4}, {"ep": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2},
@@ -28,8 +30,17 @@ GENERATIONS: list[dict[str, Any]] = [
 """Layouts of the same four ranks, one after another."""
 
 
-def train_through_layouts(world: World, generations: list[dict[str, Any]]) -> Any:
-    """Train dense and sparse layers with a tied head, two steps in each layout."""
+OF_TWO_RANKS: list[dict[str, Any]] = [
+    {}, {"ep": 2, "dp_shard": 2, "dispatch": "dedup"}, {"tp": 2, "etp": 2}, {"pp": 2},
+    {"ep": 2, "embedding": "columns"},
+]  # fmt: skip
+
+
+def train_through_layouts(
+    world: World, generations: list[dict[str, Any]], ranks: Sequence[int] = ()
+) -> Any:
+    """Train dense and sparse layers with a tied head, two steps in each layout, on some of the
+    ranks if they are given."""
     tables = {**SIGMOID, "model": {**SIGMOID["model"], "tied": True, "vocab": 60}}
     samples = RandomSamples(60, 12)
     shards: list[TensorShard] = []
@@ -37,9 +48,12 @@ def train_through_layouts(world: World, generations: list[dict[str, Any]]) -> An
     losses = []
     for layout in generations:
         job = tiny_job(layout=layout, train={"micro_batches": 2}, **tables)
-        plan = plan_from_layout(job.layout, job.model, world.size)
-        source = PeerSource(world, shards) if shards else InitialSource(job.seed, 0.2)
-        run = assemble(job, plan, world, source, counters)
+        plan = plan_from_layout(job.layout, job.model, len(ranks) or world.size)
+        own = PartPlacement("", plan, ranks or range(world.size)).subset(world)
+        if own is None:
+            continue
+        source = PeerSource(own, shards) if shards else InitialSource(job.seed, 0.2)
+        run = assemble(job, plan, own, source, counters)
         losses += [run.step(samples).loss for _ in range(2)]
         state = run.state()
         shards, counters = state.shards, state.counters
@@ -54,6 +68,15 @@ def test_another_layout_in_the_same_process(ranks: RankPool) -> None:
     for rank_losses, _ in several:
         assert rank_losses == pytest.approx(losses, rel=1e-9)
     assert worst_element(put_together([held for _, held in several]), put_together([shards])) < 1e-9
+
+
+def test_some_of_the_ranks_equal_a_world_of_their_own(ranks: RankPool) -> None:
+    apart, idle, last = ranks.run(3, train_through_layouts, OF_TWO_RANKS, (0, 2))
+    both = ranks.run(2, train_through_layouts, OF_TWO_RANKS)
+    assert not any(idle)
+    assert apart[0] == last[0] == both[0][0]
+    found = put_together([shards for _, shards in (apart, last)])
+    assert worst_element(found, put_together([shards for _, shards in both])) == 0.0
 
 
 def convert_state(world: World, first: dict[str, Any], then: dict[str, Any]) -> Any:

@@ -140,6 +140,22 @@ class Job:
             planned = plan_job(loaded.job, cluster.facts, nproc, loaded.plan, origin, recorded)
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
 
+    def largest_model(
+        self, cluster: Cluster, ssd_bytes: float, *, nproc: int | None = None
+    ) -> dict[str, Any]:
+        """Return the largest models of this job's shape on a cluster as plain data; nothing runs.
+
+        Args:
+            cluster: hosts and devices.
+            ssd_bytes: space on the drive of each host.
+            nproc: number of ranks; None: all that the cluster has room for.
+        """
+        from moesaic.policy.plan.capacity import largest_model
+
+        loaded = self._loaded
+        with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
+            return largest_model(loaded.job, cluster.facts, ssd_bytes, nproc, loaded.origin)
+
     def prepare(
         self,
         *,

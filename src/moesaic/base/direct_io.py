@@ -201,19 +201,23 @@ def _as_array(data: memoryview) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-def set_direct_io(file: FileIO, direct: bool) -> bool:
-    """Turn direct I/O on or off for later calls; return False if the file system lacks it."""
+def is_direct(file: FileIO) -> bool:
+    """Return True if the file bypasses the page cache."""
+    return hasattr(os, "O_DIRECT") and bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def set_direct_io(file: FileIO, direct: bool) -> None:
+    """Turn direct I/O on or off for later calls, where the file system supports it."""
     if not hasattr(os, "O_DIRECT"):
-        return not direct
+        return
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
     if wanted == flags:
-        return True
+        return
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, wanted)
-    except OSError:  # tmpfs of older kernels, for example.
-        return False
-    return True
+    except OSError:
+        return  # A file system without direct I/O (tmpfs).
 
 
 def _write_all(file: FileIO, data: memoryview, direct: bool) -> None:

@@ -11,7 +11,9 @@ import typer
 
 from moesaic.api.cluster import Cluster
 from moesaic.api.job import Job
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError
+from moesaic.base.units import parse_bytes
 from moesaic.cli import flags, prediction, screen
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
 from moesaic.facts.workload import load_traced
@@ -55,6 +57,20 @@ Out = Annotated[
         help="To train by this plan: write it for `moesaic train --plan FILE`.",
     ),
 ]  # fmt: skip
+Fit = Annotated[
+    str | None,
+    typer.Option(
+        "--fit", metavar="model", show_default=False,
+        help="For the largest model of this shape: vary its experts per layer.",
+    ),
+]  # fmt: skip
+Ssd = Annotated[
+    str | None,
+    typer.Option(
+        "--ssd", metavar="SIZE", show_default=False,
+        help="For --fit: space on the drive of each host, such as 500GB.",
+    ),
+]  # fmt: skip
 _MAX_TRACED_RANKS = 16
 
 
@@ -68,6 +84,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     sets: Sets = None,
     out: Out = None,
     trace: Trace = None,
+    fit: Fit = None,
+    ssd: Ssd = None,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
@@ -83,10 +101,19 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if workload is not None:
         job_flags = {
             "JOB.toml": job_path, "--set": sets, "--plan": plan_path, "--loads": loads,
-            "--out": out, "--trace": trace,
+            "--out": out, "--trace": trace, "--fit": fit, "--ssd": ssd,
         }  # fmt: skip
         return _plan_workload(workload, cluster, nproc, as_json, job_flags)
     _check_outputs(out, trace)
+    if fit is not None or ssd is not None:
+        other_flags = {"--plan": plan_path, "--loads": loads, "--out": out, "--trace": trace}
+        ssd_bytes = _check_fit(fit, ssd, other_flags)
+        figures = Job.load(path, sets=sets or ()).largest_model(cluster, ssd_bytes, nproc=nproc)
+        if as_json:
+            screen.print_json(figures)
+        else:
+            prediction.print_largest_model(figures)
+        return 0
     job = Job.load(path, sets=sets or ())
     planned = job.plan(cluster, nproc=nproc, plan=plan_path, loads=loads)
     for warning in planned.warnings:
@@ -124,6 +151,25 @@ def _plan_workload(
     else:
         prediction.print_traced_model(figures)
     return 0
+
+
+def _check_fit(fit: str | None, ssd: str | None, other_flags: Mapping[str, object]) -> int:
+    """Return the bytes of `--ssd`; any of `other_flags` is an error."""
+    if fit is None:
+        raise ConfigError(f"--ssd {ssd} belongs to --fit model: add it, or remove --ssd")
+    keys.check_choice("--fit", fit, ["model"])
+    for flag, value in other_flags.items():
+        if value:
+            raise ConfigError(f"--fit model cannot be combined with {flag}: remove one")
+    if ssd is None:
+        raise ConfigError(
+            "--ssd is missing: cluster files do not have the space of drives; give that of each "
+            "host for --fit model, such as --ssd 500GB"
+        )
+    try:
+        return parse_bytes(ssd)
+    except ValueError as error:
+        raise ConfigError(f"--ssd: {error}") from None
 
 
 def _check_outputs(out: Path | None, trace: Path | None) -> None:

@@ -53,6 +53,39 @@ def print_traced_model(figures: Mapping[str, Any]) -> None:
     _print_prediction(opening, figures, {"samples": samples}, remark)
 
 
+def print_largest_model(figures: Mapping[str, Any]) -> None:
+    """Print the largest models of a job's shape, as `Job.largest_model` has them."""
+    ranks, hosts = figures["ranks"], figures["hosts"]
+    names = [f"{count} x {model}" for model, count in figures["devices"].items()]
+    screen.print_line(
+        f"{ranks} rank{'s' * (ranks > 1)} on {figures['cluster']} ({join_words(names, 'and')}), "
+        f"{hosts} host{'s' * (hosts > 1)} with {format_bytes(figures['ssd_bytes'])} on a drive; "
+        "computed, not measured\n"
+    )
+    largest = {(one["method"], one["resource"]) for one in figures["largest"]}
+    screen.print_table(
+        ["method", "limit", "experts per layer", "parameters", ""],
+        [
+            (one["method"], one["resource"], f"{one['experts']:,}", f"{one['parameters']:,}",
+             "bottleneck" * ((one["method"], one["resource"]) in largest))
+            for one in figures["limits"]
+        ], left=2,
+    )  # fmt: skip
+    rows = [
+        ("active experts", f"{figures['active_fraction']:.0%} per step under even routing"),
+        ("memory per rank", f"{format_bytes(figures['budget_bytes'])} at most"),
+    ]
+    divided = figures["divided"]
+    if divided is not None:
+        rows.append((
+            "in memory", f"{divided['num_blocks']:,} blocks of experts per rank, four per expert; "
+            f"{divided['group_size']} of {figures['micro_batches']} micro-batches together",
+        ))  # fmt: skip
+    rows += [(f"larger: {one['method']}", one["remedy"]) for one in figures["largest"]]
+    screen.print_line("")
+    _print_rows(rows, _WIDTH)
+
+
 def _print_prediction(
     opening: str, figures: Mapping[str, Any], extra_rows: Mapping[str, str | None], remark: str = ""
 ) -> None:

@@ -141,7 +141,7 @@ def _write_box(shard: TensorShard, box: tuple[slice, ...], values: Tensor) -> No
 
 
 def _p2p_op(kind: Callable[..., Any], tensor: Tensor, peer: int, world: World) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, peer, group=world.group)
+    return dist.P2POp(kind, tensor, group=world.group, group_peer=peer)
 
 
 def _batches(moves: Sequence[Move]) -> list[list[Move]]:

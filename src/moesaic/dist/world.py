@@ -61,10 +61,18 @@ class World:
     timeout: timedelta
     store: Store
     group: Group | None = None
+    ranks: Sequence[int] = ()
+    """Ranks of torch's default process group, in the order of this world's."""
+    is_subset: bool = False
+    """True for some ranks of a world, see `subset`."""
     _groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
     """Groups by purpose and ranks; all ranks have the same keys, except for groups that exclude
     them."""
     _transports: dict[Group, Transport] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Number the ranks as torch does, unless they are given."""
+        self.ranks = self.ranks or range(self.size)
 
     @classmethod
     def solo(cls, device: torch.device | None = None) -> World:
@@ -141,7 +149,8 @@ class World:
         of one.
 
         Collective over the world: all ranks pass the same sets, in the same order. Collectives that
-        ranks issue at unrelated times need separate groups, named by `purpose`.
+        ranks issue at unrelated times need separate groups, named by `purpose`. A subset only has
+        the groups that it was made with.
         """
         own: Group | None = None
         for ranks in groups:
@@ -150,12 +159,61 @@ class World:
             if len(ranks) == self.size and not purpose:
                 own = self.group
                 continue
-            key = purpose, tuple(ranks)
-            if key not in self._groups:
-                self._groups[key] = dist.new_group(list(ranks), timeout=self.timeout)
+            group = self._find_group(ranks, purpose)
             if self.rank in ranks:
-                own = self._groups[key]
+                own = group
         return own
+
+    def _find_group(self, ranks: Sequence[int], purpose: str) -> Group:
+        """Return the group of two or more `ranks`, created on first use."""
+        key = purpose, tuple(ranks)
+        if key not in self._groups:
+            if self.is_subset:
+                raise ValueError(
+                    f"the subset of ranks {list(self.ranks)} has no group {list(ranks)} for "
+                    f'purpose "{purpose}": add it to the partitions of World.subset'
+                )
+            self._groups[key] = dist.new_group(list(ranks), timeout=self.timeout)
+        return self._groups[key]
+
+    def subset(
+        self, ranks: Sequence[int], partitions: Sequence[tuple[Sequence[Sequence[int]], str]]
+    ) -> World | None:
+        """Return the world of some `ranks`, numbered from 0; None on the other ranks.
+
+        Collective over this world, which creates all groups. torch can create a group by its
+        members alone, but names it after the number of groups that each has, which differs between
+        overlapping subsets; and NCCL splits its communicator by a collective of all ranks. The
+        subset ends with this world.
+
+        Args:
+            ranks: ranks of this world, ascending. All of them are this world itself.
+            partitions: sets of ranks of the subset, each with its purpose, that `partition` will be
+                called with.
+        """
+        if not ranks or list(ranks) != sorted(set(ranks).intersection(range(self.size))):
+            raise ValueError(
+                f"ranks = {list(ranks)} in a world of {self.size} ranks: list some of 0 to "
+                f"{self.size - 1}, each once, in ascending order"
+            )
+        if len(ranks) == self.size:
+            return self
+        if self.is_subset:
+            raise ValueError("a subset has no subsets: make them from the whole world")
+        group = self._find_group(ranks, "") if len(ranks) > 1 else None
+        groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        for sets, purpose in partitions:
+            for one in sets:
+                if len(one) > 1 and (len(one) < len(ranks) or purpose):
+                    members = [ranks[index] for index in one]
+                    groups[purpose, tuple(one)] = self._find_group(members, purpose)
+        if self.rank not in ranks:
+            return None
+        store = PrefixStore(f"ranks-{'-'.join(map(str, ranks))}", self.store)
+        return World(
+            ranks.index(self.rank), len(ranks), self.device, self.generation, self.timeout, store,
+            group, tuple(ranks), True, groups, self._transports,
+        )  # fmt: skip
 
     def transport(self, groups: Sequence[Sequence[int]]) -> Transport | None:
         """Return the transport in the group of this rank among sets of ranks; None for a set of
@@ -189,7 +247,7 @@ class World:
                 reply[0] = work()
             except UserError as error:
                 reply[1:] = type(error).__name__, str(error)
-        dist.broadcast_object_list(reply, src=0, group=self.group)
+        dist.broadcast_object_list(reply, group_src=0, group=self.group)
         if reply[1]:
             kind: type[UserError] = getattr(errors, reply[1])
             raise kind(reply[2])
@@ -217,7 +275,8 @@ class World:
         self._transports.clear()
 
     def leave(self) -> None:
-        """Leave this generation."""
+        """Leave this generation, with all subsets of this world."""
+        assert not self.is_subset, "only the whole world leaves"
         self.close_transports()
         if self.group is not None:
             dist.destroy_process_group()

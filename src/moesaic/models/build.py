@@ -134,7 +134,8 @@ def _make_dense_mesh(plan: Plan, world: World) -> tuple[DeviceMesh | None, Tenso
     group."""
     if plan.dp_shard == plan.tp == 1:
         return None, NO_TP
-    stage_ranks = torch.tensor(plan.stage_groups()[plan.pp_rank(world.rank)])
+    stage = plan.stage_groups()[plan.pp_rank(world.rank)]
+    stage_ranks = torch.tensor([world.ranks[rank] for rank in stage])
     grid = stage_ranks.view(-1, plan.dp_shard, plan.tp)
     all_groups = {
         "replicate": world.partition(plan.dp_replicate_groups()),

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.state import PARAMETER, TensorShard, is_dtensor, local_tensor
+from moesaic.facts.expert_blocks import BlockKind
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.lora import Adapters
-from moesaic.nn.experts.places import BlockKind, Places
+from moesaic.nn.experts.places import Places
 
 TP_DIM = "tp"
 """Name of the tensor-parallel dimension of a device mesh."""

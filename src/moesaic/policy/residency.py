@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moesaic.base import keys
 
-_STEP_DECAY = 0.8
+_STEP_DECAY = 0.95
 """Factor, for each later step, on the weight of a step in the frequency of use."""
 
 
@@ -103,17 +103,19 @@ class LeastFrequentlyUsed(Residency):
 
     def __init__(self) -> None:
         super().__init__()
-        self._uses, self._recency = Counter[int](), LeastRecentlyUsed()
+        self._uses, self._last_use, self._now = Counter[int](), dict[int, int](), 0
 
     def access(self, block: int) -> None:
         """Count the use."""
+        self._now += 1
         self._uses[block] += 1
-        self._recency.access(block)
+        self._last_use[block] = self._now
 
     def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        fewest = min(self._uses[block] for block in candidates)
-        rarest = [block for block in candidates if self._uses[block] == fewest]
-        return self._recency.evict(rarest, coming)
+        return min(
+            candidates,
+            key=lambda block: (self._uses[block], self._last_use.get(block, 0), block),
+        )
 
     def removed(self, block: int) -> None:
         """Keep the count: the block may return."""
@@ -122,12 +124,12 @@ class LeastFrequentlyUsed(Residency):
 class SeMoe(Residency):
     """Policy of SE-MoE (Shen et al. 2022, algorithm 2): hit counts with a threshold and decay.
 
-    A hit is a use of a block in memory. Every `period` uses, all counts are multiplied by `decay`.
+    A hit is a use of a block in memory. All counts are multiplied by `decay` after each period.
     A full cache evicts one block for each block that it admits. The paper leaves five points open:
 
     - (a) The block with the fewest hits leaves, of those that reach the threshold. If none reaches
       it, the block with the fewest hits leaves all the same; the computation needs the new block.
-    - (b) An admitted block has one hit. Of several with the fewest hits, the first admitted leaves.
+    - (b) An admitted block has one hit. The first admitted leaves where several have the fewest.
     - (c) The cache uses all of its slots; the paper's comparison leaves one empty.
     - (d) Prefetched blocks are guesses: a block that was read ahead and not used yet has one hit.
       Reads that were not guessed block the computation, so that results do not depend on guesses.
@@ -135,19 +137,30 @@ class SeMoe(Residency):
       Decay lets old favourites leave.
     """
 
-    def __init__(self, threshold: float = 2.0, decay: float = 0.5, period: int = 1000) -> None:
-        """Set the paper's threshold, beta and K, for which it names no values."""
+    def __init__(
+        self, threshold: float = 8.0, decay: float = 0.5, period: int | None = None
+    ) -> None:
+        """Create the policy. The paper names no values; the defaults did best on simulated steps.
+
+        Args:
+            threshold: hits with which a block may leave.
+            decay: factor on all counts after each period, the paper's beta.
+            period: uses between decays, the paper's K; None: those of one step.
+        """
         super().__init__()
         self._threshold, self._decay, self._period = threshold, decay, period
         self._hits, self._num_uses = dict[int, float](), 0
 
     def access(self, block: int) -> None:
-        """Count the hit, or admit the block; decay all counts at the end of a period."""
+        """Count the hit, or admit the block."""
         self._hits[block] = self._hits.get(block, 0.0) + 1
         self._num_uses += 1
         if self._num_uses == self._period:
-            self._hits = {block: hits * self._decay for block, hits in self._hits.items()}
-            self._num_uses = 0
+            self._decay_hits()
+
+    def _decay_hits(self) -> None:
+        self._hits = {block: hits * self._decay for block, hits in self._hits.items()}
+        self._num_uses = 0
 
     def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
         for block in candidates:
@@ -160,6 +173,12 @@ class SeMoe(Residency):
     def removed(self, block: int) -> None:
         """Forget the block's hits."""
         self._hits.pop(block, None)
+
+    def end_step(self, facts: ResidencyFacts) -> ResidencyDecision:
+        """Return the evictions of the step; its end may end a period."""
+        if self._period is None:
+            self._decay_hits()
+        return super().end_step(facts)
 
 
 class _Usage(NamedTuple):
@@ -177,9 +196,9 @@ class NextUse(Residency):
     """Evict the block that training needs last.
 
     Blocks without an expected access leave first: by the last steps, the one whose next use is
-    furthest. Steps pass through the layers in the same order, so a block returns at its last
-    position, in the next step or as many steps later as its frequency of use says. Then the block
-    with the furthest expected access leaves. Ties go to the lower block.
+    furthest. A block returns at the position of its last use, as steps pass through the layers in
+    the same order. The frequency of its use says how many steps later. Then the block with the
+    furthest expected access leaves. Ties go to the lower block.
     """
 
     def __init__(self) -> None:
@@ -188,6 +207,8 @@ class NextUse(Residency):
         self._step = self._position = self._length = 0
         self._weight = 1.0
         """Sum of the weights of all steps, with the present one."""
+        self._order = dict[int, tuple[float, int]]()
+        """Order in which blocks leave, the largest first: cached until their use or a new step."""
 
     def access(self, block: int) -> None:
         """Record the first use in this step."""
@@ -195,6 +216,7 @@ class NextUse(Residency):
         if used is None or used.step < self._step:
             weight = 1.0 if used is None else 1.0 + self._decayed(used)
             self._usage[block] = _Usage(weight, self._step, self._position)
+            self._order.pop(block, None)
         self._position += 1
 
     def _decayed(self, used: _Usage) -> float:
@@ -203,8 +225,11 @@ class NextUse(Residency):
     def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
         unexpected = [block for block in candidates if block not in coming]
         if not unexpected:
-            return max(candidates, key=lambda block: (coming[block], -block))
-        return max(unexpected, key=lambda block: (self._next_use(block), -block))
+            return max(candidates, key=coming.__getitem__)
+        for block in unexpected:
+            if block not in self._order:
+                self._order[block] = (self._next_use(block), -block)
+        return max(unexpected, key=self._order.__getitem__)
 
     def _next_use(self, block: int) -> float:
         """Return the likely position of the next use, in accesses from the start of this step."""
@@ -212,7 +237,7 @@ class NextUse(Residency):
         if used is None:
             return float("inf")
         steps = self._weight / self._decayed(used)
-        return steps * max(self._length, self._position) + used.position
+        return steps * self._length + used.position
 
     def removed(self, block: int) -> None:
         """Keep the block's usage: it may return."""
@@ -220,6 +245,7 @@ class NextUse(Residency):
     def end_step(self, facts: ResidencyFacts) -> ResidencyDecision:
         """Return the evictions of the step, and begin the next one."""
         self._length, self._position = facts.num_accesses, 0
+        self._order.clear()
         self._step += 1
         self._weight = 1.0 + self._weight * _STEP_DECAY
         return super().end_step(facts)

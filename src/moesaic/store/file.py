@@ -6,6 +6,7 @@ The file means nothing after the process ends: checksums are kept in memory only
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +18,8 @@ from moesaic.base import direct_io
 from moesaic.base.errors import StoreError, write_error
 
 _REMEDY = "resume from the newest checkpoint"
-_WORDS_PER_ROW = 512
-"""Words of a checksum row, 4 KiB: it divides every stride."""
+_WORDS_PER_PAGE = 512
+"""64-bit words of 4 KiB, which divide every stride."""
 
 
 class BlockFile:
@@ -42,29 +43,31 @@ class BlockFile:
             raise write_error(f"'{path}'", error) from error
         try:
             self._reserve()
-            self.is_direct = direct_io.set_direct_io(self._file, True)
-            """False where the file system has no direct I/O: then the page cache is used."""
+            direct_io.set_direct_io(self._file, True)
+            # Some disks need another alignment, which only a read reveals.
+            direct_io.read_at(self._file, direct_io.aligned_buffer(1), 0)
         except BaseException:
             self.close()
             raise
         self._has = np.zeros(num_blocks, np.bool_)
         self._checksums = np.zeros(num_blocks, np.uint64)
         random = np.random.default_rng(0)
-        num_rows = self.stride_bytes // (8 * _WORDS_PER_ROW)
-        self._row_weights = random.integers(0, 1 << 64, num_rows, np.uint64) | np.uint64(1)
-        self._word_weights = random.integers(0, 1 << 64, _WORDS_PER_ROW, np.uint64) | np.uint64(1)
+        self._weights = random.integers(0, 1 << 64, _WORDS_PER_PAGE, np.uint64) | np.uint64(1)
+
+    @property
+    def is_direct(self) -> bool:
+        """False where the file system or disk refuses direct I/O and the page cache is used."""
+        return direct_io.is_direct(self._file)
 
     def _reserve(self) -> None:
         size = self.num_blocks * self.stride_bytes
+        stats = os.statvfs(self.path.parent)
+        free = stats.f_bavail * stats.f_frsize
         try:
+            if size > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             direct_io.reserve(self._file, size)
         except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-                raise write_error(f"'{self.path}'", error) from error
-            # The file may hold what was free.
-            os.ftruncate(self._file.fileno(), 0)
-            stats = os.statvfs(self.path.parent)
-            free = stats.f_bavail * stats.f_frsize
             raise StoreError(
                 f"'{self.path}' needs {size} bytes, and {free} are free ({error.strerror}): "
                 "make room, or name a directory on another disk"
@@ -113,11 +116,12 @@ class BlockFile:
             )
         return block * self.stride_bytes
 
-    def checksum(self, memory: NDArray[np.uint8]) -> np.uint64:
-        """Return the sum of all words, each times an odd weight, modulo 2**64.
+    def checksum(self, memory: NDArray[np.uint8]) -> int:
+        """Return a checksum of `memory`, [stride_bytes].
 
-        An odd weight keeps every single flipped bit; different weights tell places apart. numpy
-        takes the sum at about 20 GB/s, without the GIL and without a copy."""
-        words = memory.view(np.uint64).reshape(-1, _WORDS_PER_ROW)
-        total: np.uint64 = words.dot(self._word_weights).dot(self._row_weights)
-        return total
+        Each page becomes the sum of its words times odd weights, modulo 2**64, so that a flipped
+        bit changes it. BLAKE2 joins the sums. Both take a third of the time of zlib.crc32, without
+        the GIL."""
+        pages = memory.view(np.uint64).reshape(-1, _WORDS_PER_PAGE)
+        digest = hashlib.blake2b(pages.dot(self._weights), digest_size=8).digest()
+        return int.from_bytes(digest)

@@ -17,7 +17,7 @@ from moesaic.base.errors import StoreError
 
 
 class BlockStorage(Protocol):
-    """What a cache needs of a file; `store.file.BlockFile` is one.
+    """The interface of a file of blocks; `store.file.BlockFile` is one.
 
     Threads call `read` and `write` for different blocks at once."""
 
@@ -36,7 +36,7 @@ class BlockStorage(Protocol):
         """Write `memory`, [stride_bytes], as the block."""
         ...
 
-    def checksum(self, memory: NDArray[np.uint8]) -> np.uint64:
+    def checksum(self, memory: NDArray[np.uint8]) -> int:
         """Return a checksum of `memory`, [stride_bytes]."""
         ...
 

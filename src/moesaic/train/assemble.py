@@ -27,7 +27,7 @@ from moesaic.train.expert_migration import ExpertMigration
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.micro_batches import BlockWalk
 from moesaic.train.objectives.lm import LanguageModelObjective
-from moesaic.train.parts import make_part
+from moesaic.train.parts import PartPlacement, make_part
 from moesaic.train.run import Run
 from moesaic.train.tiers import ExpertTiers, make_tiers
 from moesaic.train.walk import MicroBatchWalk, Walk
@@ -70,8 +70,9 @@ def assemble(
     walk, roots = _make_walk(job, plan, world, model, tiers)
     allocate_model(model, world.device, plan, ranks, roots)
     devices.activate(world.device)
+    placement = PartPlacement("", plan, range(world.size))
     part = make_part(
-        model, plan, world, local_params(model, plan, world.rank), job,
+        model, placement, world, local_params(model, plan, world.rank), job,
         buffers=list(router_biases(model, plan, world.rank)),
         tp_group=model.tp.group,
     )  # fmt: skip
@@ -79,7 +80,7 @@ def assemble(
     part.tied_weight_group = _tied_weight_group(job, plan, world)
     objective = LanguageModelObjective(job, world, part)
     run: LMRun = Run(
-        job, world, [part], objective, walk,
+        job, world, [placement], [part], objective, walk,
         unit_group=world.partition(plan.stage_groups()), counters=dict(counters or {}),
     )  # fmt: skip
     try:

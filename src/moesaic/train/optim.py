@@ -20,9 +20,10 @@ from torch.optim.adamw import adamw
 
 from moesaic.dist.buckets import FlatView
 from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, TensorShard
+from moesaic.facts.expert_blocks import STATE, BlockKind
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.models.state import LocalParam
-from moesaic.nn.experts.places import STATE, BlockKind, Places
+from moesaic.nn.experts.places import Places
 
 
 @dataclass(frozen=True)

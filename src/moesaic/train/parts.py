@@ -1,7 +1,8 @@
 """Parts of a run: a part is one model with its optimizer and the ranks that share its work.
 
-A run may have several, such as an encoder and a head. Logical names of a part's tensors start with
-its prefix, so one state holds all parts.
+A run may have several, such as a teacher and a student. Each is on all ranks or on some, as its
+`PartPlacement` says. Logical names of a part's tensors start with its prefix, so one state holds
+all parts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,53 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 
+@dataclass(frozen=True)
+class PartPlacement:
+    """Ranks and layout of one part, known on every rank of the run."""
+
+    prefix: str
+    """Start of the logical names of the part's tensors; empty for the only part."""
+    plan: Plan
+    """Layout at the start over `ranks`, which it numbers from 0."""
+    ranks: Sequence[int]
+    """Ranks of the run that hold the part, ascending."""
+
+    @property
+    def start_counter(self) -> str:
+        """Counter of the updates that the run had made before the part was added."""
+        return f"{self.prefix}updates_before"
+
+    @property
+    def reduction_purpose(self) -> str:
+        """Purpose of the groups that reduce the part's gradients.
+
+        Each part has its own groups: a rank without samples reduces its parts in another order.
+        """
+        return f"gradients {self.prefix}".rstrip() if self.plan.pp == 1 else ""
+
+    def subset(self, world: World) -> World | None:
+        """Return the ranks that hold the part as a world, for `make_part`; None on other ranks.
+
+        Every rank of the run must call this for every part, in one order.
+        """
+        partitions = [(groups, "") for groups in self.plan.partitions()]
+        reductions = (
+            self.plan.expert_dp_groups(), self.plan.stage_groups(), self.plan.dp_groups(),
+        )  # fmt: skip
+        partitions += [(groups, self.reduction_purpose) for groups in reductions]
+        return world.subset(self.ranks, partitions)
+
+
 @dataclass
 class Part(Generic[M]):
     """One model of a run on this rank, as built by `make_part`."""
 
     model: M
+    placement: PartPlacement
     plan: Plan
+    """Layout now, after any expert migration."""
     world: World
+    """Ranks that hold the part."""
     trainable: list[LocalParam]
     """Trainable parameters."""
     frozen: list[LocalParam]
@@ -59,18 +100,22 @@ class Part(Generic[M]):
     """State that no optimizer updates, such as router biases."""
     tiers: ExpertTiers | None = None
     """Expert state on a drive; None if all state is in memory."""
-    prefix: str = ""
-    """Start of the logical names of the part's tensors; empty for the only part."""
     external_snapshot: ExternalSnapshot | None = None
     """Snapshot of state outside the shards, which a checkpoint waits for."""
 
     @property
-    def start_counter(self) -> str:
-        """Counter of the updates that the run had made before the part was added."""
-        return f"{self.prefix}updates_before"
+    def prefix(self) -> str:
+        """Start of the logical names of the part's tensors; empty for the only part."""
+        return self.placement.prefix
+
+    def local_samples(self, samples: range) -> range:
+        """Return this rank's share of the samples of a global micro-batch."""
+        local = self.plan.sample_range(self.world.rank, len(samples))
+        return samples[local.start : local.stop]
 
     def shards(self) -> list[TensorShard]:
-        """Return parameters, moments and buffers, as live shards."""
+        """Return parameters, moments and buffers, as live shards with owners among the run's
+        ranks."""
         rank = self.world.rank
         shards: list[TensorShard] = []
         for item in self.trainable:
@@ -79,9 +124,14 @@ class Part(Generic[M]):
         for item in self.frozen:
             shards += item.parameter_shards(rank)
         shards += self.buffers
-        if not self.prefix:
-            return shards
-        return [replace(shard, name=f"{self.prefix}{shard.name}") for shard in shards]
+        ranks = self.placement.ranks
+        return [
+            replace(
+                shard, name=f"{self.prefix}{shard.name}",
+                owners=tuple(ranks[owner] for owner in shard.owners),
+            )
+            for shard in shards
+        ]  # fmt: skip
 
     def begin_step(self, number: int, lr: float) -> None:
         """Prepare for a step that takes update `number`, from 1, with learning rate `lr`."""
@@ -166,7 +216,7 @@ class Part(Generic[M]):
 def parts_source(
     checkpoint: Checkpoint,
     initial: Source,
-    parts: Sequence[Part[Any]],
+    placements: Sequence[PartPlacement],
     counters: dict[str, int],
     log: Callable[[str], None],
 ) -> Source:
@@ -176,7 +226,7 @@ def parts_source(
     parts that the run no longer has are ignored.
     """
     saved = [key.partition("/")[2] for key in checkpoint.tensors]
-    added = [part for part in parts if not any(name.startswith(part.prefix) for name in saved)]
+    added = [part for part in placements if not any(name.startswith(part.prefix) for name in saved)]
     prefixes = tuple(part.prefix for part in added)
     for part in added:
         counters[part.start_counter] = num_updates(counters)
@@ -186,12 +236,11 @@ def parts_source(
 
 def make_part(
     model: M,
-    plan: Plan,
+    placement: PartPlacement,
     world: World,
     params: Sequence[LocalParam],
     job: AnyJob,
     *,
-    prefix: str = "",
     buffers: Sequence[TensorShard] = (),
     tp_group: Group | None = None,
 ) -> Part[M]:
@@ -199,25 +248,24 @@ def make_part(
 
     Args:
         model: the model, with memory for its parameters.
-        plan: layout of the model over ranks.
-        world: the ranks.
-        params: local parameters of the model, in block order.
+        placement: ranks and layout of the part.
+        world: these ranks, from `placement.subset`.
+        params: local parameters of the model, in block order, with owners in `world`.
         job: job with the settings of the optimizer.
-        prefix: start of the part's logical names.
         buffers: state that no optimizer updates.
         tp_group: tensor-parallel ranks.
     """
     trainable = [item for item in params if item.parameter.requires_grad]
-    purpose = _bucket_purpose(plan, prefix)
+    plan, purpose = placement.plan, placement.reduction_purpose
     buckets = _make_buckets(plan, world, trainable, purpose)
     try:
         flat_params = flatten_params(trainable, buckets.flatten_parameters())
         devices.reset_peak_memory(world.device)  # Freed parameters leave holes in the cache.
         return Part(
-            model, plan, world, trainable,
+            model, placement, plan, world, trainable,
             [item for item in params if not item.parameter.requires_grad],
             flat_params, _make_optimizer(job, world, flat_params), buckets,
-            tp_group=tp_group, buffers=list(buffers), prefix=prefix,
+            tp_group=tp_group, buffers=list(buffers),
         )  # fmt: skip
     except BaseException:
         buckets.close()  # Parameter hooks keep the model alive.
@@ -256,14 +304,6 @@ def _make_buckets(
         if not item.is_column_sharded and item.places is None
     ]
     return GradientBuckets(reduced, overlaps_backward=overlaps_backward)
-
-
-def _bucket_purpose(plan: Plan, prefix: str) -> str:
-    """Return the purpose of the groups that reduce gradients of the part with this `prefix`.
-
-    Each part has its own groups: a rank without samples reduces its parts in another order.
-    """
-    return f"gradients {prefix}".rstrip() if plan.pp == 1 else ""
 
 
 def _make_optimizer(job: AnyJob, world: World, flat_params: Sequence[FlatParams]) -> AdamW:

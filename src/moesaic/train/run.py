@@ -4,9 +4,10 @@ A step consists of named phases: data, forward, backward, reduce, clip, optimize
 the objective, such as migrate. Each micro-batch has its own forward and backward; with a pipeline
 they interleave in a phase called pipeline.
 
-A global batch is a list of global sample indices; this rank takes its samples of each micro-batch.
-Losses are divided by counts over all ranks, so gradients are plain sums. All ranks of a TP group
-load the same samples and share their loss; only the first of them counts these samples.
+A global batch is a list of global sample indices; the objective takes a rank's share of each
+micro-batch for each part. Losses are divided by counts over all ranks, so gradients are plain sums.
+All ranks of a TP group load the same samples and share their loss; only the first of them counts
+these samples. A rank may hold some of the parts, or none.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from moesaic.dist.collectives import all_reduce_
 from moesaic.dist.state import State
 from moesaic.dist.world import Group, World
 from moesaic.facts.plan import Plan
+from moesaic.kernels import device as devices
 from moesaic.train import loss_scale
 from moesaic.train.kinds import AnyJob, StepStats
 from moesaic.train.objectives.objective import Objective, StepContext, StepResult
 from moesaic.train.optim import learning_rate
-from moesaic.train.parts import Part
+from moesaic.train.parts import Part, PartPlacement
 from moesaic.train.phases import PhaseTimer
 from moesaic.train.walk import Walk
 
@@ -41,8 +43,10 @@ class Run(Generic[ObjectiveT, StatsT]):
 
     job: AnyJob
     world: World
+    placements: Sequence[PartPlacement]
+    """Ranks of all parts, the same on every rank, in the order of updates."""
     parts: list[Part[Any]]
-    """Models that this rank trains, in the order of updates."""
+    """Parts that this rank holds, in the same order."""
     objective: ObjectiveT
     walk: Walk[ObjectiveT]
     unit_group: Group | None
@@ -56,21 +60,29 @@ class Run(Generic[ObjectiveT, StatsT]):
 
     def __post_init__(self) -> None:
         """Add missing counters, and the loss scale if the precision has one."""
+        placed = [part.prefix for part in self.placements if self.world.rank in part.ranks]
+        held = [part.prefix for part in self.parts]
+        if placed != held:
+            raise ValueError(f"rank {self.world.rank} holds the parts {held}, not {placed}")
+        if not held:
+            devices.reset_peak_memory(self.world.device)  # As `make_part` does.
         self.counters = {"step": 0, "samples": 0, self.objective.unit: 0} | self.counters
         loss_scale.init_counters(self.counters, is_scaled=self.job.train.precision == "fp16")
 
     @property
     def part(self) -> Part[Any]:
         """The only part."""
-        if len(self.parts) != 1:
-            names = ", ".join(f'"{part.prefix}"' for part in self.parts)
-            raise ValueError(f"the run has {len(self.parts)} parts, not one: {names}")
+        if len(self.placements) != 1:
+            names = ", ".join(f'"{part.prefix}"' for part in self.placements)
+            raise ValueError(f"the run has {len(self.placements)} parts, not one: {names}")
         return self.parts[0]
 
     @property
     def plan(self) -> Plan:
-        """Plan of the first part. All parts share its division of samples over ranks."""
-        return self.parts[0].plan
+        """Plan of the first part; on ranks without this part, as at the start."""
+        first = self.placements[0]
+        held = (part.plan for part in self.parts if part.placement is first)
+        return next(held, first.plan)
 
     def state(self) -> State:
         """Return everything that training resumes from, as live shards."""
@@ -131,12 +143,9 @@ class Run(Generic[ObjectiveT, StatsT]):
         context of the step."""
         train = self.job.train
         size = train.batch // train.micro_batches
-        local = self.plan.sample_range(self.world.rank, size)
         start = self.counters["samples"]
         batches = [
-            self.objective.load(
-                samples, range(first + local.start, first + local.stop), shuffled=True
-            )
+            self.objective.load(samples, range(first, first + size), shuffled=True)
             for first in range(start, start + train.batch, size)
         ]
         num_local = sum(self.objective.num_units(batch) for batch in batches)
@@ -157,8 +166,10 @@ class Run(Generic[ObjectiveT, StatsT]):
             part.reduce_gradients()
 
     def _grad_norm(self) -> float:
-        """Return the norm of the whole gradient of all parts."""
-        total = torch.stack([part.squared_grad_norm() for part in self.parts]).sum(0)
+        """Return the norm of the whole gradient of all parts on all ranks."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        for part in self.parts:
+            total += part.squared_grad_norm()
         return math.sqrt(float(all_reduce_(total, self.world.group)))
 
     def _update(self, number: int, norm: float, scale: float, lr: float) -> None:
@@ -171,7 +182,7 @@ class Run(Generic[ObjectiveT, StatsT]):
 
     def _update_number(self, part: Part[Any], number: int) -> int:
         """Return update `number` of the run, counted from the part's first one."""
-        return number - self.counters.get(part.start_counter, 0)
+        return number - self.counters.get(part.placement.start_counter, 0)
 
     def _skip_update(self, norm: float, losses: Sequence[Any]) -> None:
         """Skip the update after an overflow and back off the loss scale."""
@@ -194,8 +205,7 @@ class Run(Generic[ObjectiveT, StatsT]):
         size = max(self.job.train.batch // self.job.train.micro_batches, 1)
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for start in range(0, count, size):
-            local = self.plan.sample_range(self.world.rank, min(size, count - start))
-            indices = range(start + local.start, start + local.stop)
+            indices = range(start, min(start + size, count))
             batch = self.objective.load(samples, indices, shuffled=False)
             losses = self.walk.evaluate(self.objective, batch)
             loss, units = self.objective.validation_loss(batch, losses)

@@ -8,7 +8,7 @@ cache, and on the drive if they do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -22,15 +22,17 @@ from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.base.units import format_bytes
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
+from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
-from moesaic.nn.experts.places import STATE, BlockKind, Places
+from moesaic.nn.experts.places import Places
 from moesaic.policy.plan.budget import (
     Budget,
     BudgetFacts,
     budget_facts,
     divide_budget,
+    expert_blocks,
     smallest_budget,
 )
 from moesaic.policy.residency import (
@@ -46,8 +48,6 @@ from moesaic.train.topology import gather_places
 
 _AUTO_FRACTION = 0.8
 """Part of the free memory that `memory.host = "auto"` takes."""
-_LOOKAHEAD = 4
-"""Coming accesses that the cache knows, in multiples of its places."""
 
 
 def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> ExpertTiers | None:
@@ -76,14 +76,13 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
         )
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
-    experts = dict.fromkeys(job.model.expert_layers, facts.experts_per_layer)
     tiers = ExpertTiers(
         Path(job.memory.ssd) / f"experts-rank-{world.rank}.blocks",
-        ExpertSizes(experts, facts.width, dtype),
-        budget.num_blocks,
-        job.memory.residency,
-        num_micro_batches=budget.group_size,
-        updates_early=not job.train.clip and job.train.precision != "fp16",
+        expert_blocks(job, facts, budget),
+        facts.width,
+        dtype,
+        num_places=budget.num_blocks,
+        residency=job.memory.residency,
         period=job.memory.period,
     )
     tiers.decisions = decisions
@@ -135,44 +134,32 @@ class TierStats(NamedTuple):
         }  # fmt: skip
 
 
-class ExpertSizes(NamedTuple):
-    """Expert state of one rank."""
-
-    experts: dict[int, int]
-    """Number of experts by layer."""
-    width: int
-    """Numbers in one expert's parameters."""
-    dtype: torch.dtype
-    """Dtype of parameters, moments and gradients."""
-
-
 class ExpertTiers:
     """Expert state of one rank, in memory and on a drive, as the observer of a walk."""
 
     def __init__(
         self,
         path: Path,
-        sizes: ExpertSizes,
+        blocks: ExpertBlocks,
+        width: int,
+        dtype: torch.dtype,
+        *,
         num_places: int,
         residency: str,
-        *,
-        num_micro_batches: int,
-        updates_early: bool,
         period: int = 0,
     ) -> None:
         """Create an empty scratch file, and the cache over it.
 
         Args:
             path: scratch file on a drive, of this rank alone.
-            sizes: the expert state.
+            blocks: the blocks of expert state.
+            width: numbers in a block.
+            dtype: dtype of parameters, moments and gradients.
             num_places: blocks in memory.
             residency: name of the policy that chooses the blocks that leave memory.
-            num_micro_batches: micro-batches that pass through a layer together.
-            updates_early: update a layer's experts right behind its backward.
             period: steps between writes of all changed blocks; 0: none.
         """
-        self.num_micro_batches, self._updates_early = num_micro_batches, updates_early
-        self._period, self._num_steps = period, 0
+        self._blocks, self._period, self._num_steps = blocks, period, 0
         self._residency: Residency = make_residency(residency)
         self._residency_name = residency
         self._update: tuple[AdamW, int, float] | None = None
@@ -180,39 +167,49 @@ class ExpertTiers:
         """Division of the budget, if it was decided from a job."""
         with ExitStack() as stack:
             stack.enter_context(_locked(path))
-            num_blocks = len(BlockKind) * sum(sizes.experts.values())
-            file = BlockFile(path, num_blocks, sizes.width * sizes.dtype.itemsize)
+            file = BlockFile(path, blocks.num_blocks, width * dtype.itemsize)
             stack.callback(file.close)
-            self.cache = BlockCache(file, min(num_places, num_blocks), self._residency)
+            num_places = min(num_places, blocks.num_blocks)
+            self.cache = BlockCache(file, num_places, self._residency)
             stack.callback(self.cache.close)
             self._resources = stack.pop_all()
-        self.places, first = dict[int, Places](), 0
-        for layer, number in sizes.experts.items():
-            self.places[layer] = Places(self.cache, first, number, sizes.width, sizes.dtype)
-            first += len(BlockKind) * number
-        self._used = {layer: list(range(number)) for layer, number in sizes.experts.items()}
+        self.places = {
+            layer: Places(self.cache, first, blocks.experts[layer], width, dtype)
+            for layer, first in blocks.first_blocks.items()
+        }
+        self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
         """Slots that each layer used in its last pass; at first all."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that pass through a layer together."""
+        return self._blocks.num_micro_batches
 
     def begin_step(self, optimizer: AdamW, number: int, lr: float) -> None:
         """Begin a step, which takes update `number` with learning rate `lr`."""
         self._update = optimizer, number, lr
         self._num_steps += 1
+        self.cache.take_stats()  # Drop the traffic of checkpoints and validation.
 
     def begin_forward(self, block: str) -> None:
         """Read ahead for the forward passes of a block and what follows."""
-        self._expect(self._forward_order(_layer(block)))
+        behind = {
+            layer: [slot for slot in self._used[layer] if places.is_behind(slot)]
+            for layer, places in self.places.items()
+        }
+        self._expect(self._blocks.forward_order(_layer(block), self._used, behind))
 
     def begin_backward(self, block: str) -> None:
         """Read ahead for the backward passes of a block and what follows."""
         places = self.places.get(_layer(block))
         if places is not None:
             self._used[_layer(block)] = sorted(+places.leased)
-        self._expect(self._backward_order(_layer(block)))
+        self._expect(self._blocks.backward_order(_layer(block), self._used))
 
     def end_backward(self, block: str, *, is_last: bool) -> None:
         """Update the experts of a block whose gradients are complete."""
         places = self.places.get(_layer(block))
-        if places is None or not is_last or not self._updates_early:
+        if places is None or not is_last or not self._blocks.updates_early:
             return
         assert self._update is not None
         optimizer, number, lr = self._update
@@ -220,8 +217,8 @@ class ExpertTiers:
 
     def begin_update(self) -> None:
         """Read ahead for the update of experts that were not updated behind their backward."""
-        if not self._updates_early:
-            self._expect(self._update_order(self.places))
+        if not self._blocks.updates_early:
+            self._expect(self._blocks.update_order(self._used))
 
     def end_step(self) -> TierStats:
         """Write changed blocks if it is due, and return the traffic of the step."""
@@ -239,43 +236,7 @@ class ExpertTiers:
         self._resources.close()
 
     def _expect(self, blocks: Iterable[int]) -> None:
-        self.cache.expect(list(islice(blocks, _LOOKAHEAD * self.cache.num_slots)))
-
-    def _forward_order(self, start: int) -> Iterator[int]:
-        """Yield the accesses from the forward passes of layer `start` on."""
-        for layer, places in self.places.items():
-            if layer >= start:
-                yield from self._parameters(places, self._used[layer])
-        yield from self._backward_order(max(self.places))
-
-    def _backward_order(self, start: int) -> Iterator[int]:
-        """Yield the accesses from the backward passes of layer `start` on, to the next forward."""
-        for layer, places in reversed(self.places.items()):
-            if layer > start:
-                continue
-            for _ in range(self.num_micro_batches):
-                for slot in self._used[layer]:
-                    yield places.block(slot)
-                    yield places.block(slot, BlockKind.GRADIENT)
-            if self._updates_early:
-                yield from self._update_order([layer])
-        if not self._updates_early:
-            yield from self._update_order(self.places)
-        for layer, places in self.places.items():
-            yield from self._parameters(places, self._used[layer])
-
-    def _update_order(self, layers: Iterable[int]) -> Iterator[int]:
-        for layer in layers:
-            for slot in self._used[layer]:
-                for kind in BlockKind:
-                    yield self.places[layer].block(slot, kind)
-
-    def _parameters(self, places: Places, slots: Sequence[int]) -> Iterator[int]:
-        for slot in slots:
-            if places.is_behind(slot):
-                yield from (places.block(slot, kind) for kind in STATE)
-        for _ in range(self.num_micro_batches):
-            yield from (places.block(slot) for slot in slots)
+        self.cache.expect(list(islice(blocks, lookahead(self.cache.num_slots))))
 
 
 def _layer(block: str) -> int:

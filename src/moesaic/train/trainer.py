@@ -155,10 +155,21 @@ def _train(
     write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
     record = RunRecord(out, job, world)
     with _Session(run, data, record, progress, world, job, kind) as session:
-        if world.size > 1:
-            progress.message(f"plan: {describe_plan(run.plan)}")
+        for line in _describe_placements(run) if world.size > 1 else ():
+            progress.message(line)
         origin = None if checkpoint is None else str(checkpoint.path)
         return session.train(origin, decisions, on_step)
+
+
+def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
+    """Yield the layout of each part for the user, with its ranks unless it is the only one, on all
+    ranks."""
+    if [len(part.ranks) for part in run.placements] == [run.world.size]:
+        yield f"plan: {describe_plan(run.plan)}"
+        return
+    for part in run.placements:
+        ranks = ", ".join(map(str, part.ranks))
+        yield f'plan of part "{part.prefix}" on ranks {ranks}: {describe_plan(part.plan)}'
 
 
 def _open_checkpoint(
@@ -371,6 +382,9 @@ class _Session(Generic[J]):
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             plan=self.run.plan.decisions(), rank_hosts=describe_ranks(self.world),
+            parts=[
+                {"prefix": part.prefix, "ranks": list(part.ranks)} for part in self.run.placements
+            ],
             unit=self.kind.unit, decisions=[
                 {
                     "facts": one.facts._asdict(), "outcome": one.outcome._asdict(),

@@ -64,7 +64,8 @@ class MicroBatchWalk:
                 if is_last:
                     for part in parts:
                         part.buckets.expect_last_backward()
-                total.backward()
+                if total.requires_grad or any(part.trainable for part in parts):
+                    total.backward()
             losses.append(result)
         return losses
 

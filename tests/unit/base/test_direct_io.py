@@ -77,7 +77,7 @@ def test_reads_and_writes_bypass_the_page_cache(
     """All transfers bypass the page cache, except for the end of a written file."""
     path, data = tmp_path / "file", os.urandom(2 * BLOCK + 5)
     with path.open("wb", buffering=0) as file:
-        direct_io._set_direct_io(file, True)
+        direct_io.set_direct_io(file, True)
         if not hasattr(os, "O_DIRECT") or not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
             pytest.skip("the file system of the test has no direct I/O")
     retry, direct = direct_io._with_cache_fallback, list[bool]()
@@ -122,7 +122,7 @@ def test_misaligned_transfer_uses_the_cache(tmp_path: Path) -> None:
     assert path.read_bytes() == data
     odd[:] = bytes(len(odd))
     with path.open("rb", buffering=0) as file:
-        direct_io._set_direct_io(file, True)
+        direct_io.set_direct_io(file, True)
         assert direct_io._read_all(file, odd) == len(data)
     assert odd[: len(data)] == data
 

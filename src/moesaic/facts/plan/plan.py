@@ -344,6 +344,17 @@ class Plan(Section):
             group[i :: self.dp_shard] for group in self.dp_groups() for i in range(self.dp_shard)
         ]
 
+    def partitions(self) -> list[list[list[int]]]:
+        """Return every partition of the ranks into groups that a model may use in forward and
+        backward."""
+        tied = [[chain[0], chain[-1]] for chain in self.pp_groups()]
+        return [
+            self.stage_groups(), self.pp_groups(), tied, self.tp_groups(), self.ep_groups(),
+            *self.exchange_groups(), self.etp_groups(), self.same_etp_rank_groups(),
+            self.expert_dp_groups(), self.dp_groups(), self.dp_shard_groups(),
+            self.dp_replicate_groups(),
+        ]  # fmt: skip
+
     def sample_range(self, rank: int, batch: int) -> range:
         """Return the consecutive samples that `rank` holds of the `batch` samples of a global
         micro-batch."""

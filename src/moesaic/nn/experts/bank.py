@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from moesaic.base.errors import ConfigError
 from moesaic.dist.clock import Clock, timed
+from moesaic.facts.expert_blocks import BlockKind
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels.grouped_mm import choose_backend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import FORWARD, GatedExperts, gated_experts
 from moesaic.nn.experts.lease import Lease, PlacesLease, arena_views
 from moesaic.nn.experts.lora import AdaptedExperts, Adapters, AdapterShape
-from moesaic.nn.experts.places import BlockKind, Places
+from moesaic.nn.experts.places import Places
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 

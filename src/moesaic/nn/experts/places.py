@@ -10,29 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from moesaic.facts.expert_blocks import BlockKind, wave_size
 from moesaic.kernels.norms import block_norms
 from moesaic.store.cache import BlockCache
-
-
-class BlockKind(IntEnum):
-    """Kind of a block of an expert's state."""
-
-    PARAMETERS = 0
-    FIRST_MOMENT = 1
-    SECOND_MOMENT = 2
-    GRADIENT = 3
-
-
-STATE = (BlockKind.PARAMETERS, BlockKind.FIRST_MOMENT, BlockKind.SECOND_MOMENT)
-"""Blocks that last from step to step."""
-
-MIN_PLACES = len(BlockKind)
-"""Places that the update of one expert needs at once."""
 
 
 class Places:
@@ -66,7 +50,7 @@ class Places:
     @property
     def wave_size(self) -> int:
         """Experts that a pass computes at once. The other places are for reading ahead."""
-        return max(len(self) // MIN_PLACES, 1)
+        return wave_size(len(self))
 
     def block(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> int:
         """Return the number of a block; blocks of one kind are neighbours on the drive."""

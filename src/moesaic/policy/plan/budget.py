@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moesaic.facts.expert_blocks import MIN_BLOCKS, BlockKind, ExpertBlocks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import memory
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import STORED_BYTES
 
-BLOCKS_PER_EXPERT = 4
-"""Blocks of an expert's state: parameters, two moments, gradient."""
-MIN_BLOCKS = BLOCKS_PER_EXPERT
-"""Blocks in memory that the update of one expert needs."""
 _ALIGNMENT = 4096
 
 
@@ -66,7 +63,7 @@ def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFact
 def divide_budget(facts: BudgetFacts) -> Budget:
     """Return the largest group of micro-batches beside which the parameters of two layers fit, for
     computing one while the other is read; else the group that leaves most blocks."""
-    all_blocks = BLOCKS_PER_EXPERT * facts.num_experts
+    all_blocks = len(BlockKind) * facts.num_experts
     wanted = min(2 * facts.experts_per_layer + MIN_BLOCKS, all_blocks)
     budgets = [
         Budget(group_size, min((facts.host_bytes - other) // facts.block_bytes, all_blocks))
@@ -79,3 +76,13 @@ def divide_budget(facts: BudgetFacts) -> Budget:
 def smallest_budget(facts: BudgetFacts) -> int:
     """Return the bytes of the smallest budget that works."""
     return min(facts.other_bytes.values()) + MIN_BLOCKS * facts.block_bytes
+
+
+def expert_blocks(job: Job, facts: BudgetFacts, budget: Budget) -> ExpertBlocks:
+    """Return the expert state of a rank and its order of use. fp16 updates experts late, because an
+    overflow anywhere skips the update."""
+    return ExpertBlocks(
+        dict.fromkeys(job.model.expert_layers, facts.experts_per_layer),
+        budget.group_size,
+        updates_early=not job.train.clip and job.train.precision != "fp16",
+    )

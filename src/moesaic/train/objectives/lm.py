@@ -58,8 +58,8 @@ class LanguageModelObjective:
         self._counts_group = world.partition(plan.same_etp_rank_groups())
 
     def load(self, samples: Samples, indices: range, *, shuffled: bool) -> Batch:
-        """Return the batch of the given global sample indices."""
-        return samples.batch(indices, shuffled=shuffled)
+        """Return this rank's batch of a global micro-batch."""
+        return samples.batch(self.part.local_samples(indices), shuffled=shuffled)
 
     def num_units(self, batch: Batch) -> int:
         """Return the targets of a batch that this rank counts."""

@@ -55,14 +55,15 @@ S = TypeVar("S", bound=StepStats, covariant=True)
 
 
 class Objective(Protocol[S]):
-    """Losses over the parts of a run."""
+    """Losses over the parts of a run, on a rank that holds all parts, some or none."""
 
     @property
     def unit(self) -> str:
         """Plural noun of the units that divide the loss; their counter has this name."""
 
     def load(self, samples: Any, indices: range, *, shuffled: bool) -> Any:
-        """Return the batch of the given global sample indices."""
+        """Return this rank's batch of a global micro-batch with these sample indices: the
+        `Part.local_samples` of each part that it holds."""
 
     def num_units(self, batch: Any) -> int:
         """Return the units of a batch that this rank counts; ranks that load the same samples count
@@ -70,7 +71,7 @@ class Objective(Protocol[S]):
 
     def compute_loss(self, batch: Any, context: StepContext) -> tuple[Tensor, Any]:
         """Return the loss to backpropagate for one micro-batch, times the scale, and its losses to
-        report."""
+        report. It needs no gradient on a rank without trainable parameters."""
 
     def evaluate(self, batch: Any) -> Any:
         """Return the losses of a validation batch, summed over units."""

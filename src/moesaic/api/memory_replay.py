@@ -1,0 +1,227 @@
+"""A memory budget applied to the expert loads that a run recorded: what would have been read and
+written.
+
+The cache and its policy are those of training, over a file that moves nothing. A step follows
+`train.micro_batches`: every micro-batch is taken to use the experts that the whole step used.
+Checkpoints and validation are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.api.loads import latest_loads
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.units import format_bytes
+from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, lookahead, wave_size
+from moesaic.facts.job import Job, MemoryConfig
+from moesaic.facts.plan import Plan
+from moesaic.policy.plan.budget import budget_facts, divide_budget, expert_blocks, smallest_budget
+from moesaic.policy.residency import ResidencyFacts, make_residency
+from moesaic.store.cache import BlockCache, CacheStats
+
+_RANK = 0
+"""Rank whose memory is replayed."""
+
+
+def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
+    """Return the traffic between memory and drive of rank 0 on the loads of `run`, as plain data.
+
+    Args:
+        run: the run's directory.
+        memory: budget of the rank, such as "2GB".
+        residency: name of the policy that chooses the blocks that leave memory.
+    """
+    from moesaic.report import RunStats  # Slow to import.
+
+    stats = RunStats.read(run)
+    raw = {**stats.job, "memory": {"host": memory, "ssd": "unused", "residency": residency}}
+    raw["train"] = {**raw["train"], "micro_batch_order": "auto"}
+    job = parse(Job, raw, f"--memory {memory} with {run / 'job.json'}")
+    plan = parse(Plan, stats.plan, str(run / "plan.json"))
+    host_bytes = parse(MemoryConfig, raw["memory"], "--memory").host_bytes
+    if host_bytes is None:
+        raise ConfigError('--memory auto: give a size, such as "2GB"')
+    facts = budget_facts(job, plan, plan.ranks - 1, host_bytes)
+    if host_bytes < smallest_budget(facts):
+        raise ConfigError(
+            f"--memory {memory} is too small for this job: give "
+            f"{format_bytes(smallest_budget(facts))} or more"
+        )
+    budget = divide_budget(facts)
+    steps = list(_read_slots(run, plan))
+    if not steps:
+        raise StoreError(
+            f"'{run}' has no loads under loads/: set log.loads_every to 1 and run anew"
+        )
+    traffic = _Replay(job, expert_blocks(job, facts, budget), budget.num_blocks).run(steps)
+    rows = [
+        {
+            "step": number, "accesses": one.accesses, "reads": one.reads,
+            "read_bytes": one.reads * facts.block_bytes,
+            "written_bytes": one.writes * facts.block_bytes,
+        }
+        for (number, _), one in zip(steps, traffic, strict=True)
+    ]  # fmt: skip
+    return {
+        "run": str(run), "memory": memory, "residency": residency, "simulated": True,
+        "blocks_in_memory": budget.num_blocks, "block_bytes": facts.block_bytes,
+        "micro_batches_together": budget.group_size, "steps": rows,
+    }  # fmt: skip
+
+
+def _read_slots(run: Path, plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
+    """Yield each recorded step with the rank's slots that have tokens, by layer."""
+    table = latest_loads(run)
+    if table is None:
+        return
+    by_step: dict[int, dict[int, list[int]]] = {}
+    per_rank = plan.experts // plan.ep
+    first = _RANK // plan.etp % plan.ep * per_rank
+    columns = (table.column(name).to_pylist() for name in ("step", "layer", "counts"))
+    for step, layer, counts in zip(*columns, strict=True):
+        own = plan.slot_experts(layer)[first : first + per_rank]
+        slots = [slot for slot, expert in enumerate(own) if counts[expert]]
+        by_step.setdefault(step, {})[layer] = slots
+    yield from sorted(by_step.items())
+
+
+class _NoFile:
+    """Storage that moves nothing."""
+
+    stride_bytes = 8
+
+    def has(self, block: int) -> bool:
+        """Return False: nothing was written before the run."""
+        del block
+        return False
+
+    def read(self, block: int, memory: NDArray[np.uint8]) -> None:
+        """Read nothing."""
+
+    def write(self, block: int, memory: NDArray[np.uint8]) -> None:
+        """Write nothing."""
+
+    def checksum(self, memory: NDArray[np.uint8]) -> int:
+        """Return the same for all contents."""
+        del memory
+        return 0
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+class _Replay:
+    """Accesses of a run's steps to a cache."""
+
+    def __init__(self, job: Job, blocks: ExpertBlocks, num_places: int) -> None:
+        assert job.memory is not None
+        self._job, self._blocks, self._period = job, blocks, job.memory.period
+        self._residency = make_residency(job.memory.residency)
+        self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=1)
+        self._num_places, self._wave = num_places, wave_size(num_places)
+        self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
+        self._num_updates = 0
+        self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
+
+    def run(self, steps: Sequence[tuple[int, dict[int, list[int]]]]) -> list[CacheStats]:
+        """Return the traffic of each step."""
+        with self._cache:
+            for layer, number in self._blocks.experts.items():  # Initial values.
+                for kind in STATE:
+                    for slot in range(number):
+                        for _ in ("gate", "up", "down"):
+                            self._hold(layer, [slot], [kind], dirty=kind is BlockKind.PARAMETERS)
+            self._cache.take_stats()
+            return [self._step(number, slots) for number, (_, slots) in enumerate(steps, 1)]
+
+    def _step(self, number: int, slots: dict[int, list[int]]) -> CacheStats:
+        blocks = self._blocks
+        num_groups = self._job.train.micro_batches // blocks.num_micro_batches
+        for group in range(num_groups):
+            for layer in [-1, *blocks.experts, 1 << 30]:  # Embedding, layers, head.
+                self._forward_block(layer, slots)
+            for layer in [1 << 30, *reversed(list(blocks.experts)), -1]:
+                self._backward_block(layer, slots)
+                if blocks.updates_early and group == num_groups - 1 and layer in slots:
+                    self._update(layer, slots[layer], number)
+        if not blocks.updates_early:
+            self._update_late(slots, number)
+        self._num_updates = number
+        if self._period and number % self._period == 0:
+            self._cache.flush()
+        stats = self._cache.take_stats()
+        self._residency.end_step(ResidencyFacts("", self._num_places, stats.accesses, stats.reads))
+        return stats
+
+    def _forward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        behind = {
+            one: [slot for slot in used if self._is_behind(one, slot)]
+            for one, used in self._used.items()
+        }
+        self._expect(self._blocks.forward_order(layer, self._used, behind))
+        for _ in range(self._blocks.num_micro_batches):
+            self._forward(layer, slots.get(layer, ()))
+
+    def _backward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        if layer in slots:
+            self._used[layer] = slots[layer]
+        self._expect(self._blocks.backward_order(layer, self._used))
+        for _ in range(self._blocks.num_micro_batches):
+            self._backward(layer, slots.get(layer, ()))
+
+    def _update_late(self, slots: dict[int, list[int]], number: int) -> None:
+        for layer, used in slots.items():
+            for slot in used:
+                self._hold(layer, [slot], [BlockKind.GRADIENT])  # For the norm.
+        self._expect(self._blocks.update_order(self._used))
+        for layer, used in slots.items():
+            self._update(layer, used, number)
+
+    def _forward(self, layer: int, slots: Sequence[int]) -> None:
+        for first in range(0, len(slots), self._wave):
+            wave = slots[first : first + self._wave]
+            for slot in wave:
+                if self._is_behind(layer, slot):
+                    self._hold(layer, [slot], STATE, dirty=True)
+                    self._num_applied[layer][slot] = self._num_updates
+            self._hold(layer, wave, [BlockKind.PARAMETERS])
+
+    def _backward(self, layer: int, slots: Sequence[int]) -> None:
+        if self._job.train.recompute:
+            self._forward(layer, slots)
+        for first in range(0, len(slots), self._wave):
+            wave = slots[first : first + self._wave]
+            gradients = partial(self._hold, layer, wave, [BlockKind.GRADIENT], dirty=True)
+            self._hold(layer, wave, [BlockKind.PARAMETERS], inside=gradients)
+
+    def _update(self, layer: int, slots: Sequence[int], number: int) -> None:
+        for slot in slots:
+            self._hold(layer, [slot], list(BlockKind), dirty=True)
+            self._cache.discard(self._blocks.block(layer, slot, BlockKind.GRADIENT))
+            self._num_applied[layer][slot] = number
+
+    def _is_behind(self, layer: int, slot: int) -> bool:
+        return self._num_applied[layer][slot] < self._num_updates
+
+    def _hold(
+        self, layer: int, slots: Sequence[int], kinds: Sequence[BlockKind], *, dirty: bool = False,
+        inside: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        wanted = [self._blocks.block(layer, slot, kind) for slot in slots for kind in kinds]
+        with self._cache.hold(wanted):
+            if inside is not None:
+                inside()
+            for block in wanted if dirty else ():
+                self._cache.mark_dirty(block)
+
+    def _expect(self, blocks: Iterator[int]) -> None:
+        self._cache.expect(list(islice(blocks, lookahead(self._num_places))))

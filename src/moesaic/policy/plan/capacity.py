@@ -1,0 +1,300 @@
+"""Largest model of a job's shape that a cluster can train with expert state on drives.
+
+The shape is fixed, except for the experts per layer. Two methods stand side by side: the capacity
+equations of SE-MoE (Shen et al. 2022) for its three tiers, and moesaic's own storage, where CPU
+ranks keep the dense state and few blocks of experts in memory. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from moesaic.base import keys
+from moesaic.base.errors import ConfigError
+from moesaic.base.units import format_bytes
+from moesaic.facts.cluster import Cluster, device_at, place_ranks
+from moesaic.facts.expert_blocks import BlockKind
+from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job.model import MAX_EXPERTS
+from moesaic.facts.plan import Plan, plan_from_job
+from moesaic.facts.workload import STORED_BYTES, count_parameters, parameters
+from moesaic.facts.workload.parameters import local_size
+from moesaic.facts.workload.sizes import BIAS_BYTES
+from moesaic.policy.plan.budget import (
+    Budget,
+    BudgetFacts,
+    budget_facts,
+    divide_budget,
+    smallest_budget,
+)
+from moesaic.policy.plan.mapping import max_ranks
+
+_AUTO_FRACTION = 0.8
+"""Part of a rank's memory that `memory.host = "auto"` takes."""
+_GPU, _HOST, _RANK, _DRIVE, _NUMBERS = (
+    "GPU memory", "host memory", "memory per rank", "drive", "expert numbers",
+)  # fmt: skip
+_SE_MOE_REMEDIES = {
+    _GPU: "add GPUs: they hold the dense state, and a layer's active experts",
+    _HOST: "add host memory: it holds the state of all active experts",
+    _DRIVE: "add space on the drives",
+}
+
+
+class Capacity(NamedTuple):
+    """Bytes over all hosts."""
+
+    gpu_bytes: float | None
+    """Memory of GPUs; None: hosts without any."""
+    host_bytes: float
+    ssd_bytes: float
+
+
+class Limit(NamedTuple):
+    """Largest model that one resource allows."""
+
+    method: str
+    resource: str
+    experts: int
+    """Experts per layer; 0: the dense state alone does not fit."""
+
+
+def se_moe_limits(
+    capacity: Capacity, dense: int, active_fraction: float, num_layers: int
+) -> dict[str, float]:
+    """Return the most expert parameters by resource, by SE-MoE's capacity equations.
+
+    A parameter has 16 bytes: weight and gradient in fp16 (4), master weight and two moments (12).
+    GPUs hold all dense state, and weights and gradients of one layer's active experts. The host
+    caches the state of active experts. Drives hold 12 bytes of all experts. Without GPUs, the host
+    also has the dense state.
+
+    Args:
+        capacity: bytes of each tier, over all hosts.
+        dense: dense parameters.
+        active_fraction: fraction of the experts that a step uses, above 0.
+        num_layers: layers with experts.
+    """
+    limits, host_bytes = dict[str, float](), capacity.host_bytes
+    if capacity.gpu_bytes is None:
+        host_bytes -= 16 * dense
+    else:
+        gpu_bytes = capacity.gpu_bytes - 16 * dense
+        limits[_GPU] = gpu_bytes * num_layers / (4 * active_fraction)
+    limits[_HOST] = host_bytes / (16 * active_fraction)
+    limits[_DRIVE] = capacity.ssd_bytes / 12
+    return {resource: max(most, 0.0) for resource, most in limits.items()}
+
+
+def active_fraction(job: Job) -> float:
+    """Return the expected fraction of experts with tokens in a step, under even routing."""
+    model, tokens = job.model, job.train.batch * job.data.sequence
+    if model.top_k == model.experts:
+        return 1.0
+    return -math.expm1(tokens * math.log1p(-model.top_k / model.experts))
+
+
+@dataclass(frozen=True)
+class RankStorage:
+    """Memory and drive of a CPU rank that keeps expert state on a drive."""
+
+    job: Job
+    plan: Plan
+
+    @cached_property
+    def _facts(self) -> BudgetFacts:
+        """Sizes of the last rank, which has the most samples, with the job's own experts."""
+        return budget_facts(self.job, self.plan, self.plan.ranks - 1, 0)
+
+    def drive_bytes(self, experts: int) -> int:
+        """Return the bytes of the scratch file with `experts` per layer."""
+        return len(BlockKind) * self._num_experts(experts) * self._facts.block_bytes
+
+    def memory_bytes(self, experts: int) -> int:
+        """Return the smallest budget with `experts` per layer; routers grow with them."""
+        return smallest_budget(self._facts) + self._growth_bytes(experts)
+
+    def divide(self, experts: int, budget: float) -> Budget:
+        """Return how the engine divides `budget` bytes with `experts` per layer."""
+        facts = self._facts._replace(
+            host_bytes=int(budget) - self._growth_bytes(experts),
+            experts_per_layer=experts // self.plan.ep, num_experts=self._num_experts(experts),
+        )  # fmt: skip
+        return divide_budget(facts)
+
+    def _num_experts(self, experts: int) -> int:
+        return experts // self.plan.ep * len(self.job.model.expert_layers)
+
+    def _growth_bytes(self, experts: int) -> int:
+        """Return the bytes of routers beyond those of the job's own experts."""
+        return self._router_bytes(experts) - self._router_bytes(self.job.model.experts)
+
+    def _router_bytes(self, experts: int) -> int:
+        """Return bytes of parameters, gradients and moments of all routers."""
+        element_bytes, total = STORED_BYTES[self.job.train.precision], 0
+        for p in parameters(_with_experts(self.job.model, experts), lambda _: ()):
+            if p.kind == "bias":
+                total += p.size * BIAS_BYTES
+            elif p.kind == "router":
+                total += 4 * local_size(p, self.plan.dp_shard) * element_bytes
+        return total
+
+
+def largest_model(
+    job: Job,
+    cluster: Cluster,
+    ssd_bytes: float,
+    num_ranks: int | None = None,
+    origin: str = "the job",
+) -> dict[str, Any]:
+    """Return the largest models of the shape of `job` on `cluster` as plain data.
+
+    Args:
+        job: the job, with a `[memory]` table.
+        cluster: the cluster.
+        ssd_bytes: space on the drive of each host.
+        num_ranks: number of ranks; None: all that the cluster has room for.
+        origin: prefix of error messages about the job.
+    """
+    if job.memory is None:
+        raise ConfigError(
+            f"{origin}: the largest model has expert state on a drive, but [memory] is missing: "
+            "add it with a directory, such as --set memory.ssd=/data/scratch"
+        )
+    plan = plan_from_job(job, num_ranks or max_ranks(cluster), origin)
+    if plan.ep * plan.etp != plan.ranks:
+        raise ConfigError(
+            f"{origin}: layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert "
+            f"must have one owner, set layout.ep = {plan.ranks // plan.etp} or change nproc"
+        )
+    places = place_ranks(cluster, plan.ranks)
+    devices, hosts = [device_at(cluster, one) for one in places], Counter(p.host for p in places)
+    gpu_bytes = sum(device.memory_bytes for device in devices if device.kind != "cpu")
+    host_bytes = sum(cluster.by_name[name].memory_bytes for name in hosts)
+    capacity = Capacity(gpu_bytes or None, host_bytes, ssd_bytes * len(hosts))
+    storage, active = RankStorage(job, plan), active_fraction(job)
+    free = min(cluster.by_name[name].memory_bytes / number for name, number in hosts.items())
+    budget = _budget_bytes(job, free, origin)
+    limits = [
+        *_se_moe(job.model, capacity, active),
+        *_moesaic(storage, budget, ssd_bytes / max(hosts.values())),
+    ]
+    tightest = [
+        min((one for one in limits if one.method == name), key=lambda one: one.experts)
+        for name in ("SE-MoE", "moesaic")
+    ]
+    remedies = [_SE_MOE_REMEDIES[tightest[0].resource], _remedy(storage, tightest[1], budget)]
+    return {
+        "cluster": cluster.name, "ranks": plan.ranks, "hosts": len(hosts),
+        "devices": dict(Counter(device.model for device in devices)),
+        "ssd_bytes": ssd_bytes, "budget_bytes": budget, "active_fraction": active,
+        "micro_batches": job.train.micro_batches,
+        "divided": _divided(storage, tightest[1].experts, budget),
+        "limits": [_limit_figures(job.model, one) for one in limits],
+        "largest": [
+            {**_limit_figures(job.model, one), "remedy": remedy}
+            for one, remedy in zip(tightest, remedies, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _budget_bytes(job: Job, free: float, origin: str) -> float:
+    """Return the memory that each rank may use, of `free` bytes."""
+    assert job.memory is not None
+    given = job.memory.host_bytes
+    if given is None:
+        return _AUTO_FRACTION * free
+    if given > free:
+        raise ConfigError(
+            f'{origin}: memory.host = "{job.memory.host}" is more than the {format_bytes(free)} '
+            "that each rank can have: lower it, or use fewer ranks per host"
+        )
+    return given
+
+
+def _se_moe(model: ModelConfig, capacity: Capacity, active: float) -> list[Limit]:
+    """Return the limits of SE-MoE's equations, with the routers of the job's own experts."""
+    num_layers, size = len(model.expert_layers), _expert_size(model)
+    dense = count_parameters(model).total - num_layers * model.experts * size
+    limits = se_moe_limits(capacity, dense, active, num_layers)
+    return [
+        Limit("SE-MoE", resource, int(most / (num_layers * size)))
+        for resource, most in limits.items()
+    ]
+
+
+def _moesaic(storage: RankStorage, budget: float, ssd_bytes: float) -> list[Limit]:
+    """Return the limits of ranks with `budget` bytes of memory and `ssd_bytes` of a drive each."""
+    counts = range(_expert_step(storage), MAX_EXPERTS, _expert_step(storage))
+    in_memory = bisect_right(counts, budget, key=storage.memory_bytes)
+    on_drive = bisect_right(counts, ssd_bytes, key=storage.drive_bytes)
+    by_resource = {_NUMBERS: len(counts), _RANK: in_memory, _DRIVE: on_drive}
+    found = {resource: fitting * counts.step for resource, fitting in by_resource.items()}
+    top_k = storage.job.model.top_k
+    return [Limit("moesaic", name, n if n >= top_k else 0) for name, n in found.items()]
+
+
+def _expert_step(storage: RankStorage) -> int:
+    """Return the number that divides the experts per layer."""
+    return math.lcm(storage.plan.ep, storage.job.model.expert_groups)
+
+
+def _divided(storage: RankStorage, experts: int, budget: float) -> dict[str, int] | None:
+    """Return the division of the budget for the largest model, if there is one."""
+    return storage.divide(experts, budget)._asdict() if experts else None
+
+
+def _remedy(storage: RankStorage, tightest: Limit, budget: float) -> str:
+    """Return a change with which moesaic trains a larger model."""
+    if tightest.resource == _NUMBERS:
+        return "raise model.layers or model.ffn: experts of a layer have numbers of two bytes"
+    if tightest.resource == _DRIVE:
+        return "add space on the drives, or hosts with drives and a larger layout.ep"
+    return _memory_remedy(storage, tightest.experts + _expert_step(storage), budget)
+
+
+def _memory_remedy(storage: RankStorage, experts: int, budget: float) -> str:
+    """Return the change of the job that reduces memory most with `experts` per layer."""
+    job, needed = storage.job, storage.memory_bytes(experts)
+    micro_batches, remedies = 2 * job.train.micro_batches, list[tuple[int, str]]()
+    for key, value in (
+        ("train.recompute", True), ("train.micro_batches", micro_batches),
+        ("layout.dp_shard", "all"),
+    ):  # fmt: skip
+        name, _, field = key.partition(".")
+        section = getattr(job, name).model_copy(update={field: value})
+        changed = job.model_copy(update={name: section})
+        if changed.train.batch % changed.train.micro_batches == 0 and _can_shard(changed):
+            plan = plan_from_job(changed, storage.plan.ranks)
+            bytes_then = RankStorage(changed, plan).memory_bytes(experts)
+            remedies.append((bytes_then, f"{key} = {keys.toml(value)}"))
+    text = f"more experts need {format_bytes(needed)} of {format_bytes(budget)} per rank"
+    least, change = min(remedies, default=(needed, ""))
+    if least < needed:
+        text += f", {format_bytes(least)} with {change}"
+    return text if least <= budget else f"{text}; use fewer ranks per host, or more memory"
+
+
+def _can_shard(job: Job) -> bool:
+    """Return whether the block order allows the job's sharding of dense parameters."""
+    return job.layout.dp_shard == 1 or not job.model.tied
+
+
+def _limit_figures(model: ModelConfig, limit: Limit) -> dict[str, Any]:
+    """Return a limit with the parameters of its model."""
+    total = count_parameters(_with_experts(model, limit.experts)).total if limit.experts else 0
+    return {**limit._asdict(), "parameters": total}
+
+
+def _with_experts(model: ModelConfig, experts: int) -> ModelConfig:
+    return model.model_copy(update={"experts": experts})
+
+
+def _expert_size(model: ModelConfig) -> int:
+    """Return the parameters of one expert: three matrices."""
+    return 3 * model.hidden * model.ffn
