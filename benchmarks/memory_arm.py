@@ -11,8 +11,10 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +31,8 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models import lm
 from moesaic.nn.experts.lease import Lease
 from moesaic.testing.jobs import RandomSamples
-from moesaic.train import optim
+from moesaic.policy.plan.budget import Budget, BudgetFacts
+from moesaic.train import optim, tiers
 from moesaic.train.assemble import LMRun, assemble
 
 
@@ -48,6 +51,10 @@ class Settings:
     third: bool = False
     """Route tokens to a third of the experts of a step."""
     residency: str = "next-use"
+    num_blocks: int = 0
+    """Blocks in memory; 0: as many as the budget holds."""
+    traced: bool = False
+    """Print the uses of blocks with the figures of a step."""
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
@@ -166,12 +173,39 @@ class MappedMemory:
         yield mock.patch.object(Lease, "start_backward", start_backward)
 
 
+def _divide(settings: Settings, facts: BudgetFacts) -> Budget:
+    """Return a budget for the number of blocks that the settings name."""
+    return Budget(settings.shape.micro_batches, settings.num_blocks)
+
+
+def trace(run: LMRun) -> list[tuple[int, int]]:
+    """Return a list to which uses of blocks are added: the block, and how often it was dropped
+    before."""
+    assert run.part.tiers is not None
+    cache, uses, dropped = run.part.tiers.cache, list[tuple[int, int]](), Counter[int]()
+    access, discard = cache._residency.access, cache.discard
+
+    def on_access(block: int) -> None:
+        uses.append((block, dropped[block]))
+        access(block)
+
+    def on_discard(block: int) -> None:
+        dropped[block] += 1
+        discard(block)
+
+    mock.patch.object(cache._residency, "access", on_access).start()
+    mock.patch.object(cache, "discard", on_discard).start()
+    return uses
+
+
 def make_run(settings: Settings) -> LMRun:
     """Return the run."""
     job = settings.job()
     if settings.mapped:
         for patch in MappedMemory(settings.shape, Path(settings.directory)).patches():
             patch.start()
+    if settings.num_blocks:
+        mock.patch.object(tiers, "divide_budget", partial(_divide, settings)).start()
     world = World.solo()
     run = assemble(
         job, plan_from_layout(job.layout, job.model, 1), world,
@@ -188,17 +222,23 @@ def cpu_s() -> float:
     return times.user + times.system
 
 
-def make_step(run: LMRun, settings: Settings) -> Callable[[], Mapping[str, float]]:
+def make_step(run: LMRun, settings: Settings) -> Callable[[], Mapping[str, Any]]:
     """Return a function that takes a step and returns its figures."""
     samples = RandomSamples(settings.shape.vocab, settings.shape.sequence, packed=False)
 
-    def step() -> Mapping[str, float]:
+    uses = trace(run) if settings.traced else []
+
+    def step() -> Mapping[str, Any]:
+        uses.clear()
         cpu, began = cpu_s(), time.perf_counter()
         stats = run.step(samples)
         seconds, cpu = time.perf_counter() - began, cpu_s() - cpu
         figures = {key: value for key, value in stats.figures(seconds).items() if "memory" in key}
         phases = {f"phase_{name}": spent for name, spent in stats.phases.items()}
-        return {"seconds": seconds, "cpu_s": cpu, "loss": stats.loss, **phases, **figures}
+        traced = {"uses": uses} if settings.traced else {}
+        return {
+            "seconds": seconds, "cpu_s": cpu, "loss": stats.loss, **phases, **figures, **traced
+        }  # fmt: skip
 
     return step
 
