@@ -30,8 +30,8 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models import lm
 from moesaic.nn.experts.lease import Lease
-from moesaic.testing.jobs import RandomSamples
 from moesaic.policy.plan.budget import Budget, BudgetFacts
+from moesaic.testing.jobs import RandomSamples
 from moesaic.train import optim, tiers
 from moesaic.train.assemble import LMRun, assemble
 

@@ -18,10 +18,10 @@ os.environ.update(
     RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1",
 )  # fmt: skip
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import deepspeed
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 class Expert(nn.Module):
@@ -53,9 +53,7 @@ class Layer(nn.Module):
             nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False) for _ in range(2)
         )
         self.router = nn.Linear(hidden, sizes["experts"], bias=False)
-        self.experts = nn.ModuleList(
-            Expert(hidden, sizes["ffn"]) for _ in range(sizes["experts"])
-        )
+        self.experts = nn.ModuleList(Expert(hidden, sizes["ffn"]) for _ in range(sizes["experts"]))
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend, then send each token through its experts."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from benchmarks import measure
 from benchmarks.memory_arm import Settings
@@ -71,7 +72,7 @@ class Arm:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             text=True, cwd=measure.ROOT, env=env, preexec_fn=self._group.enter,
         )  # fmt: skip
-        self.figures = list[dict[str, float]]()
+        self.figures = list[dict[str, Any]]()
         """Figures of all steps."""
         try:
             self.ready = self._answer()
@@ -85,7 +86,7 @@ class Arm:
         command = [sys.executable, "-m", "benchmarks.memory_arm", settings.to_json()]
         return cls(command, limit_bytes)
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Any]:
         """Take a step; return its figures."""
         assert self._process.stdin is not None
         try:
@@ -96,11 +97,11 @@ class Arm:
         self.figures.append(self._answer())
         return self.figures[-1]
 
-    def _answer(self) -> dict[str, float]:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):  # Peers print other lines.
-                found: dict[str, float] = json.loads(line)
+                found: dict[str, Any] = json.loads(line)
                 return found
         raise Killed
 
@@ -166,6 +167,5 @@ def mixed_bandwidth(directory: Path, block_bytes: int, num_blocks: int = 24) -> 
             began = time.perf_counter()
             total = sum(pool.map(transfer, range(THREADS)))
             seconds = time.perf_counter() - began
-        del buffers
     path.unlink()
     return total * block_bytes / seconds
