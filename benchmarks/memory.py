@@ -22,6 +22,7 @@ from benchmarks import measure
 from benchmarks.memory_arm import Settings
 from benchmarks.memory_group import Arm, Killed, can_limit, mixed_bandwidth, started
 from benchmarks.memory_traffic import Shape, Uses, must_move, touched_experts
+from moesaic.facts.expert_blocks import BlockKind
 from moesaic.policy.residency import belady_misses
 
 SHAPE = Shape()
@@ -295,7 +296,12 @@ def _belady(uses: Sequence[Sequence[tuple[int, int]]], first: int, num_blocks: i
     trace = [[names.setdefault(use, len(names)) for use in step] for step in uses]
     before = [use for step in trace[:first] for use in step]
     whole = [use for step in trace for use in step]
-    new = len(set(whole)) - len(set(before))
+    gradients = {
+        name
+        for (block, _), name in names.items()
+        if block // COUNTED.experts % len(BlockKind) == BlockKind.GRADIENT
+    }
+    new = len(gradients.intersection(whole)) - len(gradients.intersection(before))
     return belady_misses(whole, num_blocks) - belady_misses(before, num_blocks) - new
 
 
