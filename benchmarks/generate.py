@@ -25,6 +25,7 @@ WHAT = {
     "families": "training of four families against `transformers`, conversion against a copy",
     "layer": "the expert layer and its exchange against peers and limits",
     "balance": "replicas of hot experts against none and against even routing",
+    "memory": "expert state on a drive against limits, DeepSpeed, file mappings and cache policies",
 }
 """What each theme measures."""
 HEAD = ("figure", "value", "95% interval", "bar", "holds", "against", "rounds")
