@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from moesaic.facts.workload.collectives import (
     RESULTS,
-    SCALAR_BYTES,
     TOKENS,
     CollectiveCall,
     CollectiveKind,
@@ -21,7 +20,7 @@ from moesaic.facts.workload.collectives import (
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import adapter_ops, gated_ffn, norm, residual
-from moesaic.facts.workload.sizes import FloatType, Sizes
+from moesaic.facts.workload.sizes import INDEX_BYTES, FloatType, Sizes
 
 EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
@@ -50,7 +49,7 @@ def mixture_of_experts(
         norm(s, hidden, num_gradients=3 + has_shared * (2 if s.tp == 1 else 1)),
         _router(s),
         # Choices and weights of all tokens in the expert TP group.
-        _etp_collective(s, "all_gather", choices * SCALAR_BYTES, has_grad=False),
+        _etp_collective(s, "all_gather", choices * INDEX_BYTES, has_grad=False),
         _etp_collective(s, "all_gather", choices * s.stored_bytes),
         Operation(forward_calls=counts),
         _etp_collective(s, "all_gather", dispatched_bytes),

@@ -18,15 +18,6 @@ from moesaic.facts.workload.sizes import STORED_BYTES, group_of
 OVERLAPPED_REDUCTIONS = ("dense gradients", "tp shard gradients", "expert gradients")
 """Names of the reductions that may overlap backward."""
 
-ALL_REDUCTIONS = (
-    *OVERLAPPED_REDUCTIONS,
-    "tied embedding",
-    "gradients",
-    "replicas",
-    "reduce-scatter tied embedding",
-)
-"""Names of all gradient reductions, with those of FSDP and of a tied, column-sharded weight."""
-
 
 @dataclass(frozen=True)
 class Gradient:

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload.sizes import group_of, round_up
 
 CountArray = NDArray[np.int64]
 
@@ -84,12 +85,8 @@ def _expected_dedup_tokens(job: Job, assigned: CountArray, totals: CountArray) -
 
 def dedup_token_bytes(hidden: int, top_k: int, element_bytes: int) -> tuple[int, int]:
     """Return bytes of a deduplicated token with weights and slots, and the offset of its slots."""
-    slots_at = _round_up((hidden + top_k) * element_bytes, SLOT_INDEX_BYTES)
-    return _round_up(slots_at + top_k * SLOT_INDEX_BYTES, _ALIGNMENT_BYTES), slots_at
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    slots_at = round_up((hidden + top_k) * element_bytes, SLOT_INDEX_BYTES)
+    return round_up(slots_at + top_k * SLOT_INDEX_BYTES, _ALIGNMENT_BYTES), slots_at
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
@@ -206,7 +203,7 @@ def routed_by_layer(
 
 def _route(job: Job, plan: Plan, rank: int, layer: int, load: ArrayLike | None) -> RoutedTokens:
     """Return the routed tokens of `rank` in one layer."""
-    group = next(group for group in plan.ep_groups() if rank in group)
+    group = group_of(plan.ep_groups(), rank)
     index = group.index(rank)
     counts = expert_counts(job, plan, load)
     counts = counts[[one % plan.ranks_per_stage // plan.etp for one in group]]
@@ -250,9 +247,7 @@ def _exchanges(
         tokens: tokens before the first exchange.
     """
     to_ranks, *to_hosts = by_level
-    groups = [
-        next(tuple(ranks) for ranks in groups if rank in ranks) for groups in plan.exchange_groups()
-    ]
+    groups = [group_of(groups, rank) for groups in plan.exchange_groups()]
     if not to_hosts:
         send, receive = to_ranks[index].tolist(), to_ranks[:, index].tolist()
         return (Exchange(groups[0], send, receive, tokens),)

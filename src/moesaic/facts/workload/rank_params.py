@@ -17,7 +17,7 @@ from moesaic.facts.workload.parameters import (
     parameters,
     unpadded_local_size,
 )
-from moesaic.facts.workload.sizes import BIAS_BYTES, LOAD_COUNT_BYTES, STORED_BYTES
+from moesaic.facts.workload.sizes import BIAS_BYTES, INDEX_BYTES, STORED_BYTES
 from moesaic.facts.workload.spec import BlockSpec, block_specs
 
 
@@ -123,7 +123,7 @@ class RankParams:
         plan, model = self.plan, self.job.model
         num_bytes = sum(p.size * BIAS_BYTES for p in self.biases) / plan.ranks_per_stage
         if self.job.balance.migrate_every and plan.ep > 1:
-            num_bytes += plan.experts * LOAD_COUNT_BYTES * len(model.expert_layers) / plan.ranks
+            num_bytes += plan.experts * INDEX_BYTES * len(model.expert_layers) / plan.ranks
         for p in self.experts:
             num_bytes += (
                 _stored_bytes(self.job, p, p.size) * plan.ep * plan.etp / plan.ranks_per_stage

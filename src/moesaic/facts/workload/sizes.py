@@ -35,6 +35,7 @@ ATTENTION_QUERY_BLOCK = 256
 """Queries per kernel call of attention where it needs a mask; bounds the mask's rows."""
 
 INDEX_BYTES = 8
+"""Bytes of an index, a count or another number that ranks exchange."""
 
 MOMENT_CHUNK = 1 << 16
 """Elements per chunk of a low-bit optimizer update on a CPU, so that intermediates stay in cache.
@@ -49,13 +50,15 @@ SCALE_BYTES = 4
 BIAS_BYTES = 4
 """Bytes of a number in a router's bias, for every `train.precision`."""
 
-LOAD_COUNT_BYTES = 8
-"""Bytes of the count of tokens that an expert received since the last expert placement."""
-
 
 def group_of(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
     """Return the group of `groups` that contains `rank`."""
     return next(tuple(group) for group in groups if rank in group)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
 
 
 def row_batches(rows: int, row_bytes: int, max_bytes: int = BUCKET_BYTES) -> Iterator[range]:
