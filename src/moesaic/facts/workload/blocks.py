@@ -101,7 +101,7 @@ def workload(
             for even routing.
         on_cpu: whether the rank computes on a CPU; a GPU has other kernels for norms and casts.
     """
-    builder = BlockBuilder(RankParams.of_rank(job, plan, rank), loads, on_cpu)
+    builder = BlockBuilder(RankParams(job, plan, rank), Sizes(job, plan, rank, on_cpu), loads)
     reductions = gradient_reductions(builder.params)
     last = BlockWork((), scalar_reductions(job, plan, rank))
     return with_gradient_reductions(builder.blocks(), reductions, last)
@@ -115,14 +115,8 @@ class BlockBuilder:
     """
 
     params: RankParams
+    sizes: Sizes
     loads: Sequence[ArrayLike] | None
-    on_cpu: bool
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """Sizes of the rank's share of a micro-batch."""
-        params = self.params
-        return Sizes.of_rank(params.job, params.plan, params.rank, on_cpu=self.on_cpu)
 
     @cached_property
     def routed(self) -> dict[int, RoutedTokens]:

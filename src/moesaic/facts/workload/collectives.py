@@ -107,9 +107,9 @@ def embedding_exchanges(s: Sizes) -> tuple[tuple[CollectiveCall, ...], tuple[Col
 
     Every rank sends its token ids to all ranks, and receives its tokens' columns from each.
     """
-    if s.embedding_shards == 1:
+    if s.plan.embedding_shards == 1:
         return (), ()
-    ranks, count, tokens = s.stage_ranks, s.embedding_shards, s.lookup_tokens_by_rank
+    ranks, count, tokens = s.stage_ranks, s.plan.embedding_shards, s.lookup_tokens
     row = s.model.hidden // count * s.stored_bytes
     looked_up, own = [n * row for n in tokens], [s.tokens * row] * count
     ids = [s.tokens * INDEX_BYTES] * count, [n * INDEX_BYTES for n in tokens]

@@ -20,7 +20,7 @@ from moesaic.facts.workload.collectives import (
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import adapter_ops, gated_ffn, norm, residual
-from moesaic.facts.workload.sizes import INDEX_BYTES, FloatType, Sizes
+from moesaic.facts.workload.sizes import INDEX_BYTES, FloatType, Sizes, group_of
 
 EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
@@ -67,7 +67,7 @@ def _router(s: Sizes) -> Operation:
     """Return scores and choices, in stored type, and the auxiliary losses."""
     model, t = s.model, s.shard_tokens
     scores = t * model.experts * s.stored_bytes
-    is_trained = s.finetune is None or s.finetune.router == "train"
+    is_trained = s.job.finetune is None or s.job.finetune.router == "train"
     dtype: FloatType = "fp64" if s.precision == "fp64" else "fp32"
     weight_gradient = MatmulShape(model.experts, model.hidden, t, is_weight_gradient=True)
     matmuls = (*is_trained * (weight_gradient,), MatmulShape(t, model.hidden, model.experts))
@@ -83,8 +83,9 @@ def _etp_collective(
     s: Sizes, kind: CollectiveKind, num_bytes: int, *, has_grad: bool = True
 ) -> Operation:
     """Return a collective of the expert TP group, and its inverse in backward."""
-    gather = collective("gather dispatched tokens", "all_gather", s.etp_ranks, num_bytes)
-    scatter = collective("reduce-scatter expert results", "reduce_scatter", s.etp_ranks, num_bytes)
+    ranks = group_of(s.plan.etp_groups(), s.rank)
+    gather = collective("gather dispatched tokens", "all_gather", ranks, num_bytes)
+    scatter = collective("reduce-scatter expert results", "reduce_scatter", ranks, num_bytes)
     forward, backward = (gather, scatter) if kind == "all_gather" else (scatter, gather)
     return Operation(forward_calls=forward, backward_calls=has_grad * backward)
 
@@ -145,7 +146,7 @@ def _saved_elements(s: Sizes, routed: RoutedTokens) -> int:
         saved += exchanges[-1].num_received * (hidden + 2 * top_k)
     elif exchanges:
         saved += (sum(routed.slot_tokens) + routed.num_sent) * hidden
-    if (routed.num_local_chunks or not exchanges) and (s.num_casts or s.etp > 1):
+    if (routed.num_local_chunks or not exchanges) and (s.num_casts or s.plan.etp > 1):
         saved += s.dispatched_tokens * hidden  # Otherwise it is the input that the router saves.
     return saved
 

@@ -84,7 +84,8 @@ def memory(
         group_size: micro-batches that pass through a block together, if the job goes block by
             block; None: all.
     """
-    params = RankParams.of_rank(job, plan, plan.ranks - 1 if rank is None else rank)
+    rank = plan.ranks - 1 if rank is None else rank
+    params = RankParams(job, plan, rank)
     num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense)
     num_elements += sum(p.size for p in params.experts_in_memory)
     has_staging = job.checkpoint.asynchronous and on_cpu and job.memory is None
@@ -96,7 +97,8 @@ def memory(
         gradients_bytes=0,
         activations_bytes=0,
     )
-    return _StepMemory(params, loads, on_cpu, lasting).run(group_size)
+    builder = BlockBuilder(params, Sizes(job, plan, rank, on_cpu), loads)
+    return _StepMemory(builder, lasting).run(group_size)
 
 
 @dataclass
@@ -119,14 +121,8 @@ class _Stage:
 class _StepMemory:
     """Walk over one step of a rank, which records the peak."""
 
-    def __init__(
-        self,
-        params: RankParams,
-        loads: Sequence[ArrayLike] | None,
-        on_cpu: bool,
-        lasting: Memory,
-    ) -> None:
-        builder = BlockBuilder(params, loads, on_cpu)
+    def __init__(self, builder: BlockBuilder, lasting: Memory) -> None:
+        params = builder.params
         self.params, self.plan, self.sizes = params, params.plan, builder.sizes
         self.recomputes = self.plan.recomputes(params.job)
         self.holds_experts = params.job.memory is None
@@ -317,7 +313,7 @@ class _StepMemory:
             # The gradient of the head's weight, before it joins the others.
             table = self.table_bytes
             if not s.gathers_tied_embedding:
-                table *= s.embedding_shards
+                table *= s.plan.embedding_shards
             held = (s.model.tied or self.is_sharded) * table
             at_head = self._gradients_at(stage, 1e9)
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
@@ -375,7 +371,7 @@ def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
         elements = (rows - chunk.num_sent) * hidden
     else:  # Gradients for the tokens of all expert TP ranks; token and weight of each row.
         num_received = chunk.exchanges[-1].num_received if chunk.is_dedup else s.dispatched_tokens
-        elements = (s.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * rows
+        elements = (s.plan.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * rows
     if routed.num_chunks > 1:  # Gradients of the next chunk arrive.
         exchange = chunk.exchanges[0]
         elements += (exchange.num_received + chunk.is_dedup * exchange.num_sent) * hidden

@@ -39,10 +39,10 @@ def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
     tokens, saved, trained = s.gathered_elements, s.tokens * INDEX_BYTES, s.trains_weights
     forward, backward = 2 * tokens, s.table_elements * (1 + 3 * tied) + 3 * tokens
     calls, backward_calls = embedding_exchanges(s)
-    if s.embedding_shards > 1:
+    if s.plan.embedding_shards > 1:
         forward += 2 * s.lookup_elements
         backward += 3 * s.lookup_elements - tokens
-        saved = s.lookup_tokens * INDEX_BYTES
+        saved = sum(s.lookup_tokens) * INDEX_BYTES
     elif s.tp > 1:
         forward, backward = forward + 2 * tokens, backward + 2 * tokens
         saved += s.tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -51,12 +50,11 @@ class RankParams:
     job: Job
     plan: Plan
     rank: int
-    blocks: Sequence[BlockSpec]
 
-    @classmethod
-    def of_rank(cls, job: Job, plan: Plan, rank: int) -> RankParams:
-        """Return the parameters of `rank`."""
-        return cls(job, plan, rank, block_specs(job.model, plan, rank, job.finetune))
+    @cached_property
+    def blocks(self) -> list[BlockSpec]:
+        """Blocks of the rank."""
+        return block_specs(self.job.model, self.plan, self.rank, self.job.finetune)
 
     @cached_property
     def dense(self) -> list[Parameter]:
