@@ -110,8 +110,6 @@ class _Stage:
     is_last: bool
     saved: dict[str, int]
     """Bytes that forward keeps per module, without received inputs."""
-    sent_bytes: int
-    """Bytes of the result for the next stage."""
     captured_bytes: int
     """Bytes of gradients that the first half of a split backward keeps."""
     gradients: list[tuple[float, int]]
@@ -216,29 +214,17 @@ class _StepMemory:
         plan, micro_batches = self.plan, self.params.job.train.micro_batches
         names, pp_rank = stage_blocks(plan, self.sizes.model), plan.pp_rank(self.params.rank)
         stages = {n: self._stage(n, names[n]) for n in range(pp_rank, plan.num_stages, plan.pp)}
-        if self.params.job.is_by_block:
-            self._run_by_block(stages[0], group_size or micro_batches, micro_batches)
-        elif plan.pp > 1:
+        if plan.pp > 1:
             self._run_pipeline(stages, micro_batches)
-        else:
-            for _ in range(min(micro_batches, 2)):  # Later ones are like the second.
-                self.current = self.angle_bytes
-                self._forward(stages[0])
-                self._backward(stages[0])
-            self.current = 0
-        late = [one for one in self.reductions if not one.overlaps_backward]
-        buckets = [bucket for one in late for bucket in one.buckets if len(bucket.members) > 1]
-        largest = max((one.num_bytes for one in buckets), default=0)
-        self._record(self.made + largest, self.current)
+            return self.peak
+        together = (group_size or micro_batches) if self.params.job.is_by_block else 1
+        saved = {name: together * num_bytes for name, num_bytes in stages[0].saved.items()}
+        stages[0].saved = saved
+        for _ in range(min(micro_batches // together, 2)):  # Later ones are like the second.
+            self.current = together * self.angle_bytes
+            self._forward(stages[0])
+            self._backward(stages[0])
         return self.peak
-
-    def _run_by_block(self, stage: _Stage, group_size: int, micro_batches: int) -> None:
-        """Walk over groups of micro-batches; all activations of a group exist at once."""
-        stage.saved = {name: group_size * num_bytes for name, num_bytes in stage.saved.items()}
-        for _ in range(min(micro_batches // group_size, 2)):
-            self.current = group_size * self.angle_bytes
-            self._forward(stage)
-            self._backward(stage)
 
     def _run_pipeline(self, stages: Mapping[int, _Stage], micro_batches: int) -> None:
         """Walk over all micro-batches. Receive buffers are kept until the end of the step."""
@@ -276,9 +262,8 @@ class _StepMemory:
         if not is_first:
             saved[names[0]] -= self.stream_bytes  # It is in a receive buffer.
         captured = sum(self.captured[name] for name in names if name != "head")
-        sent_bytes = (not is_last) * self.stream_bytes
         gradients = self._gradient_allocations(names)
-        return _Stage(layers, is_first, is_last, saved, sent_bytes, captured, gradients)
+        return _Stage(layers, is_first, is_last, saved, captured, gradients)
 
     def _record(
         self, gradients: int, activations: int, gathered: int = 0, working: int = 0
@@ -291,7 +276,8 @@ class _StepMemory:
 
     def _forward(self, stage: _Stage) -> None:
         """Add the forward of one micro-batch."""
-        self.current += sum(stage.saved.values()) + stage.sent_bytes
+        sent_bytes = (not stage.is_last) * self.stream_bytes
+        self.current += sum(stage.saved.values()) + sent_bytes
         # Forward has prefetched no layer after the last one.
         gathered = self._gathered_bytes(stage.layers[-1] + 1 if stage.layers else math.inf)
         logits = _logits_bytes(self.sizes) if stage.is_last else 0
@@ -326,10 +312,9 @@ class _StepMemory:
             self._record(gradients, base, self._gathered_bytes(index), working)
             base -= stage.saved[name]
         if stage.is_first:
-            columns = s.lookup_elements * s.stored_bytes
             gradients = self._gradients_at(stage, -1.0) + held
             gathered = self._gathered_bytes(math.inf) if self.plan.pp > 1 else 0
-            self._record(gradients, base, gathered, self.table_bytes + columns)
+            self._record(gradients, base, gathered, self.table_bytes)
         self._make_gradients(stage)
 
     def _free(self, stage: _Stage, batch: int, num_bytes: int) -> None:
@@ -340,7 +325,7 @@ class _StepMemory:
         """
         self.current -= num_bytes
         if self.plan.schedule == "1f1b":
-            self.current -= stage.sent_bytes
+            self.current -= (not stage.is_last) * self.stream_bytes
         if not stage.is_first and (self.plan.schedule != "1f1b" or batch == 0):
             self.current += self.stream_bytes
 
