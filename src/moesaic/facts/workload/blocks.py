@@ -12,12 +12,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import ops
 from moesaic.facts.workload.attention import attention
-from moesaic.facts.workload.collectives import (
-    CollectiveCall,
-    collective,
-    count_exchange,
-    scalar_reductions,
-)
+from moesaic.facts.workload.collectives import CollectiveCall, collective, scalar_reductions
 from moesaic.facts.workload.experts import mixture_of_experts
 from moesaic.facts.workload.gradient_reduction import GradientReduction, gradient_reductions
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
@@ -199,9 +194,8 @@ class BlockBuilder:
             return attention(s)
         if spec.kind == "ffn":
             return _dense_ffn(s, spec.inner_width // s.tp)
-        counts = count_exchange(params.job, params.plan, params.rank)
         assert spec.layer is not None
-        return mixture_of_experts(s, self.routed[spec.layer], counts)
+        return mixture_of_experts(s, spec.inner_width // s.tp, self.routed[spec.layer])
 
     def _build_block(self, spec: BlockSpec) -> Block:
         """Return a block without FSDP.
@@ -261,23 +255,19 @@ def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, 
     # A pipeline accumulates unsharded gradients.
     accumulated = sum(p.size for p in trained) if plan.pp > 1 else total
     moved = 3 * num_additions * accumulated * element_bytes
-    norm, clip, adamw = ops.optimizer_update(
-        total * element_bytes,
-        num_tensors,
-        normed_bytes=normed * element_bytes,
-        clips_gradient=job.train.clip > 0,
-    )
-    updates = [adamw]
+    norm, clip, *updates = ops.optimizer_update(total * element_bytes, num_tensors)
+    norm = replace(norm, moved_bytes=ops.TRAFFIC_FACTOR["norm"] * normed * element_bytes)
     if job.optimizer.moments != "full":
         matrices = [size for p, size in zip(trained, elements, strict=True) if len(p.shape) > 1]
         vector_bytes = (total - sum(matrices)) * element_bytes
+        chunk = MOMENT_CHUNK if sizes.on_cpu else GPU_MOMENT_CHUNK
         updates = [
-            ops.adamw(vector_bytes, min(num_tensors, 2)),
-            ops.low_bit_adamw(
-                matrices, job.optimizer.moments, MOMENT_CHUNK if sizes.on_cpu else GPU_MOMENT_CHUNK
-            ),
+            ops.optimizer_update(vector_bytes, min(num_tensors, 2))[-1],
+            ops.low_bit_adamw(matrices, job.optimizer.moments, chunk),
         ]
-    return Op("accumulate", (), moved, num_additions * num_tensors), norm, clip, *updates
+    if job.train.clip:
+        updates = [clip, *updates]
+    return Op("accumulate", (), moved, num_additions * num_tensors), norm, *updates
 
 
 def with_gradient_reductions(

@@ -59,9 +59,10 @@ def all_to_all(
     return tuple(replace(one, send_bytes=sent, receive_bytes=received) for one in calls)
 
 
-def count_exchange(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, ...]:
+def count_exchange(s: Sizes) -> tuple[CollectiveCall, ...]:
     """Return the all-gathers of token counts before an exchange: with capacity, of the choices of
     all ranks; then of the EP group."""
+    job, plan, rank = s.job, s.plan, s.rank
     destinations = sum(destination_counts(plan)) if plan.dispatch == "dedup" else 0
     num_bytes = plan.ep * INDEX_BYTES * plan.chunks * (job.model.experts + destinations)
     counts = collective("counts", "all_gather", group_of(plan.ep_groups(), rank), num_bytes)

@@ -16,6 +16,7 @@ from moesaic.facts.workload.collectives import (
     CollectiveKind,
     all_to_all,
     collective,
+    count_exchange,
 )
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
@@ -26,18 +27,15 @@ EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
 
 
-def mixture_of_experts(
-    s: Sizes, routed: RoutedTokens, counts: tuple[CollectiveCall, ...]
-) -> list[Operation]:
+def mixture_of_experts(s: Sizes, shared_width: int, routed: RoutedTokens) -> list[Operation]:
     """Return a layer's routed and shared experts, with its norm and residual.
 
-    `routed` are the tokens that the rank sends and receives, `counts` the collectives that count
-    them.
+    `routed` are the tokens that the rank sends and receives.
     """
-    hidden, has_shared = s.model.hidden, s.shared_width > 0
+    hidden, has_shared = s.model.hidden, shared_width > 0
     choices = s.dispatched_tokens * s.model.top_k
     dispatched_bytes = s.dispatched_tokens * hidden * s.compute_bytes
-    shared = gated_ffn(s, s.shared_width, "shared") if has_shared else []
+    shared = gated_ffn(s, shared_width, "shared") if has_shared else []
     added = Op("shared", (), 3 * s.stream_elements * s.compute_bytes, 1)
     last = [
         _etp_collective(s, "reduce_scatter", dispatched_bytes),
@@ -51,7 +49,7 @@ def mixture_of_experts(
         # Choices and weights of all tokens in the expert TP group.
         _etp_collective(s, "all_gather", choices * INDEX_BYTES, has_grad=False),
         _etp_collective(s, "all_gather", choices * s.stored_bytes),
-        Operation(forward_calls=counts),
+        Operation(forward_calls=count_exchange(s)),
         _etp_collective(s, "all_gather", dispatched_bytes),
         _dispatch(s, routed),
         _exchanges(s, routed, TOKENS),

@@ -151,11 +151,6 @@ class RoutedTokens(NamedTuple):
         """Chunks of local tokens, computed before, between and after the dispatched chunks."""
         return (self.num_chunks + 1) * bool(self.local_slot_tokens)
 
-    @property
-    def num_tokens(self) -> int:
-        """Routed tokens computed on the rank."""
-        return sum(self.slot_tokens) + sum(self.local_slot_tokens)
-
     def split_chunks(self) -> list[RoutedTokens]:
         """Return each dispatched chunk, of evenly split tokens."""
         return [
@@ -248,18 +243,14 @@ def _exchanges(
     """
     to_ranks, *to_hosts = by_level
     groups = [group_of(groups, rank) for groups in plan.exchange_groups()]
-    if not to_hosts:
-        send, receive = to_ranks[index].tolist(), to_ranks[:, index].tolist()
-        return (Exchange(groups[0], send, receive, tokens),)
-    hosts = plan.dispatch_hosts
+    hosts, found = plan.dispatch_hosts if to_hosts else 1, list[Exchange]()
     host, local_rank = divmod(index, plan.ep // hosts)
+    for counts in to_hosts:
+        receive = counts.reshape(hosts, -1, hosts)[:, local_rank, host].tolist()
+        found.append(Exchange(groups[0], counts[index].tolist(), receive, tokens))
+        tokens = sum(receive)
     # By source host and rank in it, then by destination host and rank in it.
     ranks = to_ranks.reshape(hosts, -1, hosts, plan.ep // hosts)
-    send_hosts = to_hosts[0][index].tolist()
-    receive_hosts = to_hosts[0].reshape(hosts, -1, hosts)[:, local_rank, host].tolist()
-    send_ranks = ranks[:, local_rank, host].sum(axis=0).tolist()
-    receive_ranks = ranks[:, :, host, local_rank].sum(axis=0).tolist()
-    return (
-        Exchange(groups[0], send_hosts, receive_hosts, tokens),
-        Exchange(groups[1], send_ranks, receive_ranks, sum(receive_hosts)),
-    )
+    send = ranks[:, local_rank, host].sum(axis=0).tolist()
+    receive = ranks[:, :, host, local_rank].sum(axis=0).tolist()
+    return (*found, Exchange(groups[-1], send, receive, tokens))

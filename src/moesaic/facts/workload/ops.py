@@ -296,33 +296,12 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
     ]  # fmt: skip
 
 
-def optimizer_update(
-    num_bytes: int,
-    num_tensors: int,
-    *,
-    normed_bytes: int | None = None,
-    clips_gradient: bool = True,
-) -> tuple[Op, ...]:
-    """Return the ops of gradient norm, clipping and AdamW, once a step.
-
-    Args:
-        num_bytes: bytes of all updated parameters.
-        num_tensors: number of their tensors, as the optimizer sees them.
-        normed_bytes: bytes that this rank counts in the norm; None for all.
-        clips_gradient: whether the gradient is scaled.
-    """
-    normed = num_bytes if normed_bytes is None else normed_bytes
-    clipped, clips = clips_gradient * num_bytes, clips_gradient * num_tensors
-    return (
-        Op("norm", (), TRAFFIC_FACTOR["norm"] * normed, num_tensors, kind="norm"),
-        Op("clip", (), TRAFFIC_FACTOR["scale"] * clipped, clips, kind="scale"),
-        adamw(num_bytes, num_tensors),
+def optimizer_update(num_bytes: int, num_tensors: int) -> tuple[Op, ...]:
+    """Return gradient norm, clipping and AdamW over `num_tensors` tensors, `num_bytes` in all."""
+    return tuple(
+        Op(name, (), TRAFFIC_FACTOR[kind] * num_bytes, num_tensors, kind=kind)
+        for name, kind in (("norm", "norm"), ("clip", "scale"), ("adamw", "adamw"))
     )
-
-
-def adamw(num_bytes: int, num_tensors: int) -> Op:
-    """Return AdamW over `num_tensors` tensors, `num_bytes` in all."""
-    return Op("adamw", (), TRAFFIC_FACTOR["adamw"] * num_bytes, num_tensors, kind="adamw")
 
 
 def low_bit_adamw(matrices: Sequence[int], moments: str, chunk: int) -> Op:

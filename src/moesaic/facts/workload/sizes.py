@@ -194,11 +194,6 @@ class Sizes:
         return self.model.vocab // self.tp
 
     @property
-    def shared_width(self) -> int:
-        """Inner width of the shared experts on this TP rank."""
-        return self.model.shared_experts * self.model.ffn // self.tp
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes of a number in the residual stream, norms and stored weights."""
         return STORED_BYTES[self.precision]
