@@ -136,13 +136,9 @@ def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
     query_input, query_name = hidden, "q"
     kv_up = s.q_width + s.heads * (latent.v_head_dim - rope)
     shard = s.shard_tokens
-    # A norm over part of an uncast result saves all of it.
-    kept = shard * rope * s.stored_bytes * (1 - s.num_casts)
-    split = Op("split", (), 2 * shard * (rank + rope) * s.compute_bytes, 1)
     down = [
         norm(s, hidden, num_gradients=3, saves_result=True),
         linear("kv_down", s, rank + rope, hidden, casts_input=True, rows=shard),
-        Operation(None, split, kept),
     ]
     if latent.q_lora_rank is not None:
         query_input, query_name = latent.q_lora_rank, "q_up"

@@ -47,11 +47,6 @@ class BlockWork:
         """Bytes read and written by elementwise kernels."""
         return sum(op.moved_bytes for op in self.ops)
 
-    @property
-    def num_kernels(self) -> int:
-        """Kernel launches."""
-        return sum(op.num_kernels for op in self.ops)
-
 
 @dataclass(frozen=True)
 class Block:
@@ -169,9 +164,8 @@ class BlockBuilder:
         if gradient_bytes:
             scatter = collective("gradients", "reduce_scatter", ranks, scattered)
             reshard = BlockWork((Op("reshard", (), 2 * scattered, 1),), scatter)
-            reduction = BlockWork(
-                (), collective("replicas", "all_reduce", replicas, gradient_bytes)
-            )
+            reduce = collective("replicas", "all_reduce", replicas, gradient_bytes)
+            reduction = BlockWork((), reduce)
         first, *rest = blocks
         if plan.pp > 1:
             return [replace(first, update=first.update + unshard + reshard + reduction), *rest]
@@ -261,9 +255,11 @@ def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, 
         matrices = [size for p, size in zip(trained, elements, strict=True) if len(p.shape) > 1]
         vector_bytes = (total - sum(matrices)) * element_bytes
         chunk = MOMENT_CHUNK if sizes.on_cpu else GPU_MOMENT_CHUNK
+        chunks = sum(-(-size // chunk) for size in matrices)
+        low_bit_moved, kernels = ops.LOW_BIT_TRAFFIC[job.optimizer.moments]
         updates = [
             ops.optimizer_update(vector_bytes, min(num_tensors, 2))[-1],
-            ops.low_bit_adamw(matrices, job.optimizer.moments, chunk),
+            Op("low-bit adamw", (), low_bit_moved * sum(matrices), kernels * chunks),
         ]
     if job.train.clip:
         updates = [clip, *updates]

@@ -70,9 +70,7 @@ def gradient_reductions(params: RankParams) -> list[GradientReduction]:
         gradient for p, gradient in dense if not (params.is_tp_sharded(p) or p.is_column_shard)
     ]
     if plan.dp_shard == 1:
-        stage, dp_ranks = (
-            group_of(groups, rank) for groups in (plan.stage_groups(), plan.dp_groups())
-        )
+        stage, dp_ranks = group_of(plan.stage_groups(), rank), group_of(plan.dp_groups(), rank)
         reductions = [
             GradientReduction("dense gradients", stage, replicated, overlaps),
             GradientReduction("tp shard gradients", dp_ranks, tp_sharded, overlaps),

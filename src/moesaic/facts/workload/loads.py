@@ -66,11 +66,8 @@ def _expected_dedup_tokens(job: Job, assigned: CountArray, totals: CountArray) -
     """Return the expected number of deduplicated tokens, [ranks, destinations].
 
     Choices follow the load independently, except that no token chooses an expert twice.
-
-    Args:
-        job: the job.
-        assigned: assignments that are sent, [ranks, destinations].
-        totals: all assignments of each rank, [ranks, 1].
+    `assigned` are the assignments that are sent, [ranks, destinations], and `totals` all those of
+    each rank, [ranks, 1].
     """
     top_k, experts = job.model.top_k, job.model.experts
     fraction, probability_none = assigned / np.maximum(totals, 1), np.ones(assigned.shape)
@@ -234,12 +231,8 @@ def _exchanges(
 ) -> tuple[Exchange, ...]:
     """Return the exchanges of `rank`: one, or one between hosts and one inside the host.
 
-    Args:
-        plan: the plan.
-        rank: the rank.
-        index: its index in its EP group.
-        by_level: tokens by source and destination rank, then by source and destination host.
-        tokens: tokens before the first exchange.
+    `index` is that of the rank in its EP group, `by_level` are tokens by source and destination
+    rank, then by source and destination host, and `tokens` those before the first exchange.
     """
     to_ranks, *to_hosts = by_level
     groups = [group_of(groups, rank) for groups in plan.exchange_groups()]

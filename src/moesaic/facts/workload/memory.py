@@ -32,9 +32,6 @@ from moesaic.facts.workload.sizes import (
     Sizes,
 )
 
-_NORM_STREAMS = 6
-"""Temporaries in backward of a norm and its gradients, in units of the residual stream."""
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -146,7 +143,7 @@ class _StepMemory:
             p.size for p in trained if p.layer == trained[0].layer
         )
         """Bytes of the gradient of one layer's experts."""
-        has_table = any(p.layer is None for p in params.trainable_dense)
+        has_table = any(p.layer is None and params.is_trained(p) for p in params.dense)
         self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
         """Bytes of the embedding's gradient."""
         self.reductions = gradient_reductions(params)
@@ -205,7 +202,10 @@ class _StepMemory:
         activations."""
         s = self.sizes
         if index not in self.routed:
-            return self.stream_bytes + _gated_ffn_bytes(s, s.model.ffn_width(index) // s.tp)
+            # Three gradients around a matmul, but not its result, and the next weight's gradient.
+            inner = s.model.ffn_width(index) // s.tp
+            weight_bytes = inner * s.model.hidden * s.stored_bytes
+            return self.stream_bytes + weight_bytes + 2 * s.tokens * inner * s.compute_bytes
         expert_bytes = _expert_backward_bytes(s, self.routed[index])
         return self.stream_bytes + self.arena_bytes + expert_bytes
 
@@ -240,7 +240,7 @@ class _StepMemory:
                 self._forward(stage)
             elif kind == "input":
                 self.current += (not stage.is_first) * stage.captured_bytes
-                norm_bytes = _NORM_STREAMS * self.stream_bytes
+                norm_bytes = 6 * self.stream_bytes  # Temporaries of a norm and its gradients.
                 self._record(self.made, self.current, self._gathered_bytes(math.inf), norm_bytes)
             else:
                 num_bytes = sum(stage.saved.values())
@@ -251,7 +251,13 @@ class _StepMemory:
                     self._record(self.made, self.current, gathered, self.arena_bytes)
                     self._make_gradients(stage)
                     num_bytes += stage.captured_bytes
-                self._free(stage, batch, num_bytes)
+                self.current -= num_bytes
+                # 1f1b frees its result too, and keeps the latest gradient for the previous stage.
+                # The other schedules keep all results and gradients until the end of the step.
+                if plan.schedule == "1f1b":
+                    self.current -= (not stage.is_last) * self.stream_bytes
+                if not stage.is_first and (plan.schedule != "1f1b" or batch == 0):
+                    self.current += self.stream_bytes
 
     def _stage(self, number: int, names: Sequence[str]) -> _Stage:
         layers = [int(name.removeprefix("layers.")) for name in names if "." in name]
@@ -317,27 +323,6 @@ class _StepMemory:
             self._record(gradients, base, gathered, self.table_bytes)
         self._make_gradients(stage)
 
-    def _free(self, stage: _Stage, batch: int, num_bytes: int) -> None:
-        """Free the activations of one micro-batch in a pipeline.
-
-        1f1b frees its result too, and keeps the latest gradient for the previous stage. The other
-        schedules keep all results and gradients until the end of the step.
-        """
-        self.current -= num_bytes
-        if self.plan.schedule == "1f1b":
-            self.current -= (not stage.is_last) * self.stream_bytes
-        if not stage.is_first and (self.plan.schedule != "1f1b" or batch == 0):
-            self.current += self.stream_bytes
-
-
-def _gated_ffn_bytes(s: Sizes, inner: int) -> int:
-    """Return peak bytes in backward of a gated FFN of width `inner`, without the gradient of the
-    residual stream.
-
-    Three gradients around a matmul exist, but not its result, and the next weight's gradient.
-    """
-    return inner * s.model.hidden * s.stored_bytes + 2 * s.tokens * inner * s.compute_bytes
-
 
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
     """Return peak bytes beside the gradient of the experts, less freed activations.
@@ -347,10 +332,8 @@ def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
     hidden, ffn, chunk = s.model.hidden, s.expert_width, routed.split_chunks()[0]
     rows = at_once = sum(chunk.slot_tokens)
     if s.on_cpu:
-        largest, limit = (
-            max(*chunk.slot_tokens, 1),
-            EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes),
-        )
+        largest = max(*chunk.slot_tokens, 1)
+        limit = EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
         at_once = min(rows, max(limit // largest, 1) * largest)
     if routed.is_all_to_all:
         elements = (rows - chunk.num_sent) * hidden

@@ -78,11 +78,8 @@ def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = Fa
         return Operation()
     shard, num_bytes = s.shard_tokens * width, s.tokens * width * s.compute_bytes
     forward = s.cast_bytes(shard) + split * 2 * shard * s.stored_bytes
-    backward = (
-        s.cast_bytes(shard)
-        + 2 * shard * s.stored_bytes
-        + (3 * (num_uses - 1) + 2 * split) * num_bytes
-    )
+    summed = (3 * (num_uses - 1) + 2 * split) * num_bytes
+    backward = s.cast_bytes(shard) + 2 * shard * s.stored_bytes + summed
     scatter, gather = sequence_collectives(s, num_bytes)
     return Operation(
         Op("gather sequence", (), forward, 1),
@@ -302,10 +299,3 @@ def optimizer_update(num_bytes: int, num_tensors: int) -> tuple[Op, ...]:
         Op(name, (), TRAFFIC_FACTOR[kind] * num_bytes, num_tensors, kind=kind)
         for name, kind in (("norm", "norm"), ("clip", "scale"), ("adamw", "adamw"))
     )
-
-
-def low_bit_adamw(matrices: Sequence[int], moments: str, chunk: int) -> Op:
-    """Return AdamW with low-bit moments over matrices of so many elements, `chunk` at a time."""
-    moved, kernels = LOW_BIT_TRAFFIC[moments]
-    chunks = sum(-(-size // chunk) for size in matrices)
-    return Op("low-bit adamw", (), moved * sum(matrices), kernels * chunks)

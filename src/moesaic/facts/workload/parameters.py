@@ -62,13 +62,6 @@ class Parameter:
         shape[self.tp_dim] //= tp
         return replace(self, shape=tuple(shape))
 
-    def column_shard(self, num_shards: int) -> Parameter:
-        """Return the column shard of one of `num_shards` ranks."""
-        if num_shards == 1:
-            return self
-        rows, width = self.shape
-        return replace(self, shape=(rows, width // num_shards), is_column_shard=True)
-
 
 def parameters(
     model: ModelConfig, experts: Callable[[int], Collection[int]] | None = None

@@ -71,11 +71,6 @@ class RankParams:
         """Router biases."""
         return [p for block in self.blocks for p in block.parameters if p.kind == "bias"]
 
-    @cached_property
-    def trainable_dense(self) -> list[Parameter]:
-        """Dense parameters with gradients and moments."""
-        return [p for p in self.dense if self.is_trained(p)]
-
     def is_trained(self, parameter: Parameter) -> bool:
         """Return whether `parameter` has a gradient and moments."""
         return is_trainable(self.job.finetune, parameter)
@@ -111,7 +106,7 @@ class RankParams:
 
     def moments_bytes(self) -> int:
         """Return bytes of the optimizer's moments that are always in memory."""
-        sizes = [(p, self.unpadded_local_size(p)) for p in self.trainable_dense]
+        sizes = [(p, self.unpadded_local_size(p)) for p in self.dense if self.is_trained(p)]
         sizes += [(p, p.size) for p in self.experts_in_memory if self.is_trained(p)]
         return sum(sum(moment_bytes(p, size, self.job)) for p, size in sizes)
 
@@ -122,10 +117,9 @@ class RankParams:
         num_bytes = sum(p.size * BIAS_BYTES for p in self.biases) / plan.ranks_per_stage
         if self.job.balance.migrate_every and plan.ep > 1:
             num_bytes += plan.experts * INDEX_BYTES * len(model.expert_layers) / plan.ranks
+        expert_replicas = plan.ranks_per_stage // (plan.ep * plan.etp)
         for p in self.experts:
-            num_bytes += (
-                _stored_bytes(self.job, p, p.size) * plan.ep * plan.etp / plan.ranks_per_stage
-            )
+            num_bytes += _stored_bytes(self.job, p, p.size) / expert_replicas
         for p in self.dense:
             replicas = plan.ranks_per_stage // plan.dp_shard
             if self.is_tp_sharded(p):
