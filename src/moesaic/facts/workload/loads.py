@@ -231,8 +231,8 @@ def _exchanges(
 ) -> tuple[Exchange, ...]:
     """Return the exchanges of `rank`: one, or one between hosts and one inside the host.
 
-    `index` is that of the rank in its EP group, `by_level` are tokens by source and destination
-    rank, then by source and destination host, and `tokens` those before the first exchange.
+    `index` is that of the rank in its EP group. `by_level` are tokens by source and destination
+    rank, then by source and destination host. `tokens` are those before the first exchange.
     """
     to_ranks, *to_hosts = by_level
     groups = [group_of(groups, rank) for groups in plan.exchange_groups()]
