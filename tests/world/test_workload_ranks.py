@@ -148,7 +148,7 @@ def test_local_parameters_match_the_prediction(
     job = sharded_job(name, layout)
     plan = plan_from_layout(job.layout, job.model, size)
     for rank, (dense, experts) in enumerate(ranks.run(size, local_sizes, job)):
-        params = RankParams.of_rank(job, plan, rank)
+        params = RankParams(job, plan, rank)
         assert dense == {
             p.name: (p.shape, params.unpadded_local_size(p), params.counts_in_grad_norm(p))
             for p in params.dense

@@ -172,7 +172,7 @@ class LanguageModel(nn.Module):
                 module = self._make_half(spec, spec.layer, routing, plan, ranks)
                 halves.setdefault(spec.layer, []).append(module)
                 continue
-            shard = column_shard if spec.column_shards > 1 else UNSHARDED
+            shard = column_shard if spec.kind == "embed" or config.tied else UNSHARDED
             if spec.kind == "embed":
                 self.embed = Embedding(config.vocab, config.hidden, tp, shard)
             else:

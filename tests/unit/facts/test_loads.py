@@ -65,7 +65,8 @@ def test_sent_tokens_match_received_tokens(
             assert len(routed.exchanges) > 1 or last.send_tokens[last.group.index(rank)] == 0
             chunks = routed.compute_order()
             assert len(chunks) == 2 * routed.num_chunks + 1
-            assert sum(sum(chunk.slot_tokens) for chunk in chunks) == routed.num_tokens
+            num_tokens = sum(routed.slot_tokens) + sum(routed.local_slot_tokens)
+            assert sum(sum(chunk.slot_tokens) for chunk in chunks) == num_tokens
             number = [sum(chunk.slot_tokens) for chunk in chunks[::2]]
             assert max(number) - min(number) <= 1
             slot_tokens = np.array([chunk.slot_tokens for chunk in chunks[::2]])

@@ -7,7 +7,6 @@ from moesaic.facts.workload.memory import Memory, memory
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op
 from moesaic.facts.workload.parameters import (
     Parameter,
-    ParameterCounts,
     count_parameters,
     expert_name,
     parameters,
@@ -33,7 +32,6 @@ __all__ = [
     "Memory",
     "Op",
     "Parameter",
-    "ParameterCounts",
     "TracedModel",
     "block_specs",
     "count_parameters",

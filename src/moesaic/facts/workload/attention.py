@@ -89,7 +89,8 @@ def _attention_kernel(
 
     Each sample is one document. Backward also needs a number per query and head.
     """
-    blocks, batch, length = _query_blocks(s), s.batch * s.heads, s.sequence
+    blocks, length = _query_blocks(s), s.job.data.sequence
+    batch = s.tokens // length * s.heads
     window = length if s.model.window is None else min(s.model.window, length)
     num_scores = sum(queries * keys for queries, keys in blocks)
     needs_mask = s.on_cpu and window < length
@@ -116,7 +117,7 @@ def _query_blocks(s: Sizes) -> list[tuple[int, int]]:
     On a CPU, a sliding window is cut into blocks of queries, each with its keys and a mask. A GPU
     has one kernel that skips other keys; twice the window stands for its causal half.
     """
-    length, window = s.sequence, s.model.window
+    length, window = s.job.data.sequence, s.model.window
     if window is None or window >= length:
         return [(length, length)]
     if not s.on_cpu:
@@ -135,13 +136,9 @@ def _latent(s: Sizes, latent: LatentConfig) -> list[Operation]:
     query_input, query_name = hidden, "q"
     kv_up = s.q_width + s.heads * (latent.v_head_dim - rope)
     shard = s.shard_tokens
-    # A norm over part of an uncast result saves all of it.
-    kept = shard * rope * s.stored_bytes * (1 - s.num_casts)
-    split = Op("split", (), 2 * shard * (rank + rope) * s.compute_bytes, 1)
     down = [
         norm(s, hidden, num_gradients=3, saves_result=True),
         linear("kv_down", s, rank + rope, hidden, casts_input=True, rows=shard),
-        Operation(None, split, kept),
     ]
     if latent.q_lora_rank is not None:
         query_input, query_name = latent.q_lora_rank, "q_up"

@@ -12,12 +12,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import ops
 from moesaic.facts.workload.attention import attention
-from moesaic.facts.workload.collectives import (
-    CollectiveCall,
-    collective,
-    count_exchange,
-    scalar_reductions,
-)
+from moesaic.facts.workload.collectives import CollectiveCall, collective, scalar_reductions
 from moesaic.facts.workload.experts import mixture_of_experts
 from moesaic.facts.workload.gradient_reduction import GradientReduction, gradient_reductions
 from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
@@ -51,11 +46,6 @@ class BlockWork:
     def moved_bytes(self) -> int:
         """Bytes read and written by elementwise kernels."""
         return sum(op.moved_bytes for op in self.ops)
-
-    @property
-    def num_kernels(self) -> int:
-        """Kernel launches."""
-        return sum(op.num_kernels for op in self.ops)
 
 
 @dataclass(frozen=True)
@@ -101,7 +91,7 @@ def workload(
             for even routing.
         on_cpu: whether the rank computes on a CPU; a GPU has other kernels for norms and casts.
     """
-    builder = BlockBuilder(RankParams.of_rank(job, plan, rank), loads, on_cpu)
+    builder = BlockBuilder(RankParams(job, plan, rank), Sizes(job, plan, rank, on_cpu), loads)
     reductions = gradient_reductions(builder.params)
     last = BlockWork((), scalar_reductions(job, plan, rank))
     return with_gradient_reductions(builder.blocks(), reductions, last)
@@ -115,14 +105,8 @@ class BlockBuilder:
     """
 
     params: RankParams
+    sizes: Sizes
     loads: Sequence[ArrayLike] | None
-    on_cpu: bool
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """Sizes of the rank's share of a micro-batch."""
-        params = self.params
-        return Sizes.of_rank(params.job, params.plan, params.rank, on_cpu=self.on_cpu)
 
     @cached_property
     def routed(self) -> dict[int, RoutedTokens]:
@@ -180,9 +164,8 @@ class BlockBuilder:
         if gradient_bytes:
             scatter = collective("gradients", "reduce_scatter", ranks, scattered)
             reshard = BlockWork((Op("reshard", (), 2 * scattered, 1),), scatter)
-            reduction = BlockWork(
-                (), collective("replicas", "all_reduce", replicas, gradient_bytes)
-            )
+            reduce = collective("replicas", "all_reduce", replicas, gradient_bytes)
+            reduction = BlockWork((), reduce)
         first, *rest = blocks
         if plan.pp > 1:
             return [replace(first, update=first.update + unshard + reshard + reduction), *rest]
@@ -205,9 +188,8 @@ class BlockBuilder:
             return attention(s)
         if spec.kind == "ffn":
             return _dense_ffn(s, spec.inner_width // s.tp)
-        counts = count_exchange(params.job, params.plan, params.rank)
         assert spec.layer is not None
-        return mixture_of_experts(s, self.routed[spec.layer], counts)
+        return mixture_of_experts(s, spec.inner_width // s.tp, self.routed[spec.layer])
 
     def _build_block(self, spec: BlockSpec) -> Block:
         """Return a block without FSDP.
@@ -267,23 +249,21 @@ def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, 
     # A pipeline accumulates unsharded gradients.
     accumulated = sum(p.size for p in trained) if plan.pp > 1 else total
     moved = 3 * num_additions * accumulated * element_bytes
-    norm, clip, adamw = ops.optimizer_update(
-        total * element_bytes,
-        num_tensors,
-        normed_bytes=normed * element_bytes,
-        clips_gradient=job.train.clip > 0,
-    )
-    updates = [adamw]
+    norm, clip, *updates = ops.optimizer_update(total * element_bytes, num_tensors)
+    norm = replace(norm, moved_bytes=ops.TRAFFIC_FACTOR["norm"] * normed * element_bytes)
     if job.optimizer.moments != "full":
         matrices = [size for p, size in zip(trained, elements, strict=True) if len(p.shape) > 1]
         vector_bytes = (total - sum(matrices)) * element_bytes
+        chunk = MOMENT_CHUNK if sizes.on_cpu else GPU_MOMENT_CHUNK
+        chunks = sum(-(-size // chunk) for size in matrices)
+        low_bit_moved, kernels = ops.LOW_BIT_TRAFFIC[job.optimizer.moments]
         updates = [
-            ops.adamw(vector_bytes, min(num_tensors, 2)),
-            ops.low_bit_adamw(
-                matrices, job.optimizer.moments, MOMENT_CHUNK if sizes.on_cpu else GPU_MOMENT_CHUNK
-            ),
+            ops.optimizer_update(vector_bytes, min(num_tensors, 2))[-1],
+            Op("low-bit adamw", (), low_bit_moved * sum(matrices), kernels * chunks),
         ]
-    return Op("accumulate", (), moved, num_additions * num_tensors), norm, clip, *updates
+    if job.train.clip:
+        updates = [clip, *updates]
+    return Op("accumulate", (), moved, num_additions * num_tensors), norm, *updates
 
 
 def with_gradient_reductions(

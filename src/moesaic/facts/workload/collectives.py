@@ -13,15 +13,13 @@ from typing import Literal
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.facts.workload.loads import destination_counts
-from moesaic.facts.workload.sizes import BUCKET_BYTES, Sizes, group_of
+from moesaic.facts.workload.sizes import BUCKET_BYTES, INDEX_BYTES, Sizes, group_of, round_up
 
 ALIGNMENT_BYTES = 256
 """Alignment of gradients in a bucket, in bytes."""
 
 TOKENS, RESULTS = "tokens", "results"
 """Names of the collectives that send tokens to experts and return their results."""
-
-SCALAR_BYTES = 8
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -61,16 +59,17 @@ def all_to_all(
     return tuple(replace(one, send_bytes=sent, receive_bytes=received) for one in calls)
 
 
-def count_exchange(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, ...]:
+def count_exchange(s: Sizes) -> tuple[CollectiveCall, ...]:
     """Return the all-gathers of token counts before an exchange: with capacity, of the choices of
     all ranks; then of the EP group."""
+    job, plan, rank = s.job, s.plan, s.rank
     destinations = sum(destination_counts(plan)) if plan.dispatch == "dedup" else 0
-    num_bytes = plan.ep * SCALAR_BYTES * plan.chunks * (job.model.experts + destinations)
+    num_bytes = plan.ep * INDEX_BYTES * plan.chunks * (job.model.experts + destinations)
     counts = collective("counts", "all_gather", group_of(plan.ep_groups(), rank), num_bytes)
     if job.routing.capacity_factor is None:
         return counts
     ranks = group_of(plan.same_etp_rank_groups(), rank)
-    num_bytes = len(ranks) * SCALAR_BYTES * (job.model.top_k * job.model.experts + 1)
+    num_bytes = len(ranks) * INDEX_BYTES * (job.model.top_k * job.model.experts + 1)
     return collective("capacity", "all_gather", ranks, num_bytes) + counts
 
 
@@ -100,7 +99,7 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
     return tuple(
         call
         for name, ranks, numbers in calls
-        for call in collective(name, "all_reduce", ranks, numbers * SCALAR_BYTES)
+        for call in collective(name, "all_reduce", ranks, numbers * INDEX_BYTES)
     )
 
 
@@ -109,14 +108,14 @@ def embedding_exchanges(s: Sizes) -> tuple[tuple[CollectiveCall, ...], tuple[Col
 
     Every rank sends its token ids to all ranks, and receives its tokens' columns from each.
     """
-    if s.embedding_shards == 1:
+    if s.plan.embedding_shards == 1:
         return (), ()
-    ranks, count, tokens = s.stage_ranks, s.embedding_shards, s.lookup_tokens_by_rank
+    ranks, count, tokens = s.stage_ranks, s.plan.embedding_shards, s.lookup_tokens
     row = s.model.hidden // count * s.stored_bytes
     looked_up, own = [n * row for n in tokens], [s.tokens * row] * count
-    ids = [s.tokens * SCALAR_BYTES] * count, [n * SCALAR_BYTES for n in tokens]
+    ids = [s.tokens * INDEX_BYTES] * count, [n * INDEX_BYTES for n in tokens]
     return (
-        CollectiveCall("counts", "all_gather", ranks, count * SCALAR_BYTES),
+        CollectiveCall("counts", "all_gather", ranks, count * INDEX_BYTES),
         *all_to_all("token ids", ranks, *ids),
         *all_to_all("embedding columns", ranks, looked_up, own),
     ), all_to_all("embedding columns", ranks, own, looked_up)
@@ -146,7 +145,7 @@ def split_into_buckets(
         if index > first and bucket_bytes + size > max_bytes:
             yield _make_bucket(range(first, index), sizes, at_end)
             first, bucket_bytes = index, 0
-        bucket_bytes += _align(size)
+        bucket_bytes += round_up(size, ALIGNMENT_BYTES)
     if sizes:
         yield _make_bucket(range(first, len(sizes)), sizes, at_end)
 
@@ -154,10 +153,6 @@ def split_into_buckets(
 def _make_bucket(members: range, sizes: Sequence[int], at_end: Container[int]) -> BucketLayout:
     starts, end = dict[int, int](), 0
     for index in sorted(members, key=lambda i: i in at_end):
-        starts[index] = _align(end)
+        starts[index] = round_up(end, ALIGNMENT_BYTES)
         end = starts[index] + sizes[index]
     return BucketLayout(members, tuple(starts[index] for index in members), end)
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -11,34 +11,31 @@ from dataclasses import replace
 
 from moesaic.facts.workload.collectives import (
     RESULTS,
-    SCALAR_BYTES,
     TOKENS,
     CollectiveCall,
     CollectiveKind,
     all_to_all,
     collective,
+    count_exchange,
 )
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import adapter_ops, gated_ffn, norm, residual
-from moesaic.facts.workload.sizes import FloatType, Sizes
+from moesaic.facts.workload.sizes import INDEX_BYTES, FloatType, Sizes, group_of
 
 EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
 
 
-def mixture_of_experts(
-    s: Sizes, routed: RoutedTokens, counts: tuple[CollectiveCall, ...]
-) -> list[Operation]:
+def mixture_of_experts(s: Sizes, shared_width: int, routed: RoutedTokens) -> list[Operation]:
     """Return a layer's routed and shared experts, with its norm and residual.
 
-    `routed` are the tokens that the rank sends and receives, `counts` the collectives that count
-    them.
+    `routed` are the tokens that the rank sends and receives.
     """
-    hidden, has_shared = s.model.hidden, s.shared_width > 0
+    hidden, has_shared = s.model.hidden, shared_width > 0
     choices = s.dispatched_tokens * s.model.top_k
     dispatched_bytes = s.dispatched_tokens * hidden * s.compute_bytes
-    shared = gated_ffn(s, s.shared_width, "shared") if has_shared else []
+    shared = gated_ffn(s, shared_width, "shared") if has_shared else []
     added = Op("shared", (), 3 * s.stream_elements * s.compute_bytes, 1)
     last = [
         _etp_collective(s, "reduce_scatter", dispatched_bytes),
@@ -50,9 +47,9 @@ def mixture_of_experts(
         norm(s, hidden, num_gradients=3 + has_shared * (2 if s.tp == 1 else 1)),
         _router(s),
         # Choices and weights of all tokens in the expert TP group.
-        _etp_collective(s, "all_gather", choices * SCALAR_BYTES, has_grad=False),
+        _etp_collective(s, "all_gather", choices * INDEX_BYTES, has_grad=False),
         _etp_collective(s, "all_gather", choices * s.stored_bytes),
-        Operation(forward_calls=counts),
+        Operation(forward_calls=count_exchange(s)),
         _etp_collective(s, "all_gather", dispatched_bytes),
         _dispatch(s, routed),
         _exchanges(s, routed, TOKENS),
@@ -68,7 +65,7 @@ def _router(s: Sizes) -> Operation:
     """Return scores and choices, in stored type, and the auxiliary losses."""
     model, t = s.model, s.shard_tokens
     scores = t * model.experts * s.stored_bytes
-    is_trained = s.finetune is None or s.finetune.router == "train"
+    is_trained = s.job.finetune is None or s.job.finetune.router == "train"
     dtype: FloatType = "fp64" if s.precision == "fp64" else "fp32"
     weight_gradient = MatmulShape(model.experts, model.hidden, t, is_weight_gradient=True)
     matmuls = (*is_trained * (weight_gradient,), MatmulShape(t, model.hidden, model.experts))
@@ -84,8 +81,9 @@ def _etp_collective(
     s: Sizes, kind: CollectiveKind, num_bytes: int, *, has_grad: bool = True
 ) -> Operation:
     """Return a collective of the expert TP group, and its inverse in backward."""
-    gather = collective("gather dispatched tokens", "all_gather", s.etp_ranks, num_bytes)
-    scatter = collective("reduce-scatter expert results", "reduce_scatter", s.etp_ranks, num_bytes)
+    ranks = group_of(s.plan.etp_groups(), s.rank)
+    gather = collective("gather dispatched tokens", "all_gather", ranks, num_bytes)
+    scatter = collective("reduce-scatter expert results", "reduce_scatter", ranks, num_bytes)
     forward, backward = (gather, scatter) if kind == "all_gather" else (scatter, gather)
     return Operation(forward_calls=forward, backward_calls=has_grad * backward)
 
@@ -146,7 +144,7 @@ def _saved_elements(s: Sizes, routed: RoutedTokens) -> int:
         saved += exchanges[-1].num_received * (hidden + 2 * top_k)
     elif exchanges:
         saved += (sum(routed.slot_tokens) + routed.num_sent) * hidden
-    if (routed.num_local_chunks or not exchanges) and (s.num_casts or s.etp > 1):
+    if (routed.num_local_chunks or not exchanges) and (s.num_casts or s.plan.etp > 1):
         saved += s.dispatched_tokens * hidden  # Otherwise it is the input that the router saves.
     return saved
 

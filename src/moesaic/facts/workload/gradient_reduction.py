@@ -18,15 +18,6 @@ from moesaic.facts.workload.sizes import STORED_BYTES, group_of
 OVERLAPPED_REDUCTIONS = ("dense gradients", "tp shard gradients", "expert gradients")
 """Names of the reductions that may overlap backward."""
 
-ALL_REDUCTIONS = (
-    *OVERLAPPED_REDUCTIONS,
-    "tied embedding",
-    "gradients",
-    "replicas",
-    "reduce-scatter tied embedding",
-)
-"""Names of all gradient reductions, with those of FSDP and of a tied, column-sharded weight."""
-
 
 @dataclass(frozen=True)
 class Gradient:
@@ -79,9 +70,7 @@ def gradient_reductions(params: RankParams) -> list[GradientReduction]:
         gradient for p, gradient in dense if not (params.is_tp_sharded(p) or p.is_column_shard)
     ]
     if plan.dp_shard == 1:
-        stage, dp_ranks = (
-            group_of(groups, rank) for groups in (plan.stage_groups(), plan.dp_groups())
-        )
+        stage, dp_ranks = group_of(plan.stage_groups(), rank), group_of(plan.dp_groups(), rank)
         reductions = [
             GradientReduction("dense gradients", stage, replicated, overlaps),
             GradientReduction("tp shard gradients", dp_ranks, tp_sharded, overlaps),

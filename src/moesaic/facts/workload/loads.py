@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload.sizes import group_of, round_up
 
 CountArray = NDArray[np.int64]
 
@@ -65,11 +66,8 @@ def _expected_dedup_tokens(job: Job, assigned: CountArray, totals: CountArray) -
     """Return the expected number of deduplicated tokens, [ranks, destinations].
 
     Choices follow the load independently, except that no token chooses an expert twice.
-
-    Args:
-        job: the job.
-        assigned: assignments that are sent, [ranks, destinations].
-        totals: all assignments of each rank, [ranks, 1].
+    `assigned` are the assignments that are sent, [ranks, destinations], and `totals` all those of
+    each rank, [ranks, 1].
     """
     top_k, experts = job.model.top_k, job.model.experts
     fraction, probability_none = assigned / np.maximum(totals, 1), np.ones(assigned.shape)
@@ -84,12 +82,8 @@ def _expected_dedup_tokens(job: Job, assigned: CountArray, totals: CountArray) -
 
 def dedup_token_bytes(hidden: int, top_k: int, element_bytes: int) -> tuple[int, int]:
     """Return bytes of a deduplicated token with weights and slots, and the offset of its slots."""
-    slots_at = _round_up((hidden + top_k) * element_bytes, SLOT_INDEX_BYTES)
-    return _round_up(slots_at + top_k * SLOT_INDEX_BYTES, _ALIGNMENT_BYTES), slots_at
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    slots_at = round_up((hidden + top_k) * element_bytes, SLOT_INDEX_BYTES)
+    return round_up(slots_at + top_k * SLOT_INDEX_BYTES, _ALIGNMENT_BYTES), slots_at
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
@@ -154,11 +148,6 @@ class RoutedTokens(NamedTuple):
         """Chunks of local tokens, computed before, between and after the dispatched chunks."""
         return (self.num_chunks + 1) * bool(self.local_slot_tokens)
 
-    @property
-    def num_tokens(self) -> int:
-        """Routed tokens computed on the rank."""
-        return sum(self.slot_tokens) + sum(self.local_slot_tokens)
-
     def split_chunks(self) -> list[RoutedTokens]:
         """Return each dispatched chunk, of evenly split tokens."""
         return [
@@ -206,7 +195,7 @@ def routed_by_layer(
 
 def _route(job: Job, plan: Plan, rank: int, layer: int, load: ArrayLike | None) -> RoutedTokens:
     """Return the routed tokens of `rank` in one layer."""
-    group = next(group for group in plan.ep_groups() if rank in group)
+    group = group_of(plan.ep_groups(), rank)
     index = group.index(rank)
     counts = expert_counts(job, plan, load)
     counts = counts[[one % plan.ranks_per_stage // plan.etp for one in group]]
@@ -242,29 +231,19 @@ def _exchanges(
 ) -> tuple[Exchange, ...]:
     """Return the exchanges of `rank`: one, or one between hosts and one inside the host.
 
-    Args:
-        plan: the plan.
-        rank: the rank.
-        index: its index in its EP group.
-        by_level: tokens by source and destination rank, then by source and destination host.
-        tokens: tokens before the first exchange.
+    `index` is that of the rank in its EP group. `by_level` are tokens by source and destination
+    rank, then by source and destination host. `tokens` are those before the first exchange.
     """
     to_ranks, *to_hosts = by_level
-    groups = [
-        next(tuple(ranks) for ranks in groups if rank in ranks) for groups in plan.exchange_groups()
-    ]
-    if not to_hosts:
-        send, receive = to_ranks[index].tolist(), to_ranks[:, index].tolist()
-        return (Exchange(groups[0], send, receive, tokens),)
-    hosts = plan.dispatch_hosts
+    groups = [group_of(groups, rank) for groups in plan.exchange_groups()]
+    hosts, found = plan.dispatch_hosts if to_hosts else 1, list[Exchange]()
     host, local_rank = divmod(index, plan.ep // hosts)
+    for counts in to_hosts:
+        receive = counts.reshape(hosts, -1, hosts)[:, local_rank, host].tolist()
+        found.append(Exchange(groups[0], counts[index].tolist(), receive, tokens))
+        tokens = sum(receive)
     # By source host and rank in it, then by destination host and rank in it.
     ranks = to_ranks.reshape(hosts, -1, hosts, plan.ep // hosts)
-    send_hosts = to_hosts[0][index].tolist()
-    receive_hosts = to_hosts[0].reshape(hosts, -1, hosts)[:, local_rank, host].tolist()
-    send_ranks = ranks[:, local_rank, host].sum(axis=0).tolist()
-    receive_ranks = ranks[:, :, host, local_rank].sum(axis=0).tolist()
-    return (
-        Exchange(groups[0], send_hosts, receive_hosts, tokens),
-        Exchange(groups[1], send_ranks, receive_ranks, sum(receive_hosts)),
-    )
+    send = ranks[:, local_rank, host].sum(axis=0).tolist()
+    receive = ranks[:, :, host, local_rank].sum(axis=0).tolist()
+    return (*found, Exchange(groups[-1], send, receive, tokens))

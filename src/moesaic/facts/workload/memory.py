@@ -32,9 +32,6 @@ from moesaic.facts.workload.sizes import (
     Sizes,
 )
 
-_NORM_STREAMS = 6
-"""Temporaries in backward of a norm and its gradients, in units of the residual stream."""
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -84,7 +81,8 @@ def memory(
         group_size: micro-batches that pass through a block together, if the job goes block by
             block; None: all.
     """
-    params = RankParams.of_rank(job, plan, plan.ranks - 1 if rank is None else rank)
+    rank = plan.ranks - 1 if rank is None else rank
+    params = RankParams(job, plan, rank)
     num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense)
     num_elements += sum(p.size for p in params.experts_in_memory)
     has_staging = job.checkpoint.asynchronous and on_cpu and job.memory is None
@@ -96,7 +94,8 @@ def memory(
         gradients_bytes=0,
         activations_bytes=0,
     )
-    return _StepMemory(params, loads, on_cpu, lasting).run(group_size)
+    builder = BlockBuilder(params, Sizes(job, plan, rank, on_cpu), loads)
+    return _StepMemory(builder, lasting).run(group_size)
 
 
 @dataclass
@@ -108,8 +107,6 @@ class _Stage:
     is_last: bool
     saved: dict[str, int]
     """Bytes that forward keeps per module, without received inputs."""
-    sent_bytes: int
-    """Bytes of the result for the next stage."""
     captured_bytes: int
     """Bytes of gradients that the first half of a split backward keeps."""
     gradients: list[tuple[float, int]]
@@ -119,14 +116,8 @@ class _Stage:
 class _StepMemory:
     """Walk over one step of a rank, which records the peak."""
 
-    def __init__(
-        self,
-        params: RankParams,
-        loads: Sequence[ArrayLike] | None,
-        on_cpu: bool,
-        lasting: Memory,
-    ) -> None:
-        builder = BlockBuilder(params, loads, on_cpu)
+    def __init__(self, builder: BlockBuilder, lasting: Memory) -> None:
+        params = builder.params
         self.params, self.plan, self.sizes = params, params.plan, builder.sizes
         self.recomputes = self.plan.recomputes(params.job)
         self.holds_experts = params.job.memory is None
@@ -152,7 +143,7 @@ class _StepMemory:
             p.size for p in trained if p.layer == trained[0].layer
         )
         """Bytes of the gradient of one layer's experts."""
-        has_table = any(p.layer is None for p in params.trainable_dense)
+        has_table = any(p.layer is None and params.is_trained(p) for p in params.dense)
         self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
         """Bytes of the embedding's gradient."""
         self.reductions = gradient_reductions(params)
@@ -211,7 +202,10 @@ class _StepMemory:
         activations."""
         s = self.sizes
         if index not in self.routed:
-            return self.stream_bytes + _gated_ffn_bytes(s, s.model.ffn_width(index) // s.tp)
+            # Three gradients around a matmul, but not its result, and the next weight's gradient.
+            inner = s.model.ffn_width(index) // s.tp
+            weight_bytes = inner * s.model.hidden * s.stored_bytes
+            return self.stream_bytes + weight_bytes + 2 * s.tokens * inner * s.compute_bytes
         expert_bytes = _expert_backward_bytes(s, self.routed[index])
         return self.stream_bytes + self.arena_bytes + expert_bytes
 
@@ -220,29 +214,17 @@ class _StepMemory:
         plan, micro_batches = self.plan, self.params.job.train.micro_batches
         names, pp_rank = stage_blocks(plan, self.sizes.model), plan.pp_rank(self.params.rank)
         stages = {n: self._stage(n, names[n]) for n in range(pp_rank, plan.num_stages, plan.pp)}
-        if self.params.job.is_by_block:
-            self._run_by_block(stages[0], group_size or micro_batches, micro_batches)
-        elif plan.pp > 1:
+        if plan.pp > 1:
             self._run_pipeline(stages, micro_batches)
-        else:
-            for _ in range(min(micro_batches, 2)):  # Later ones are like the second.
-                self.current = self.angle_bytes
-                self._forward(stages[0])
-                self._backward(stages[0])
-            self.current = 0
-        late = [one for one in self.reductions if not one.overlaps_backward]
-        buckets = [bucket for one in late for bucket in one.buckets if len(bucket.members) > 1]
-        largest = max((one.num_bytes for one in buckets), default=0)
-        self._record(self.made + largest, self.current)
+            return self.peak
+        together = (group_size or micro_batches) if self.params.job.is_by_block else 1
+        saved = {name: together * num_bytes for name, num_bytes in stages[0].saved.items()}
+        stages[0].saved = saved
+        for _ in range(min(micro_batches // together, 2)):  # Later ones are like the second.
+            self.current = together * self.angle_bytes
+            self._forward(stages[0])
+            self._backward(stages[0])
         return self.peak
-
-    def _run_by_block(self, stage: _Stage, group_size: int, micro_batches: int) -> None:
-        """Walk over groups of micro-batches; all activations of a group exist at once."""
-        stage.saved = {name: group_size * num_bytes for name, num_bytes in stage.saved.items()}
-        for _ in range(min(micro_batches // group_size, 2)):
-            self.current = group_size * self.angle_bytes
-            self._forward(stage)
-            self._backward(stage)
 
     def _run_pipeline(self, stages: Mapping[int, _Stage], micro_batches: int) -> None:
         """Walk over all micro-batches. Receive buffers are kept until the end of the step."""
@@ -258,7 +240,7 @@ class _StepMemory:
                 self._forward(stage)
             elif kind == "input":
                 self.current += (not stage.is_first) * stage.captured_bytes
-                norm_bytes = _NORM_STREAMS * self.stream_bytes
+                norm_bytes = 6 * self.stream_bytes  # Temporaries of a norm and its gradients.
                 self._record(self.made, self.current, self._gathered_bytes(math.inf), norm_bytes)
             else:
                 num_bytes = sum(stage.saved.values())
@@ -269,7 +251,13 @@ class _StepMemory:
                     self._record(self.made, self.current, gathered, self.arena_bytes)
                     self._make_gradients(stage)
                     num_bytes += stage.captured_bytes
-                self._free(stage, batch, num_bytes)
+                self.current -= num_bytes
+                # 1f1b frees its result too, and keeps the latest gradient for the previous stage.
+                # The other schedules keep all results and gradients until the end of the step.
+                if plan.schedule == "1f1b":
+                    self.current -= (not stage.is_last) * self.stream_bytes
+                if not stage.is_first and (plan.schedule != "1f1b" or batch == 0):
+                    self.current += self.stream_bytes
 
     def _stage(self, number: int, names: Sequence[str]) -> _Stage:
         layers = [int(name.removeprefix("layers.")) for name in names if "." in name]
@@ -280,9 +268,8 @@ class _StepMemory:
         if not is_first:
             saved[names[0]] -= self.stream_bytes  # It is in a receive buffer.
         captured = sum(self.captured[name] for name in names if name != "head")
-        sent_bytes = (not is_last) * self.stream_bytes
         gradients = self._gradient_allocations(names)
-        return _Stage(layers, is_first, is_last, saved, sent_bytes, captured, gradients)
+        return _Stage(layers, is_first, is_last, saved, captured, gradients)
 
     def _record(
         self, gradients: int, activations: int, gathered: int = 0, working: int = 0
@@ -295,7 +282,8 @@ class _StepMemory:
 
     def _forward(self, stage: _Stage) -> None:
         """Add the forward of one micro-batch."""
-        self.current += sum(stage.saved.values()) + stage.sent_bytes
+        sent_bytes = (not stage.is_last) * self.stream_bytes
+        self.current += sum(stage.saved.values()) + sent_bytes
         # Forward has prefetched no layer after the last one.
         gathered = self._gathered_bytes(stage.layers[-1] + 1 if stage.layers else math.inf)
         logits = _logits_bytes(self.sizes) if stage.is_last else 0
@@ -317,7 +305,7 @@ class _StepMemory:
             # The gradient of the head's weight, before it joins the others.
             table = self.table_bytes
             if not s.gathers_tied_embedding:
-                table *= s.embedding_shards
+                table *= s.plan.embedding_shards
             held = (s.model.tied or self.is_sharded) * table
             at_head = self._gradients_at(stage, 1e9)
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
@@ -330,32 +318,10 @@ class _StepMemory:
             self._record(gradients, base, self._gathered_bytes(index), working)
             base -= stage.saved[name]
         if stage.is_first:
-            columns = s.lookup_elements * s.stored_bytes
             gradients = self._gradients_at(stage, -1.0) + held
             gathered = self._gathered_bytes(math.inf) if self.plan.pp > 1 else 0
-            self._record(gradients, base, gathered, self.table_bytes + columns)
+            self._record(gradients, base, gathered, self.table_bytes)
         self._make_gradients(stage)
-
-    def _free(self, stage: _Stage, batch: int, num_bytes: int) -> None:
-        """Free the activations of one micro-batch in a pipeline.
-
-        1f1b frees its result too, and keeps the latest gradient for the previous stage. The other
-        schedules keep all results and gradients until the end of the step.
-        """
-        self.current -= num_bytes
-        if self.plan.schedule == "1f1b":
-            self.current -= stage.sent_bytes
-        if not stage.is_first and (self.plan.schedule != "1f1b" or batch == 0):
-            self.current += self.stream_bytes
-
-
-def _gated_ffn_bytes(s: Sizes, inner: int) -> int:
-    """Return peak bytes in backward of a gated FFN of width `inner`, without the gradient of the
-    residual stream.
-
-    Three gradients around a matmul exist, but not its result, and the next weight's gradient.
-    """
-    return inner * s.model.hidden * s.stored_bytes + 2 * s.tokens * inner * s.compute_bytes
 
 
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
@@ -366,16 +332,14 @@ def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
     hidden, ffn, chunk = s.model.hidden, s.expert_width, routed.split_chunks()[0]
     rows = at_once = sum(chunk.slot_tokens)
     if s.on_cpu:
-        largest, limit = (
-            max(*chunk.slot_tokens, 1),
-            EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes),
-        )
+        largest = max(*chunk.slot_tokens, 1)
+        limit = EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
         at_once = min(rows, max(limit // largest, 1) * largest)
     if routed.is_all_to_all:
         elements = (rows - chunk.num_sent) * hidden
     else:  # Gradients for the tokens of all expert TP ranks; token and weight of each row.
         num_received = chunk.exchanges[-1].num_received if chunk.is_dedup else s.dispatched_tokens
-        elements = (s.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * rows
+        elements = (s.plan.etp > 1 or chunk.is_dedup) * num_received * hidden + 2 * rows
     if routed.num_chunks > 1:  # Gradients of the next chunk arrive.
         exchange = chunk.exchanges[0]
         elements += (exchange.num_received + chunk.is_dedup * exchange.num_sent) * hidden

@@ -39,10 +39,10 @@ def embedding(s: Sizes, *, tied: bool) -> list[Operation]:
     tokens, saved, trained = s.gathered_elements, s.tokens * INDEX_BYTES, s.trains_weights
     forward, backward = 2 * tokens, s.table_elements * (1 + 3 * tied) + 3 * tokens
     calls, backward_calls = embedding_exchanges(s)
-    if s.embedding_shards > 1:
+    if s.plan.embedding_shards > 1:
         forward += 2 * s.lookup_elements
         backward += 3 * s.lookup_elements - tokens
-        saved = s.lookup_tokens * INDEX_BYTES
+        saved = sum(s.lookup_tokens) * INDEX_BYTES
     elif s.tp > 1:
         forward, backward = forward + 2 * tokens, backward + 2 * tokens
         saved += s.tokens
@@ -78,11 +78,8 @@ def gather_sequence(s: Sizes, width: int, *, num_uses: int = 1, split: bool = Fa
         return Operation()
     shard, num_bytes = s.shard_tokens * width, s.tokens * width * s.compute_bytes
     forward = s.cast_bytes(shard) + split * 2 * shard * s.stored_bytes
-    backward = (
-        s.cast_bytes(shard)
-        + 2 * shard * s.stored_bytes
-        + (3 * (num_uses - 1) + 2 * split) * num_bytes
-    )
+    summed = (3 * (num_uses - 1) + 2 * split) * num_bytes
+    backward = s.cast_bytes(shard) + 2 * shard * s.stored_bytes + summed
     scatter, gather = sequence_collectives(s, num_bytes)
     return Operation(
         Op("gather sequence", (), forward, 1),
@@ -296,37 +293,9 @@ def _gather_tied_embedding(s: Sizes) -> list[Operation]:
     ]  # fmt: skip
 
 
-def optimizer_update(
-    num_bytes: int,
-    num_tensors: int,
-    *,
-    normed_bytes: int | None = None,
-    clips_gradient: bool = True,
-) -> tuple[Op, ...]:
-    """Return the ops of gradient norm, clipping and AdamW, once a step.
-
-    Args:
-        num_bytes: bytes of all updated parameters.
-        num_tensors: number of their tensors, as the optimizer sees them.
-        normed_bytes: bytes that this rank counts in the norm; None for all.
-        clips_gradient: whether the gradient is scaled.
-    """
-    normed = num_bytes if normed_bytes is None else normed_bytes
-    clipped, clips = clips_gradient * num_bytes, clips_gradient * num_tensors
-    return (
-        Op("norm", (), TRAFFIC_FACTOR["norm"] * normed, num_tensors, kind="norm"),
-        Op("clip", (), TRAFFIC_FACTOR["scale"] * clipped, clips, kind="scale"),
-        adamw(num_bytes, num_tensors),
+def optimizer_update(num_bytes: int, num_tensors: int) -> tuple[Op, ...]:
+    """Return gradient norm, clipping and AdamW over `num_tensors` tensors, `num_bytes` in all."""
+    return tuple(
+        Op(name, (), TRAFFIC_FACTOR[kind] * num_bytes, num_tensors, kind=kind)
+        for name, kind in (("norm", "norm"), ("clip", "scale"), ("adamw", "adamw"))
     )
-
-
-def adamw(num_bytes: int, num_tensors: int) -> Op:
-    """Return AdamW over `num_tensors` tensors, `num_bytes` in all."""
-    return Op("adamw", (), TRAFFIC_FACTOR["adamw"] * num_bytes, num_tensors, kind="adamw")
-
-
-def low_bit_adamw(matrices: Sequence[int], moments: str, chunk: int) -> Op:
-    """Return AdamW with low-bit moments over matrices of so many elements, `chunk` at a time."""
-    moved, kernels = LOW_BIT_TRAFFIC[moments]
-    chunks = sum(-(-size // chunk) for size in matrices)
-    return Op("low-bit adamw", (), moved * sum(matrices), kernels * chunks)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.job.finetune import AdapterTarget, FinetuneConfig
+from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.model import LatentConfig
 from moesaic.facts.job.train import MOMENT_BLOCK
 from moesaic.facts.workload.sizes import SCALE_BYTES, STORED_BYTES
@@ -26,11 +26,6 @@ ParameterKind = Literal["norm", "embedding", "dense", "router", "bias", "expert"
 A, B = ".lora_a", ".lora_b"
 _EXPERTS = "moe.experts"
 _KINDS: dict[str, ParameterKind] = {"moe.router": "router", "moe.router.bias": "bias"}
-_TARGET_PATHS: dict[str, AdapterTarget] = {
-    ".attention.": "attention",
-    ".ffn.": "ffn",
-    ".moe.shared.": "shared",
-}
 
 
 @dataclass(frozen=True)
@@ -66,13 +61,6 @@ class Parameter:
         shape = list(self.shape)
         shape[self.tp_dim] //= tp
         return replace(self, shape=tuple(shape))
-
-    def column_shard(self, num_shards: int) -> Parameter:
-        """Return the column shard of one of `num_shards` ranks."""
-        if num_shards == 1:
-            return self
-        rows, width = self.shape
-        return replace(self, shape=(rows, width // num_shards), is_column_shard=True)
 
 
 def parameters(
@@ -269,10 +257,8 @@ def describe_trainable(job: Job) -> list[str]:
     return lines + [f"  {pattern}: {size:,}" for pattern, size in sizes.items()]
 
 
-def _target(parameter: Parameter) -> AdapterTarget | None:
+def _target(parameter: Parameter) -> str | None:
     """Return the adapter target of `parameter`; None if it takes no adapter."""
     if parameter.kind == "expert":
         return "experts"
-    if parameter.kind != "dense":
-        return None
-    return next(target for path, target in _TARGET_PATHS.items() if path in parameter.name)
+    return parameter.name.split(".")[-3] if parameter.kind == "dense" else None

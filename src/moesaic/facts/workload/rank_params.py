@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,7 +16,7 @@ from moesaic.facts.workload.parameters import (
     parameters,
     unpadded_local_size,
 )
-from moesaic.facts.workload.sizes import BIAS_BYTES, LOAD_COUNT_BYTES, STORED_BYTES
+from moesaic.facts.workload.sizes import BIAS_BYTES, INDEX_BYTES, STORED_BYTES
 from moesaic.facts.workload.spec import BlockSpec, block_specs
 
 
@@ -51,12 +50,11 @@ class RankParams:
     job: Job
     plan: Plan
     rank: int
-    blocks: Sequence[BlockSpec]
 
-    @classmethod
-    def of_rank(cls, job: Job, plan: Plan, rank: int) -> RankParams:
-        """Return the parameters of `rank`."""
-        return cls(job, plan, rank, block_specs(job.model, plan, rank, job.finetune))
+    @cached_property
+    def blocks(self) -> list[BlockSpec]:
+        """Blocks of the rank."""
+        return block_specs(self.job.model, self.plan, self.rank, self.job.finetune)
 
     @cached_property
     def dense(self) -> list[Parameter]:
@@ -72,11 +70,6 @@ class RankParams:
     def biases(self) -> list[Parameter]:
         """Router biases."""
         return [p for block in self.blocks for p in block.parameters if p.kind == "bias"]
-
-    @cached_property
-    def trainable_dense(self) -> list[Parameter]:
-        """Dense parameters with gradients and moments."""
-        return [p for p in self.dense if self.is_trained(p)]
 
     def is_trained(self, parameter: Parameter) -> bool:
         """Return whether `parameter` has a gradient and moments."""
@@ -113,7 +106,7 @@ class RankParams:
 
     def moments_bytes(self) -> int:
         """Return bytes of the optimizer's moments that are always in memory."""
-        sizes = [(p, self.unpadded_local_size(p)) for p in self.trainable_dense]
+        sizes = [(p, self.unpadded_local_size(p)) for p in self.dense if self.is_trained(p)]
         sizes += [(p, p.size) for p in self.experts_in_memory if self.is_trained(p)]
         return sum(sum(moment_bytes(p, size, self.job)) for p, size in sizes)
 
@@ -123,11 +116,10 @@ class RankParams:
         plan, model = self.plan, self.job.model
         num_bytes = sum(p.size * BIAS_BYTES for p in self.biases) / plan.ranks_per_stage
         if self.job.balance.migrate_every and plan.ep > 1:
-            num_bytes += plan.experts * LOAD_COUNT_BYTES * len(model.expert_layers) / plan.ranks
+            num_bytes += plan.experts * INDEX_BYTES * len(model.expert_layers) / plan.ranks
+        expert_replicas = plan.ranks_per_stage // (plan.ep * plan.etp)
         for p in self.experts:
-            num_bytes += (
-                _stored_bytes(self.job, p, p.size) * plan.ep * plan.etp / plan.ranks_per_stage
-            )
+            num_bytes += _stored_bytes(self.job, p, p.size) / expert_replicas
         for p in self.dense:
             replicas = plan.ranks_per_stage // plan.dp_shard
             if self.is_tp_sharded(p):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.job.finetune import AdapterTarget, FinetuneConfig
+from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.plan import Plan
 
 FloatType = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -35,6 +36,7 @@ ATTENTION_QUERY_BLOCK = 256
 """Queries per kernel call of attention where it needs a mask; bounds the mask's rows."""
 
 INDEX_BYTES = 8
+"""Bytes of an index, a count or another number that ranks exchange."""
 
 MOMENT_CHUNK = 1 << 16
 """Elements per chunk of a low-bit optimizer update on a CPU, so that intermediates stay in cache.
@@ -49,13 +51,15 @@ SCALE_BYTES = 4
 BIAS_BYTES = 4
 """Bytes of a number in a router's bias, for every `train.precision`."""
 
-LOAD_COUNT_BYTES = 8
-"""Bytes of the count of tokens that an expert received since the last expert placement."""
-
 
 def group_of(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
     """Return the group of `groups` that contains `rank`."""
     return next(tuple(group) for group in groups if rank in group)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
 
 
 def row_batches(rows: int, row_bytes: int, max_bytes: int = BUCKET_BYTES) -> Iterator[range]:
@@ -69,65 +73,58 @@ def row_batches(rows: int, row_bytes: int, max_bytes: int = BUCKET_BYTES) -> Ite
 class Sizes:
     """Dimensions of a model, and of one rank's share of a micro-batch."""
 
-    model: ModelConfig
-    batch: int
-    """Samples of this rank in the micro-batch."""
-    sequence: int
-    """Tokens per sample."""
-    precision: FloatType
-    """Precision of training, `train.precision`."""
-    tp: int = 1
-    """Tensor-parallel (TP) ranks, which hold the same samples and split every dense matrix."""
-    etp: int = 1
-    """Expert TP ranks: the ranks of a TP group that split every expert's matrices."""
+    job: Job
+    plan: Plan
+    rank: int
     on_cpu: bool = True
     """True if the rank computes on a CPU, whose kernels work in chunks that fit the cache."""
-    finetune: FinetuneConfig | None = None
-    """Settings that freeze parameters and add adapters; None if everything is trained."""
-    embedding_shards: int = 1
-    """Ranks that split the embedding by columns."""
-    stage_ranks: tuple[int, ...] = ()
-    """Ranks with the same pipeline rank; without a pipeline, all."""
-    lookup_tokens_by_rank: tuple[int, ...] = ()
-    """Tokens of each of `stage_ranks`, if the embedding has column shards."""
-    tp_ranks: tuple[int, ...] = ()
-    """Ranks of the TP group."""
-    etp_ranks: tuple[int, ...] = ()
-    """Ranks of the expert TP group, which split the same experts."""
 
-    @classmethod
-    def of_rank(cls, job: Job, plan: Plan, rank: int, *, on_cpu: bool = True) -> Sizes:
-        """Return the sizes of `rank`."""
-        micro_batch = job.train.batch // job.train.micro_batches
-        samples = len(plan.sample_range(rank, micro_batch))
-        length = job.data.sequence
-        peers = group_of(plan.stage_groups(), rank)
-        lookups = [
-            len(plan.sample_range(peer, micro_batch)) * length
-            for peer in (peers if plan.embedding_shards > 1 else ())
-        ]
-        return cls(
-            job.model, samples, length, job.train.precision, plan.tp, plan.etp, on_cpu,
-            job.finetune, embedding_shards=plan.embedding_shards, stage_ranks=peers,
-            lookup_tokens_by_rank=tuple(lookups),
-            tp_ranks=group_of(plan.tp_groups(), rank), etp_ranks=group_of(plan.etp_groups(), rank),
-        )  # fmt: skip
+    @property
+    def model(self) -> ModelConfig:
+        """Dimensions of the model."""
+        return self.job.model
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks, which hold the same samples and split every dense matrix."""
+        return self.plan.tp
+
+    @cached_property
+    def tp_ranks(self) -> tuple[int, ...]:
+        """Ranks of the TP group."""
+        return group_of(self.plan.tp_groups(), self.rank)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Ranks with the same pipeline rank; without a pipeline, all."""
+        return group_of(self.plan.stage_groups(), self.rank)
+
+    @property
+    def precision(self) -> FloatType:
+        """Precision of training."""
+        return self.job.train.precision
 
     @property
     def trains_weights(self) -> bool:
         """True if the weights themselves have gradients, not just adapters; routers aside."""
-        return self.finetune is None or self.finetune.method == "full"
+        return self.job.finetune is None or self.job.finetune.method == "full"
 
     def adapter_rank(self, target: AdapterTarget) -> int:
         """Return the rank of the adapters of `target`; 0 if it has none."""
-        if self.finetune is None or self.trains_weights:
+        finetune = self.job.finetune
+        if finetune is None or finetune.method == "full":
             return 0
-        return self.finetune.rank * (target in self.finetune.targets)
+        return finetune.rank * (target in finetune.targets)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of this rank's samples, which attention, FFN and head process on every TP rank."""
-        return self.batch * self.sequence
+        return self._tokens_of(self.rank)
+
+    def _tokens_of(self, rank: int) -> int:
+        job = self.job
+        samples = self.plan.sample_range(rank, job.train.batch // job.train.micro_batches)
+        return len(samples) * job.data.sequence
 
     @property
     def shard_tokens(self) -> int:
@@ -147,12 +144,12 @@ class Sizes:
     @property
     def dispatched_tokens(self) -> int:
         """Tokens dispatched to experts from here, those of all ranks in the expert TP group."""
-        return self.shard_tokens * self.etp
+        return self.shard_tokens * self.plan.etp
 
     @property
     def expert_width(self) -> int:
         """Inner width of this rank's shard of an expert."""
-        return self.model.ffn // self.etp
+        return self.model.ffn // self.plan.etp
 
     @property
     def heads(self) -> int:
@@ -170,34 +167,31 @@ class Sizes:
         return self.model.kv_heads // self.tp * self.model.head_dim
 
     @property
-    def lookup_tokens(self) -> int:
-        """Tokens that this rank looks up in its column shard, those of all ranks; 0 without one."""
-        return sum(self.lookup_tokens_by_rank)
+    def lookup_tokens(self) -> list[int]:
+        """Tokens of each rank that this one looks up in its column shard; none without one."""
+        if self.plan.embedding_shards == 1:
+            return []
+        return [self._tokens_of(rank) for rank in self.stage_ranks]
 
     @property
     def lookup_elements(self) -> int:
         """Elements that this rank looks up in its column shard, for the tokens of all ranks."""
-        return self.lookup_tokens * self.model.hidden // self.embedding_shards
+        return sum(self.lookup_tokens) * self.model.hidden // self.plan.embedding_shards
 
     @property
     def gathers_tied_embedding(self) -> bool:
         """True if the head gathers column shards of a tied weight."""
-        return self.embedding_shards > 1 and self.model.tied
+        return self.plan.embedding_shards > 1 and self.model.tied
 
     @property
     def table_elements(self) -> int:
         """Elements of the embedding on this rank: its vocabulary shard, or its column shard."""
-        return self.vocab * self.model.hidden // self.embedding_shards
+        return self.vocab * self.model.hidden // self.plan.embedding_shards
 
     @property
     def vocab(self) -> int:
         """Vocabulary rows on this TP rank."""
         return self.model.vocab // self.tp
-
-    @property
-    def shared_width(self) -> int:
-        """Inner width of the shared experts on this TP rank."""
-        return self.model.shared_experts * self.model.ffn // self.tp
 
     @property
     def stored_bytes(self) -> int:

@@ -29,8 +29,6 @@ class BlockSpec:
     """Index of its decoder layer."""
     inner_width: int = 0
     """Inner width over all ranks of the dense FFN, or of the shared experts together."""
-    column_shards: int = 1
-    """Ranks that split its embedding table by columns."""
     experts: tuple[int, ...] = ()
     """Experts on the rank, in slot order."""
     parameters: tuple[Parameter, ...] = ()
@@ -69,7 +67,10 @@ def block_specs(
     for parameter in (*parameters(model, experts), *adapters(model, finetune, experts)):
         parameter = parameter.tp_shard(plan.tp if parameter.expert is None else plan.etp)
         if parameter.kind == "embedding":
-            parameter = parameter.column_shard(plan.embedding_shards)
+            if plan.embedding_shards > 1:
+                rows, width = parameter.shape
+                shape = rows, width // plan.embedding_shards
+                parameter = replace(parameter, shape=shape, is_column_shard=True)
             if model.tied and "embed" not in names:  # The last pipeline rank has it too.
                 by_block["head"] = [replace(parameter, kind="head")]
         by_block.setdefault(block_of(parameter, model), []).append(parameter)
@@ -83,18 +84,13 @@ def block_specs(
 def _specs(model: ModelConfig, plan: Plan, rank: int, name: str) -> Iterator[BlockSpec]:
     """Yield the blocks of the model's block `name`, without parameters."""
     if name in ("embed", "head"):
-        has_table = name == "embed" or model.tied
-        yield BlockSpec(
-            name, "embed" if name == "embed" else "head",
-            column_shards=plan.embedding_shards if has_table else 1,
-        )  # fmt: skip
+        yield BlockSpec(name, "embed" if name == "embed" else "head")
         return
     layer = int(name.removeprefix("layers."))
     yield BlockSpec(f"{name}.attention", "attention", layer)
     if layer in model.expert_layers:
         shared = model.shared_experts * model.ffn
-        local_experts = plan.experts_of(rank, layer)
-        yield BlockSpec(f"{name}.moe", "moe", layer, shared, experts=local_experts)
+        yield BlockSpec(f"{name}.moe", "moe", layer, shared, plan.experts_of(rank, layer))
     else:
         yield BlockSpec(f"{name}.ffn", "ffn", layer, model.ffn_width(layer))
 

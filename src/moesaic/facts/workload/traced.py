@@ -28,7 +28,6 @@ from moesaic.facts.workload.spec import BlockSpec
 VERSION = 4
 """Version of the file format; other versions are refused."""
 
-
 MAX_SIZE = 1 << 63
 """Exclusive upper limit of all sizes."""
 

@@ -90,7 +90,7 @@ def checkpoint_cost(
     The first rank of each pipeline rank stands for the others.
     """
     bytes_of_rank = [
-        RankParams.of_rank(job, plan, pp_rank * plan.ranks_per_stage).checkpoint_bytes()
+        RankParams(job, plan, pp_rank * plan.ranks_per_stage).checkpoint_bytes()
         for pp_rank in range(plan.pp)
     ]
     by_host: Counter[str] = Counter()

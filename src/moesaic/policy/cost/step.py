@@ -97,9 +97,7 @@ class JobCosts(ClusterCosts):
                 micro_batches,
                 reduces_after_backward=self.reduces_after_backward,
             )
-        sizes = [
-            Sizes.of_rank(self.job, self.plan, rank) for rank in range(self.plan.ranks_per_stage)
-        ]
+        sizes = [Sizes(self.job, self.plan, rank) for rank in range(self.plan.ranks_per_stage)]
         stream_bytes = [one.stream_elements * one.stored_bytes for one in sizes] * self.plan.pp
         traffic = PipelineTraffic(
             stage_blocks(self.plan, self.job.model), micro_batches, stream_bytes

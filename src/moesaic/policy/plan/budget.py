@@ -44,7 +44,7 @@ class Budget(NamedTuple):
 
 def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFacts:
     """Return the sizes of `rank` for a job with a `[memory]` table."""
-    experts = RankParams.of_rank(job, plan, rank).experts
+    experts = RankParams(job, plan, rank).experts
     per_layer = plan.experts // plan.ep
     num_experts = per_layer * len(job.model.expert_layers)
     width = sum(p.size for p in experts) // num_experts
