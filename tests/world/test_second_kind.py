@@ -412,7 +412,7 @@ def test_parts_on_some_ranks_equal_one_rank(
         assert {shard.file for shard in record.shards} <= {
             f"rank-{rank}.safetensors" for rank in holders
         }
-    write_report([out], tmp_path / "report.html")
+    write_report(out, tmp_path / "report.html")
     assert "Samples per second" in (tmp_path / "report.html").read_text()
 
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -258,7 +257,7 @@ def faulty_job(
         ("preadv", errno.EIO, "checkpoint 4", "cannot be read (Input/output error)"),
         (flip_bit, 0, "forward 2", "differs from what was written, so the disk may be failing"),
         (flip_bit, 0, "checkpoint 4", "differs from what was written"),
-        (cut, 0, "optimizer 2", " bytes: resume from"),
+        (cut, 0, "optimizer 2", "resume from"),  # A later write may fill the hole with zeros.
     ],
 )
 def test_a_fault_of_the_drive_ends_the_run_and_keeps_the_checkpoint(
@@ -323,42 +322,23 @@ def test_the_command_line_names_the_file_and_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("place", "error"),
     [
-        "moesaic.train.assemble.allocate_model",
-        "moesaic.train.trainer.RunRecord",
-        "moesaic.train.optim.AdamW.update",
+        ("moesaic.train.assemble.allocate_model", MemoryError),
+        ("moesaic.train.trainer.RunRecord", MemoryError),
+        ("moesaic.train.optim.AdamW.update", MemoryError),
+        ("moesaic.train.optim.AdamW.update", KeyboardInterrupt),
     ],
 )
-def test_an_error_leaves_nothing_on_the_drive(text: Path, tmp_path: Path, place: str) -> None:
+def test_an_error_leaves_nothing_on_the_drive(
+    text: Path, tmp_path: Path, place: str, error: type[BaseException]
+) -> None:
     given, ssd = tiered(tmp_path / "ssd", CLIPPED), tmp_path / "ssd"
     out = str(tmp_path / "out")
-    with mock.patch(place, side_effect=MemoryError("a fault")), pytest.raises(MemoryError):
+    with mock.patch(place, side_effect=error), pytest.raises(error):
         run_job(World.solo(), str(text), out, LAYOUTS[1], None, given)
     assert ssd.exists()
     assert not list(ssd.iterdir())
-
-
-def interrupted_job(world: World, *arguments: Any) -> None:
-    def interrupt(file: BlockFile, block: int, writes: bool) -> None:
-        del file, block, writes
-        if next(calls) == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    calls = count()  # Threads take numbers one by one.
-    with transfers_in("backward 2", interrupt):
-        run_job(world, *arguments)
-
-
-def test_an_interrupt_leaves_nothing_on_the_drive(
-    ranks: RankPool, text: Path, tmp_path: Path
-) -> None:
-    ssd, out = tmp_path / "ssd", tmp_path / "out"
-    given = tiered(ssd, CLIPPED)
-    with pytest.raises(RankFailed, match="KeyboardInterrupt"):
-        ranks.run(1, interrupted_job, str(text), str(out), LAYOUTS[1], None, given)
-    assert not list(ssd.iterdir())
-    Checkpoint.open(Path(middle(out))).verify()
 
 
 @pytest.mark.parametrize(
@@ -458,7 +438,7 @@ def test_the_smallest_budget_is_named_and_works(tmp_path: Path) -> None:
 
 
 def test_a_budget_larger_than_the_machine_is_refused(tmp_path: Path) -> None:
-    message = r'^memory.host = "900TB" for each of 1 ranks is more than the .*: set it to "\d+MiB"'
+    message = r'^memory.host = "900TB" is more than the .*: set it to "\d+MiB"'
     with pytest.raises(ConfigError, match=message):
         start_run(drive_job(tmp_path, "900TB"))
 

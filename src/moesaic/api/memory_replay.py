@@ -20,12 +20,17 @@ from numpy.typing import NDArray
 from moesaic.api.loads import latest_loads
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.base.units import format_bytes
 from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, lookahead, wave_size
-from moesaic.facts.job import Job, MemoryConfig
+from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.policy.cost.memory import budget_bytes
-from moesaic.policy.plan.budget import budget_facts, divide_budget, expert_blocks, smallest_budget
+from moesaic.policy.plan.budget import (
+    budget_bytes,
+    budget_facts,
+    check_budget,
+    divide_budget,
+    expert_blocks,
+    smallest_budget,
+)
 from moesaic.policy.residency import ResidencyFacts, make_residency
 from moesaic.store.cache import BlockCache, CacheStats
 
@@ -50,15 +55,12 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
     raw["train"] = {**raw["train"], "micro_batch_order": "auto"}
     job = parse(Job, raw, f"--memory {memory} with {run / 'job.json'}")
     plan = parse(Plan, stats.plan, str(run / "plan.json"))
-    host_bytes = parse(MemoryConfig, raw["memory"], "--memory").host_bytes
+    assert job.memory is not None
+    host_bytes = job.memory.host_bytes
     if host_bytes is None:
         raise ConfigError('--memory auto: give a size, such as "2GB"')
     facts = budget_facts(job, plan, plan.ranks - 1, host_bytes)
-    if host_bytes < smallest_budget(facts):
-        raise ConfigError(
-            f"--memory {memory} is too small for this job: give "
-            f"{format_bytes(smallest_budget(facts))} or more"
-        )
+    check_budget(job.memory, facts)
     budget = divide_budget(facts)
     steps = list(_read_slots(run, plan))
     if not steps:
@@ -90,21 +92,16 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
     """
     if job.memory is None:
         return None
-    host_bytes = budget_bytes(job, free_bytes)
+    host_bytes = budget_bytes(job.memory, free_bytes)
     facts = budget_facts(job, plan, plan.ranks - 1, host_bytes)
-    smallest = smallest_budget(facts)
-    if host_bytes < smallest:
-        raise ConfigError(
-            f'memory.host = "{job.memory.host}" is too small for this job, which needs '
-            f'{format_bytes(smallest)}: set memory.host = "{-(-smallest >> 20)}MiB" or more'
-        )
+    check_budget(job.memory, facts)
     budget = divide_budget(facts)
     blocks = expert_blocks(job, plan, facts, budget)
     everything = {layer: list(range(number)) for layer, number in blocks.experts.items()}
     steps = [(number, everything) for number in range(_FORECAST_STEPS)]
     step = _Replay(job, blocks, budget.num_blocks).run(steps)[-1]
     return {
-        "host_bytes": host_bytes, "smallest_budget_bytes": smallest,
+        "host_bytes": host_bytes, "smallest_budget_bytes": smallest_budget(facts),
         "other_bytes": facts.other_bytes[budget.group_size],
         "experts_bytes": budget.num_blocks * facts.block_bytes,
         "expert_state_bytes": len(STATE) * facts.num_experts * facts.block_bytes,
@@ -184,11 +181,12 @@ class _Replay:
         blocks = self._blocks
         num_groups = self._job.train.micro_batches // blocks.num_micro_batches
         for group in range(num_groups):
+            is_last = group == num_groups - 1
             for layer in [-1, *blocks.experts, 1 << 30]:  # Embedding, layers, head.
-                self._forward_block(layer, slots)
+                self._forward_block(layer, slots, is_last)
             for layer in [1 << 30, *reversed(list(blocks.experts)), -1]:
-                self._backward_block(layer, slots)
-                if group == num_groups - 1 and layer in slots:
+                self._backward_block(layer, slots, is_last)
+                if is_last and layer in slots:
                     self._end_layer(layer, slots[layer], number)
         if not blocks.updates_early:
             self._update_late(slots, number)
@@ -199,19 +197,19 @@ class _Replay:
         self._residency.end_step(ResidencyFacts("", self._num_places, stats.accesses, stats.reads))
         return stats
 
-    def _forward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+    def _forward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
         behind = {
             one: [slot for slot in used if self._is_behind(one, slot)]
             for one, used in self._used.items()
         }
-        self._expect(self._blocks.forward_order(layer, self._used, behind))
+        self._expect(self._blocks.forward_order(layer, self._used, behind, is_last))
         for _ in range(self._blocks.num_micro_batches):
             self._forward(layer, slots.get(layer, ()))
 
-    def _backward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+    def _backward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
         if layer in slots:
             self._used[layer] = slots[layer]
-        self._expect(self._blocks.backward_order(layer, self._used))
+        self._expect(self._blocks.backward_order(layer, self._used, is_last))
         for _ in range(self._blocks.num_micro_batches):
             self._backward(layer, slots.get(layer, ()))
 

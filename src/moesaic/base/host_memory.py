@@ -33,7 +33,8 @@ def _free_in_control_groups() -> Iterator[int]:
         limit, used = (
             ("memory.limit_in_bytes", "total_rss") if controllers else ("memory.max", "anon")
         )
-        for group in {root / path.strip("/"), root}:
+        group = root / path.strip("/")
+        for one in [group, *(parent for parent in group.parents if parent.is_relative_to(root))]:
             with suppress(OSError, ValueError, KeyError):  # Not set, or hidden in a container.
-                stat = dict(one.split() for one in (group / "memory.stat").read_text().splitlines())
-                yield max(int((group / limit).read_text()) - int(stat[used]), 0)
+                stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
+                yield max(int((one / limit).read_text()) - int(stat[used]), 0)

@@ -44,14 +44,17 @@ def format_clock(seconds: float) -> str:
 
 
 _UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
 }  # fmt: skip
 
 
 def parse_bytes(text: str) -> int:
     """Return the bytes of a size such as "2GB" or "1.5 GiB"; raise ValueError for other text."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f'"{text}" is not a size: write one such as "2GB" or "1500MiB"')
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if not num_bytes:
+        raise ValueError(f'"{text}" is nothing: give a size above zero')
+    return num_bytes

@@ -99,12 +99,13 @@ def describe_tiers(tiers: Mapping[str, Any], step_s: float | None = None) -> dic
             f"; {format_bytes(per_day * read)} and {format_bytes(per_day * written)} per day"
         )
     return {
-        "expert state": f"{format_bytes(tiers['expert_state_bytes'])} per rank, of which "
-        f"{format_bytes(tiers['experts_bytes'])} fit in memory, with gradients",
+        "memory budget": f"{format_bytes(tiers['host_bytes'])}; the smallest that works is "
+        f"{format_bytes(tiers['smallest_budget_bytes'])} (memory.host)",
+        "expert state": f"{format_bytes(tiers['expert_state_bytes'])} per rank; in memory "
+        f"{format_bytes(tiers['experts_bytes'])} of it and of gradients",
         "drive": f"{format_bytes(tiers['drive_bytes'])} per rank; {per_step}, if all experts have "
         "tokens",
-        "smallest budget": f"{format_bytes(tiers['smallest_budget_bytes'])} (memory.host)",
-        "together": f"{tiers['micro_batches_together']} micro-batches pass through a layer at once",
+        "micro-batches": f"{tiers['micro_batches_together']} at a time pass through a layer",
     }
 
 

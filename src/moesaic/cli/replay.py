@@ -33,10 +33,10 @@ Memory = Annotated[
     ),
 ]  # fmt: skip
 Residency = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--residency", metavar="POLICY",
-        help="For --memory: next-use, lru, lfu or se-moe.",
+        "--residency", metavar="POLICY", show_default=False,
+        help="For --memory: next-use (the default), lru, lfu or se-moe.",
     ),
 ]  # fmt: skip
 
@@ -45,7 +45,7 @@ def replay(
     run: Run = None,
     sets: Sets = None,
     memory: Memory = None,
-    residency: Residency = "next-use",
+    residency: Residency = None,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
@@ -62,8 +62,10 @@ def replay(
     if memory is not None:
         if sets:
             raise ConfigError(f"--set {sets[0]} is for balance policies: remove it, or --memory")
-        _print_memory(replay_memory(directory, memory, residency), as_json)
+        _print_memory(replay_memory(directory, memory, residency or "next-use"), as_json)
         return 0
+    if residency is not None:
+        raise ConfigError(f"--residency {residency} needs --memory: add it, such as --memory 2GB")
     config = flags.parse_settings(ReplayConfig, sets)
     for warning in config.ineffective_settings():
         screen.print_warning(warning)

@@ -74,24 +74,29 @@ class ExpertBlocks:
         return self.first_blocks[layer] + kind * self.experts[layer] + slot
 
     def forward_order(
-        self, start: int, used: Used, behind: Mapping[int, Iterable[int]]
+        self, start: int, used: Used, behind: Mapping[int, Iterable[int]], is_last_group: bool
     ) -> Iterator[int]:
-        """Yield the accesses from the forward passes of layer `start` on, to the next step's.
+        """Yield the accesses from the forward passes of layer `start` on, to the next forward.
 
-        `behind` has the slots by layer that have skipped updates, which need their whole state.
+        Args:
+            start: first layer.
+            used: slots with tokens, by layer.
+            behind: slots by layer that have skipped updates, which need their whole state.
+            is_last_group: an update follows the passes of this group of micro-batches.
         """
         for layer in self.experts:
             if layer >= start:
                 yield from self._forward(layer, used[layer], frozenset(behind[layer]))
-        yield from self.backward_order(max(self.experts), used)
+        yield from self.backward_order(max(self.experts), used, is_last_group)
 
-    def backward_order(self, start: int, used: Used) -> Iterator[int]:
-        """Yield the accesses from the backward passes of layer `start` on, to the next step's
-        forward."""
+    def backward_order(self, start: int, used: Used, is_last_group: bool) -> Iterator[int]:
+        """Yield the accesses from the backward passes of layer `start` on, to the next forward."""
         for layer in reversed(list(self.experts)):
             if layer <= start:
                 yield from self._backward(layer, used[layer])
-        if not self.updates_early:
+                if is_last_group:
+                    yield from self._end_layer(layer, used[layer])
+        if is_last_group and not self.updates_early:
             yield from self.update_order(used)
         for layer in self.experts:
             yield from self._forward(layer, used[layer], frozenset())
@@ -116,6 +121,8 @@ class ExpertBlocks:
             for slot in slots:
                 yield self.block(layer, slot, BlockKind.PARAMETERS)
                 yield self.block(layer, slot, BlockKind.GRADIENT)
+
+    def _end_layer(self, layer: int, slots: Sequence[int]) -> Iterator[int]:
         if self.updates_early:
             yield from self.update_order({layer: slots})
         else:  # For the norm.

@@ -62,6 +62,10 @@ class Residency(ABC):
         self._num_expected += block in coming
         return block
 
+    def begin_step(self) -> None:
+        """Forget the evictions since the last step: those of checkpoints and validation."""
+        self._evicted, self._num_expected = [], 0
+
     @abstractmethod
     def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
         """Return the block of `candidates` to evict."""

@@ -46,6 +46,8 @@ class CacheStats(NamedTuple):
 
     accesses: int
     """Blocks of all holds, in memory or not."""
+    misses: int
+    """Blocks that a hold had to request from the file: neither in memory nor read ahead."""
     reads: int
     read_bytes: int
     writes: int
@@ -103,7 +105,7 @@ class BlockCache:
         self._consumed = 0
         """Index behind the last expected access that has happened."""
         self._closed = False
-        self._accesses = self._reads = self._writes = 0
+        self._accesses = self._misses = self._reads = self._writes = 0
         self._stall_s = 0.0
 
     def __enter__(self) -> Self:
@@ -191,10 +193,10 @@ class BlockCache:
         """Return counts and seconds since the last call."""
         read_s, write_s = self._threads.take_busy_s()
         stats = CacheStats(
-            self._accesses, self._reads, self._reads * self._stride_bytes,
+            self._accesses, self._misses, self._reads, self._reads * self._stride_bytes,
             self._writes, self._writes * self._stride_bytes, self._stall_s, read_s, write_s,
         )  # fmt: skip
-        self._accesses = self._reads = self._writes = 0
+        self._accesses = self._misses = self._reads = self._writes = 0
         self._stall_s = 0.0
         return stats
 
@@ -223,6 +225,7 @@ class BlockCache:
             candidates = [] if self._free else [b for b in self._slots if b not in self._pins]
             self._take_slot(block, candidates, urgent=True)
             if self._has_copy(block):
+                self._misses += 1
                 self._read(block, urgent=True)
             else:
                 self._unfilled.add(block)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 class BlockObserver(Protocol):
     """Receiver of the walk's position, which prepares the state of coming blocks."""
 
+    def begin_group(self, *, is_last: bool) -> None:
+        """Begin the passes of a group of micro-batches, the `is_last` or not of a step."""
+
     def begin_forward(self, block: str) -> None:
         """Begin the forward passes of a block over a group of micro-batches."""
 
@@ -88,6 +91,8 @@ class BlockWalk:
         for start in range(0, len(batches), self._group_size):
             group = batches[start : start + self._group_size]
             is_last = start + len(group) == len(batches)
+            if self._observer is not None:
+                self._observer.begin_group(is_last=is_last)
             with phases("forward"):
                 inputs = [objective.training_inputs(batch, context) for batch in group]
                 passes = self._forward(model, group, inputs)

@@ -135,6 +135,8 @@ class AdamW:
         """Moments by the first parameter's name of each `FlatParams`."""
         self._updates: list[tuple[int, float]] = []
         """Number and learning rate of each update of this process."""
+        self._coming: tuple[int, float] | None = None
+        """The update that has begun, until the first expert takes it."""
 
     def init_moments(self, flat_params: FlatParams, rank: int) -> None:
         """Create zero moments for the parameters as `rank` stores them."""
@@ -197,6 +199,10 @@ class AdamW:
         for row, grad, *row_moments in zip(*columns, strict=True):
             yield row, grad, tuple(row_moments)
 
+    def begin_update(self, step: int, lr: float) -> None:
+        """Begin update `step`, from 1, which experts without gradients skip at first."""
+        self._coming = step, lr
+
     def update_places(
         self, places: Places, step: int, *, lr: float, clip: float, keep_norms: bool = False
     ) -> None:
@@ -211,8 +217,9 @@ class AdamW:
             clip: factor on the gradients.
             keep_norms: keep the norms of the gradients for the step's figures.
         """
-        if not self._updates or self._updates[-1][0] != step:
-            self._updates.append((step, lr))
+        if self._coming is not None:
+            self._updates.append(self._coming)
+            self._coming = None
         places.num_updates = len(self._updates)
         for slot in sorted(places.touched):
             with places.hold_blocks(slot, BlockKind) as (values, *moments, grad):

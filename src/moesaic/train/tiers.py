@@ -19,9 +19,8 @@ import torch
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.base.host_memory import AUTO_FRACTION, free_memory_bytes
+from moesaic.base.host_memory import free_memory_bytes
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
-from moesaic.base.units import format_bytes
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
@@ -31,10 +30,11 @@ from moesaic.nn.experts.places import Places
 from moesaic.policy.plan.budget import (
     Budget,
     BudgetFacts,
+    budget_bytes,
     budget_facts,
+    check_budget,
     divide_budget,
     expert_blocks,
-    smallest_budget,
 )
 from moesaic.policy.residency import (
     Residency,
@@ -65,11 +65,6 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
     table. Every rank of the world must call this."""
     if job.memory is None:
         return None
-    if plan.ep * plan.etp != plan.ranks:
-        raise ConfigError(
-            f"layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert must have one "
-            f"owner, set layout.ep = {plan.ranks // plan.etp}"
-        )
     if world.device.type != "cpu":
         raise ConfigError(
             f'[memory] with train.device = "{world.device.type}": expert state on a drive is for '
@@ -77,13 +72,7 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
         )
     # All ranks must divide alike, and the last one has the most samples.
     facts = budget_facts(job, plan, plan.ranks - 1, _host_bytes(job.memory, world))
-    smallest = smallest_budget(facts)
-    if facts.host_bytes < smallest:
-        raise ConfigError(
-            f'memory.host = "{job.memory.host}" is too small for this job, which needs '
-            f'{format_bytes(smallest)}: set memory.host = "{-(-smallest >> 20)}MiB" or more; '
-            "train.recompute and more train.micro_batches need less"
-        )
+    check_budget(job.memory, facts)
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
     directory = Path(job.memory.ssd).expanduser()
@@ -107,14 +96,9 @@ def _host_bytes(config: MemoryConfig, world: World) -> int:
     hosts = [place.host for place in gather_places(world)]
     num_ranks = hosts.count(hosts[world.rank])
     free = free_memory_bytes() // num_ranks
-    wanted = int(free * AUTO_FRACTION) if config.host_bytes is None else config.host_bytes
-    if wanted > free:
-        raise ConfigError(
-            f'memory.host = "{config.host}" for each of {num_ranks} ranks is more than the '
-            f'{format_bytes(free)} that each can have: set it to "{free >> 20}MiB" or less'
-        )
-    smallest = torch.tensor([wanted])
-    return int(all_gather(smallest, world.group).min())
+    # All ranks must raise, or none.
+    free = int(all_gather(torch.tensor([free]), world.group).min())
+    return budget_bytes(config, free)
 
 
 ResidencyLog = Decision[ResidencyFacts, ResidencyDecision]
@@ -132,7 +116,7 @@ class TierStats(NamedTuple):
         traffic = self.traffic
         return {
             "memory_accesses": traffic.accesses, "memory_reads": traffic.reads,
-            "memory_hit_rate": 1 - traffic.reads / max(traffic.accesses, 1),
+            "memory_hit_rate": 1 - traffic.misses / max(traffic.accesses, 1),
             "memory_stall_s": traffic.stall_s,
             "memory_read_bytes": traffic.read_bytes, "memory_written_bytes": traffic.written_bytes,
             "memory_read_s": traffic.read_s, "memory_write_s": traffic.write_s,
@@ -175,6 +159,7 @@ class ExpertTiers:
         self._residency: Residency = make_residency(residency)
         self._residency_name = residency
         self._update: tuple[AdamW, int, float] | None = None
+        self._is_last_group = True
         self.decisions = list[Decision[BudgetFacts, Budget]]()
         """Division of the budget, if it was decided from a job."""
         with ExitStack() as stack:
@@ -201,9 +186,16 @@ class ExpertTiers:
 
     def begin_step(self, optimizer: AdamW, number: int, lr: float) -> None:
         """Begin a step, which takes update `number` with learning rate `lr`."""
+        optimizer.begin_update(number, lr)
         self._update = optimizer, number, lr
         self._num_steps += 1
-        self.cache.take_stats()  # Drop the traffic of checkpoints and validation.
+        # Drop the traffic of checkpoints and validation.
+        self.cache.take_stats()
+        self._residency.begin_step()
+
+    def begin_group(self, *, is_last: bool) -> None:
+        """Begin the passes of a group of micro-batches, the `is_last` or not of a step."""
+        self._is_last_group = is_last
 
     def begin_forward(self, block: str) -> None:
         """Read ahead for the forward passes of a block and what follows."""
@@ -211,24 +203,28 @@ class ExpertTiers:
             layer: [slot for slot in self._used[layer] if places.is_behind(slot)]
             for layer, places in self.places.items()
         }
-        self._expect(self._blocks.forward_order(_layer(block), self._used, behind))
+        self._expect(
+            self._blocks.forward_order(_layer(block), self._used, behind, self._is_last_group)
+        )
 
     def begin_backward(self, block: str) -> None:
         """Read ahead for the backward passes of a block and what follows."""
         places = self.places.get(_layer(block))
         if places is not None:
-            self._used[_layer(block)] = sorted(+places.leased)
-        self._expect(self._blocks.backward_order(_layer(block), self._used))
+            # Earlier groups of micro-batches have touched others.
+            self._used[_layer(block)] = sorted({*(+places.leased), *places.touched})
+        self._expect(self._blocks.backward_order(_layer(block), self._used, self._is_last_group))
 
     def end_backward(self, block: str, *, is_last: bool) -> None:
         """Update the experts of a block whose gradients are complete, or compute their norms."""
         places = self.places.get(_layer(block))
         if places is None or not is_last:
             return
+        if self._update is None:  # Only gradients are wanted.
+            return
         if not self._blocks.updates_early:
             places.keep_norms()
             return
-        assert self._update is not None
         optimizer, number, lr = self._update
         optimizer.update_places(places, number, lr=lr, clip=1.0, keep_norms=True)
 
@@ -241,9 +237,10 @@ class ExpertTiers:
         """Write changed blocks if it is due, and return the traffic of the step."""
         if self._period and self._num_steps % self._period == 0:
             self.cache.flush()
+        self._update = None
         traffic, log = self.cache.take_stats(), list[ResidencyLog]()
         facts = ResidencyFacts(
-            self._residency_name, self.cache.num_slots, traffic.accesses, traffic.reads
+            self._residency_name, self.cache.num_slots, traffic.accesses, traffic.misses
         )
         decide(self._residency.end_step, facts, log)
         return TierStats(traffic, log[0])
@@ -255,6 +252,8 @@ class ExpertTiers:
 
     def close(self) -> None:
         """Free the memory and remove the scratch file."""
+        for places in self.places.values():
+            places.close()
         self._resources.close()
 
     def _expect(self, blocks: Iterable[int]) -> None:

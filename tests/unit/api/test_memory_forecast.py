@@ -64,7 +64,7 @@ def test_plans_say_bytes_per_day(capsys: pytest.CaptureFixture[str]) -> None:
     cluster.save("cluster.toml")
     assert main(["plan", str(EXAMPLE), "--cluster", "cluster.toml", "--nproc", "1"]) == 0
     out = capsys.readouterr().out
-    for words in ("expert state", "per day", "smallest budget"):
+    for words in ("expert state", "per day", "the smallest that works"):
         assert words in out
 
 

@@ -18,10 +18,14 @@ PROGRAMS = re.findall(
 def run(path: Path, ranks: str) -> str:
     """Run a program as users do, and return what it prints."""
     start = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *(start if ranks != "1" else []), path.name], cwd=path.parent,
-        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, *(start if ranks != "1" else []), path.name], cwd=path.parent,
+            capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        # gloo sometimes aborts when a process ends, without moesaic too; the page says so.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -33,10 +37,14 @@ def test_the_programs_run(tmp_path: Path) -> None:
         path = tmp_path / f"program{number}.py"
         path.write_text(program)
         outputs += [run(path, ranks) for ranks in (sizes or "1").split(",")]
-    alone, together, fsdp, upcycling, training, planning, loads, generating, mistakes = outputs
+    alone, together, saved, resumed, fsdp, upcycling, *others = outputs
+    training, planning, loads, generating, mistakes = others
     for text in (alone, together):
         first, *_, last = (float(value) for value in re.findall(r"loss (\S+)", text))
         assert last < first
+    numbers = [text.rpartition(" ")[2] for text in (saved, resumed)]
+    assert numbers[0] == numbers[1]
+    assert (saved.split(",")[0], resumed.split(",")[0]) == ("saved", "resumed")
     assert fsdp.count("gradient norm") == 2
     assert float(re.findall(r"largest change of a logit: (\S+)", upcycling)[0]) < 1e-5
     steps = training.count("loss ")

@@ -143,6 +143,10 @@ class Places:
             (place,) = places.values()
             return block_norms([self.memory[place]])
 
+    def close(self) -> None:
+        """Let go of the cache's memory and of the optimizer."""
+        self.memory, self.apply_skipped = self.memory.new_empty(0, self.memory.shape[1]), None
+
     def is_behind(self, slot: int) -> bool:
         """Return whether an expert has skipped updates."""
         return self.num_applied[slot] < self.num_updates

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from moesaic.base.host_memory import AUTO_FRACTION, free_memory_bytes
+from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.cluster import Cluster, Device, Place
 from moesaic.facts.expert_blocks import MIN_BLOCKS
 from moesaic.facts.job import Job
@@ -15,7 +15,7 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.policy.cost.step import JobCosts, equal_ranks
-from moesaic.policy.plan.budget import budget_facts, divide_budget
+from moesaic.policy.plan.budget import budget_bytes, budget_facts, divide_budget
 
 
 class RankMemory(NamedTuple):
@@ -57,15 +57,10 @@ def highest_memory(job: Job, plan: Plan) -> Memory:
     return max(found, key=lambda one: one.peak_bytes)
 
 
-def budget_bytes(job: Job, free_bytes: int) -> int:
-    """Return the memory budget of a rank that has `free_bytes`."""
-    assert job.memory is not None
-    return job.memory.host_bytes or int(AUTO_FRACTION * free_bytes)
-
-
 def _with_budget(job: Job, plan: Plan, rank: int, free_bytes: int) -> Memory:
     """Return the memory of `rank` under its budget, with the expert state that fits."""
-    facts = budget_facts(job, plan, rank, budget_bytes(job, free_bytes))
+    assert job.memory is not None
+    facts = budget_facts(job, plan, rank, budget_bytes(job.memory, free_bytes))
     budget = divide_budget(facts)
     needs = memory(job, plan, rank, group_size=budget.group_size)
     num_blocks = max(budget.num_blocks, MIN_BLOCKS)

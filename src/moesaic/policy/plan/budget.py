@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moesaic.base.errors import ConfigError
+from moesaic.base.host_memory import AUTO_FRACTION
+from moesaic.base.units import format_bytes
 from moesaic.facts.expert_blocks import MIN_BLOCKS, BlockKind, ExpertBlocks
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import memory
 from moesaic.facts.workload.rank_params import RankParams
@@ -44,6 +47,11 @@ class Budget(NamedTuple):
 
 def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFacts:
     """Return the sizes of `rank` for a job with a `[memory]` table."""
+    if plan.ep * plan.etp != plan.ranks:
+        raise ConfigError(
+            f"layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert must have one "
+            f"owner, set layout.ep = {plan.ranks // plan.etp}"
+        )
     experts = RankParams(job, plan, rank).experts
     per_layer = plan.experts // plan.ep
     num_experts = per_layer * len(job.model.expert_layers)
@@ -87,3 +95,27 @@ def expert_blocks(job: Job, plan: Plan, facts: BudgetFacts, budget: Budget) -> E
         recomputes=plan.recomputes(job),
         updates_early=not job.train.clip and job.train.precision != "fp16",
     )
+
+
+def budget_bytes(config: MemoryConfig, free_bytes: int) -> int:
+    """Return the budget of a rank that may take `free_bytes`; raise if that is less."""
+    given = config.host_bytes
+    if given is None:
+        return int(AUTO_FRACTION * free_bytes)
+    if given > free_bytes:
+        raise ConfigError(
+            f'memory.host = "{config.host}" is more than the {format_bytes(free_bytes)} that each '
+            f'rank can have: set it to "{free_bytes >> 20}MiB" or less, or use fewer ranks per host'
+        )
+    return given
+
+
+def check_budget(config: MemoryConfig, facts: BudgetFacts) -> None:
+    """Raise if a budget is too small for the job."""
+    smallest = smallest_budget(facts)
+    if facts.host_bytes < smallest:
+        raise ConfigError(
+            f'memory.host = "{config.host}" is too small for this job, which needs '
+            f'{format_bytes(smallest)}: set memory.host = "{-(-smallest >> 20)}MiB" or more; '
+            "train.recompute and more train.micro_batches need less"
+        )

@@ -28,14 +28,13 @@ from moesaic.facts.workload.sizes import BIAS_BYTES
 from moesaic.policy.plan.budget import (
     Budget,
     BudgetFacts,
+    budget_bytes,
     budget_facts,
     divide_budget,
     smallest_budget,
 )
 from moesaic.policy.plan.mapping import max_ranks
 
-_AUTO_FRACTION = 0.8
-"""Part of a rank's memory that `memory.host = "auto"` takes."""
 _GPU, _HOST, _RANK, _DRIVE, _NUMBERS = (
     "GPU memory", "host memory", "memory per rank", "drive", "expert numbers",
 )  # fmt: skip
@@ -206,15 +205,10 @@ def largest_model(
 def _budget_bytes(job: Job, free: float, origin: str) -> float:
     """Return the memory that each rank may use, of `free` bytes."""
     assert job.memory is not None
-    given = job.memory.host_bytes
-    if given is None:
-        return _AUTO_FRACTION * free
-    if given > free:
-        raise ConfigError(
-            f'{origin}: memory.host = "{job.memory.host}" is more than the {format_bytes(free)} '
-            "that each rank can have: lower it, or use fewer ranks per host"
-        )
-    return given
+    try:
+        return budget_bytes(job.memory, int(free))
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
 
 
 def _se_moe(model: ModelConfig, capacity: Capacity, active: float) -> list[Limit]:
