@@ -64,7 +64,7 @@ def test_replay_gives_the_traffic_of_the_run(
 def test_a_budget_that_is_too_small_is_refused(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ranks.run(1, run_job, str(text), str(out), {}, None, tables("early", text))
-    with pytest.raises(ConfigError, match=r'memory\.host = "10KB" is too small for this job'):
+    with pytest.raises(ConfigError, match=r'^--memory 10KB: memory\.host = "10KB" is too small'):
         replay_memory(out, "10KB", "lru")
     with pytest.raises(ConfigError, match=r"--memory.*residency"):
         replay_memory(out, "1GB", "oldest")

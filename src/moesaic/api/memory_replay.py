@@ -60,12 +60,16 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
     if host_bytes is None:
         raise ConfigError('--memory auto: give a size, such as "2GB"')
     facts = budget_facts(job, plan, plan.ranks - 1, host_bytes)
-    check_budget(job.memory, facts)
+    try:
+        check_budget(job.memory, facts)
+    except ConfigError as error:
+        raise ConfigError(f"--memory {memory}: {error}") from None
     budget = divide_budget(facts)
     steps = list(_read_slots(run, plan))
     if not steps:
         raise StoreError(
-            f"'{run}' has no loads under loads/: set log.loads_every to 1 and run anew"
+            f"'{run}' has no loads under loads/, like every run of a dense model: replay a run with "
+            "experts, and log.loads_every not above its steps"
         )
     traffic = _Replay(job, expert_blocks(job, plan, facts, budget), budget.num_blocks).run(steps)
     rows = [
