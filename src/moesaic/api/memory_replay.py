@@ -68,8 +68,8 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
     steps = list(_read_slots(run, plan))
     if not steps:
         raise StoreError(
-            f"'{run}' has no loads under loads/, like every run of a dense model: replay a run with "
-            "experts, and log.loads_every not above its steps"
+            f"'{run}' has no loads under loads/, like every run of a dense model: replay a run "
+            "with experts, and log.loads_every not above its steps"
         )
     traffic = _Replay(job, expert_blocks(job, plan, facts, budget), budget.num_blocks).run(steps)
     rows = [
