@@ -76,7 +76,7 @@ Takes = tuple[list[float], list[float]]
 """Seconds of matmuls and of collectives."""
 MEMORY_STEPS = 6
 """Steps on each rank whose peaks are counted."""
-STEP_BARS = {"median": "<= 0.10", "worst": "<= 0.20"}
+STEP_BARS = {"median": "<= 0.06", "worst": "<= 0.18"}
 
 
 @dataclass(frozen=True)
