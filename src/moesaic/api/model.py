@@ -59,7 +59,7 @@ class Model:
         backend = settings.grouped_mm if origin.model.experts else "auto"
         check_backend(backend, device, key="grouped_mm")
         devices.activate(device)
-        return load_model(origin, device, settings.precision, settings.grouped_mm)
+        return load_model(origin, device, settings.precision, settings.grouped_mm).model
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

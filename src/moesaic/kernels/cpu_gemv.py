@@ -38,6 +38,12 @@ def is_memory_bound(rows: Tensor, matrices: Tensor, max_rows: int) -> bool:
     )
 
 
+def prepare(dtype: torch.dtype, num_elements: int) -> None:
+    """Compile the kernel for matrices of `num_elements`, if one is ever used for them."""
+    if dtype in _MAX_ROWS and num_elements >= _MIN_ELEMENTS:
+        _compile_kernel(dtype)
+
+
 def grouped_gemv(rows: Tensor, matrices: Tensor, counts: Sequence[int], out: Tensor) -> None:
     """Write rows[s] @ matrices[s].T to `out` for every slot s, accumulated in fp32.
 

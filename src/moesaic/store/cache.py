@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moesaic.store.checksum import block_checksum
 from moesaic.store.io_threads import BlockStorage, IOThreads
 
 _SLOTS_PER_READ_AHEAD = 8
@@ -67,7 +68,8 @@ class BlockCache:
     transfer takes: the same calls give the same reads and writes with any storage.
 
     An I/O error of a thread is raised once, by the next call that waits or starts transfers.
-    Blocks may be lost then, so later calls raise too. `close` raises none of them.
+    Blocks may be lost then, so later calls raise too. `close` raises none of them. Storage that is
+    read only loses nothing: once no block is held, the cache starts again, empty.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class BlockCache:
         """Contents of the slots, [slots, stride_bytes]; it starts at a page."""
         self._distance = max(num_slots // _SLOTS_PER_READ_AHEAD, _MIN_READ_AHEAD)
         """Expected accesses ahead of the last one that are read."""
+        self._num_threads = num_threads
         self._threads = IOThreads(file, self.memory, num_threads)
         self._slots: dict[int, int] = {}
         """Slots of the blocks in memory, in the order of loading."""
@@ -126,16 +129,31 @@ class BlockCache:
         """Return True if a slot holds the block, or will once its read ends."""
         return block in self._slots
 
+    def blocks_in_memory(self) -> list[int]:
+        """Return the blocks that have a slot; any thread may call this."""
+        return list(self._slots)
+
     def checksum(self, block: int) -> int:
         """Return a checksum of a held block, to find out later if it has changed."""
-        return self._file.checksum(self.memory[self._slots[block]])
+        return block_checksum(self.memory[self._slots[block]])
 
     @contextmanager
     def hold(self, blocks: Sequence[int]) -> Iterator[dict[int, int]]:
-        """Yield the slot of each block; the blocks stay in memory until the end.
+        """Yield the slot of each block, once all are in memory; they stay until the end. Holds
+        nest."""
+        with self.request(blocks) as slots:
+            left = set(blocks)
+            while left:
+                left.difference_update(self.wait_for_any(left))
+            yield slots
+
+    @contextmanager
+    def request(self, blocks: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Yield the slot of each block as `hold` does, but without waiting: `wait_for_any` says
+        which blocks are there.
 
         All missing blocks are read at once, in the order of the file. A block that is neither in
-        memory nor in the file comes as zeros, without a read. Holds nest."""
+        memory nor in the file comes as zeros, without a read."""
         self._check_usable()
         wanted = list(dict.fromkeys(blocks))
         num_pinned = len(self._pins.keys() | set(wanted))
@@ -153,6 +171,19 @@ class BlockCache:
                 if not self._pins[block]:
                     del self._pins[block]
             self._read_ahead()
+
+    def wait_for_any(self, blocks: Iterable[int]) -> list[int]:
+        """Return those of some requested blocks that are in memory, as soon as there are any.
+
+        No later transfer depends on which they are."""
+        start = time.perf_counter()
+        slots = {self._slots[block]: block for block in blocks}
+        found = [slots[slot] for slot in self._threads.wait_for_any(slots)]
+        self._stall_s += time.perf_counter() - start
+        for block in self._unfilled.intersection(found):
+            self.memory[self._slots[block]] = 0
+            self._unfilled.remove(block)
+        return found
 
     def mark_dirty(self, block: int) -> None:
         """Note that a held block has changed; it is written when it is evicted or flushed."""
@@ -189,13 +220,18 @@ class BlockCache:
             self._write(block, urgent=True)
         self._threads.wait_for_writes()
 
+    @property
+    def stats(self) -> CacheStats:
+        """Counts and seconds since the last `take_stats`; any thread may ask for them."""
+        return CacheStats(
+            self._accesses, self._misses, self._reads, self._reads * self._stride_bytes,
+            self._writes, self._writes * self._stride_bytes, self._stall_s, *self._threads.busy_s,
+        )  # fmt: skip
+
     def take_stats(self) -> CacheStats:
         """Return counts and seconds since the last call."""
-        read_s, write_s = self._threads.take_busy_s()
-        stats = CacheStats(
-            self._accesses, self._misses, self._reads, self._reads * self._stride_bytes,
-            self._writes, self._writes * self._stride_bytes, self._stall_s, read_s, write_s,
-        )  # fmt: skip
+        stats = self.stats
+        self._threads.reset_busy_s()
         self._accesses = self._misses = self._reads = self._writes = 0
         self._stall_s = 0.0
         return stats
@@ -213,10 +249,20 @@ class BlockCache:
     def _check_usable(self) -> None:
         if self._closed:
             raise RuntimeError("the block cache is closed")
+        if self._file.is_read_only and self._threads.has_raised and not self._pins:
+            self._start_again()
         self._threads.raise_error()
 
+    def _start_again(self) -> None:
+        """Forget all blocks after an error, and start new threads."""
+        self._threads.close()
+        self._threads = IOThreads(self._file, self.memory, self._num_threads)
+        self._expected, self._positions, self._coming = (), {}, {}
+        for block in list(self._slots):
+            self._free.append(self._remove(block))
+
     def _load(self, blocks: list[int]) -> None:
-        """Bring blocks into memory, and wait for them."""
+        """Give blocks slots, and start to read those that are missing."""
         for block in blocks:
             self._residency.access(block)
             self._consume(block)
@@ -229,12 +275,6 @@ class BlockCache:
                 self._read(block, urgent=True)
             else:
                 self._unfilled.add(block)
-        start = time.perf_counter()
-        self._threads.wait_for_slots(self._slots[block] for block in blocks)
-        self._stall_s += time.perf_counter() - start
-        for block in self._unfilled.intersection(blocks):
-            self.memory[self._slots[block]] = 0
-            self._unfilled.remove(block)
 
     def _consume(self, block: int) -> None:
         """Drop the next expected access of a block, if there is one."""
@@ -295,6 +335,7 @@ class BlockCache:
     def _remove(self, block: int) -> int:
         """Take a block out of memory and return its slot."""
         self._residency.removed(block)
+        self._unfilled.discard(block)
         self._read_ahead_at = min(self._read_ahead_at, self._coming.get(block, len(self._expected)))
         return self._slots.pop(block)
 

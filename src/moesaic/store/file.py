@@ -6,7 +6,6 @@ The file means nothing after the process ends: checksums are kept in memory only
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -16,18 +15,17 @@ from numpy.typing import NDArray
 
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError, write_error
+from moesaic.store.checksum import block_checksum
 
 _REMEDY = "resume from the newest checkpoint"
-_WORDS_PER_PAGE = 512
-"""64-bit words of 4 KiB, which divide every stride."""
-_PAGES_PER_SUM = 32
-"""Pages that are mixed at once and stay in the CPU's cache."""
 
 
 class BlockFile:
     """Blocks of equal size in a scratch file, with direct I/O and a checksum for each.
 
     Threads may read and write different blocks at once."""
+
+    is_read_only = False
 
     def __init__(self, path: Path, num_blocks: int, block_bytes: int) -> None:
         """Create `path`, which must not exist, and reserve its space."""
@@ -53,8 +51,6 @@ class BlockFile:
             raise
         self._has = np.zeros(num_blocks, np.bool_)
         self._checksums = np.zeros(num_blocks, np.uint64)
-        random = np.random.default_rng(0)
-        self._weights = random.integers(0, 1 << 64, _WORDS_PER_PAGE, np.uint64) | np.uint64(1)
 
     @property
     def is_direct(self) -> bool:
@@ -89,7 +85,7 @@ class BlockFile:
             raise StoreError(f"{place} cannot be read ({error.strerror}): {_REMEDY}") from error
         if count < self.stride_bytes:
             raise StoreError(f"{place} ends after {count} of {self.stride_bytes} bytes: {_REMEDY}")
-        if self.checksum(memory) != self._checksums[block]:
+        if block_checksum(memory) != self._checksums[block]:
             raise StoreError(
                 f"{place} differs from what was written, so the disk may be failing: {_REMEDY}"
             )
@@ -97,7 +93,7 @@ class BlockFile:
     def write(self, block: int, memory: NDArray[np.uint8]) -> None:
         """Write `memory`, [stride_bytes], as the block."""
         offset = self._offset(block, memory)
-        self._checksums[block] = self.checksum(memory)
+        self._checksums[block] = block_checksum(memory)
         try:
             direct_io.write_at(self._file, memory.data, offset)
         except OSError as error:
@@ -117,17 +113,3 @@ class BlockFile:
                 f"block {block} of {self.num_blocks}, {memory.shape} of {self.stride_bytes} bytes"
             )
         return block * self.stride_bytes
-
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        """Return a checksum of `memory`, [stride_bytes].
-
-        Each page becomes the sum of its words times odd weights, modulo 2**64, so that a flipped
-        bit changes it. The highest bits of two words would cancel, so each word is first mixed with
-        its own high bits. BLAKE2 joins the sums. numpy does not hold the GIL."""
-        pages = memory.view(np.uint64).reshape(-1, _WORDS_PER_PAGE)
-        sums = np.empty(len(pages), np.uint64)
-        for start in range(0, len(pages), _PAGES_PER_SUM):
-            some = pages[start : start + _PAGES_PER_SUM]
-            mixed = some ^ (some >> np.uint64(29))
-            mixed.dot(self._weights, out=sums[start : start + _PAGES_PER_SUM])
-        return int.from_bytes(hashlib.blake2b(sums.tobytes(), digest_size=8).digest())

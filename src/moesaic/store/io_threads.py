@@ -17,12 +17,14 @@ from moesaic.base.errors import StoreError
 
 
 class BlockStorage(Protocol):
-    """The interface of a file of blocks; `store.file.BlockFile` is one.
+    """The interface of files of blocks: `store.file.BlockFile`, `store.expert_files.ExpertFiles`.
 
     Threads call `read` and `write` for different blocks at once."""
 
     stride_bytes: int
-    """Bytes of a block in memory and in the file."""
+    """Bytes of a block in memory."""
+    is_read_only: bool
+    """True if blocks never change, so that an error loses none."""
 
     def has(self, block: int) -> bool:
         """Return True if the block can be read; asked once, before its first read or write."""
@@ -34,10 +36,6 @@ class BlockStorage(Protocol):
 
     def write(self, block: int, memory: NDArray[np.uint8]) -> None:
         """Write `memory`, [stride_bytes], as the block."""
-        ...
-
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        """Return a checksum of `memory`, [stride_bytes]."""
         ...
 
     def close(self) -> None:
@@ -97,6 +95,11 @@ class IOThreads:
         """True after an error."""
         return self._error is not None
 
+    @property
+    def has_raised(self) -> bool:
+        """True once the caller knows of the error."""
+        return self._raised
+
     def submit(self, block: int, slot: int, *, writes: bool, urgent: bool) -> None:
         """Write `block` from `slot`, or read it into `slot`, once earlier transfers allow."""
         with self._changed:
@@ -112,13 +115,15 @@ class IOThreads:
             if not after:
                 self._push(transfer)
 
-    def wait_for_slots(self, slots: Iterable[int]) -> None:
-        """Return when no transfer of the slots is left; raise the first error."""
+    def wait_for_any(self, slots: Iterable[int]) -> set[int]:
+        """Return those of `slots` without a transfer, as soon as there are any; raise the first
+        error."""
         wanted = set(slots)
         with self._changed:
             for slot in wanted & self._last_of_slot.keys():
                 self._make_urgent(self._last_of_slot[slot])
-            self._wait(lambda: wanted.isdisjoint(self._last_of_slot))
+            self._wait(lambda: not wanted <= self._last_of_slot.keys())
+            return wanted - self._last_of_slot.keys()
 
     def wait_for_writes(self) -> None:
         """Return when no write is left; raise the first error."""
@@ -134,11 +139,16 @@ class IOThreads:
         self._raised = True
         raise self._error
 
-    def take_busy_s(self) -> tuple[float, float]:
-        """Return the seconds of reads and of writes since the last call."""
+    @property
+    def busy_s(self) -> tuple[float, float]:
+        """Seconds of reads and of writes since `reset_busy_s`, summed over threads."""
         with self._changed:
-            busy, self._busy_s = self._busy_s, {False: 0.0, True: 0.0}
-        return busy[False], busy[True]
+            return self._busy_s[False], self._busy_s[True]
+
+    def reset_busy_s(self) -> None:
+        """Count seconds from zero."""
+        with self._changed:
+            self._busy_s = {False: 0.0, True: 0.0}
 
     def close(self) -> None:
         """Wait for running transfers, drop the others and end the threads."""

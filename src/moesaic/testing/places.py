@@ -10,7 +10,7 @@ from random import Random
 import torch
 
 from moesaic.facts.expert_blocks import BlockKind
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import StatePlaces
 from moesaic.store.cache import BlockCache
 from moesaic.store.file import BlockFile
 
@@ -36,9 +36,9 @@ class RandomResidency:
 @contextmanager
 def make_places(
     path: Path, num_experts: int, width: int, num_places: int, dtype: torch.dtype = torch.float32
-) -> Iterator[Places]:
+) -> Iterator[StatePlaces]:
     """Yield the state of `num_experts` experts of `width` numbers, all zero, in `num_places` places
     and in a new file."""
     file = BlockFile(path, len(BlockKind) * num_experts, width * dtype.itemsize)
     with BlockCache(file, num_places, RandomResidency()) as cache:
-        yield Places(cache, 0, num_experts, width, dtype)
+        yield StatePlaces(cache, 0, num_experts, width, dtype)

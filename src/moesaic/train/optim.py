@@ -23,7 +23,7 @@ from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, TensorShard
 from moesaic.facts.expert_blocks import STATE, BlockKind
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.models.state import LocalParam
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import StatePlaces
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class FlatParams:
         return self.params[0].has_weight_decay
 
     @property
-    def places(self) -> Places | None:
-        """Places of the experts; None if all values are always in memory."""
+    def places(self) -> StatePlaces | None:
+        """StatePlaces of the experts; None if all values are always in memory."""
         return self.params[0].places
 
     def zero_moments(self) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ class AdamW:
         self._coming = step, lr
 
     def update_places(
-        self, places: Places, step: int, *, lr: float, clip: float, keep_norms: bool = False
+        self, places: StatePlaces, step: int, *, lr: float, clip: float, keep_norms: bool = False
     ) -> None:
         """Update the experts of `places` that have a gradient, one by one, and drop the gradients.
 
@@ -229,7 +229,7 @@ class AdamW:
             places.drop_gradient(slot)
             places.num_applied[slot] = places.num_updates
 
-    def _apply_skipped(self, places: Places, slot: int) -> None:
+    def _apply_skipped(self, places: StatePlaces, slot: int) -> None:
         """Apply the updates that an expert has skipped, with a gradient of zero."""
         skipped = self._updates[places.num_applied[slot] : places.num_updates]
         places.num_applied[slot] = places.num_updates

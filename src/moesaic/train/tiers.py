@@ -26,7 +26,7 @@ from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import StatePlaces
 from moesaic.policy.plan.budget import (
     Budget,
     BudgetFacts,
@@ -173,7 +173,7 @@ class ExpertTiers:
             stack.callback(self.cache.close)
             self._resources = stack.pop_all()
         self.places = {
-            layer: Places(self.cache, first, blocks.experts[layer], width, dtype)
+            layer: StatePlaces(self.cache, first, blocks.experts[layer], width, dtype)
             for layer, first in blocks.first_blocks.items()
         }
         self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}

@@ -14,7 +14,7 @@ import pytest
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError
 
-UNIT = direct_io._ALIGNMENT
+UNIT = direct_io.ALIGNMENT
 BLOCK = 4 * UNIT
 SIZES = [0, 1, UNIT - 1, UNIT, UNIT + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 7 * BLOCK + 5]
 SHARED = Path("/dev/shm")

@@ -57,6 +57,8 @@ RESIDENCIES: list[Callable[[], Residency]] = [LRU, Belady, Random]
 class Recorder:
     """Storage that lists its transfers and may be slow; without a file it moves nothing."""
 
+    is_read_only = False
+
     def __init__(self, file: BlockFile | None, delay_s: float = 0.0) -> None:
         self.file = file
         self.stride_bytes = file.stride_bytes if file else 8192
@@ -89,9 +91,6 @@ class Recorder:
             move(block, memory)
         with self.lock:
             self.running.remove(block)
-
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        return 0
 
     def close(self) -> None:
         if self.file:

@@ -4,9 +4,9 @@ Each slot of the arena holds one expert, at an equal stride. FSDP does not see t
 gradient is one tensor of the same shape. Replicas of other ranks' experts follow the own slots, for
 one forward pass and its backward.
 
-With fewer places than experts, `Places` has parameters, moments and gradients. The arena then has
-no rows, but stays the parameter that graph, optimizer and state refer to. A forward pass and its
-backward use experts through a lease.
+With fewer places than experts, `Places` has parameters, and in training moments and gradients. The
+arena then has no rows, but stays the parameter that graph, optimizer and state refer to. A forward
+pass and its backward use experts through a lease.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels.grouped_mm import choose_backend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import FORWARD, GatedExperts, gated_experts
-from moesaic.nn.experts.lease import Lease, PlacesLease, arena_views
+from moesaic.nn.experts.lease import Lease, PlacesLease, StateLease, arena_views
 from moesaic.nn.experts.lora import Adapters, AdapterShape
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import Places, StatePlaces
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 
@@ -60,14 +60,14 @@ class ExpertBank(nn.Module):
             ffn: FFN channels of an expert over all TP ranks.
             tp: TP ranks that share the experts.
             backend: the grouped matmul on a GPU (see `choose_backend`).
-            places: the experts' state, if not all of it is in memory.
+            places: the experts, if not all of them are in memory.
         """
         super().__init__()
         self.experts, self.tp, self.backend = list(experts), tp, backend
         self.hidden, self.ffn, self.names = hidden, ffn // tp.size, ("gate", "up", "down")
         width, num_experts = 3 * self.ffn * hidden, len(self.experts)
         self.places = places
-        """State of the experts; None if the arena has all of them."""
+        """Places of the experts; None if the arena has all of them."""
         self.arena = nn.Parameter(torch.empty(num_experts if places is None else 0, width))
         self.adapters: Adapters | None = None
 
@@ -107,7 +107,11 @@ class ExpertBank(nn.Module):
         """
         if self.places is None:
             return Lease(self.arena, self.ffn, num_calls, clock=clock)
-        lease = PlacesLease(self.arena, self.ffn, self.places, num_calls, clock)
+        lease = (
+            StateLease(self.arena, self.ffn, self.places, num_calls, clock)
+            if isinstance(self.places, StatePlaces)
+            else PlacesLease(self.arena, self.ffn, self.places, num_calls, clock)
+        )
         lease.name(slots)
         return lease
 

@@ -1,8 +1,9 @@
 """Places of a bank that holds fewer experts in memory than the rank owns.
 
-The state of each expert is four blocks of equal size: parameters, two moments and the gradient. A
-cache, which the banks of all layers share, holds some of them in memory and the others on a drive.
-A block returns to any place with the same bits.
+A cache, which the banks of all layers share, holds some experts in memory and the others on a
+drive. An expert returns to any place with the same bits. `Places` have parameters only, which do
+not change. `StatePlaces` have the state of training: four blocks of equal size for each expert, its
+parameters, two moments and the gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moesaic.store.cache import BlockCache
 
 
 class Places:
-    """State of the experts of one bank. A slot is an owned expert's index in its bank."""
+    """Parameters of the experts of one bank. A slot is an owned expert's index in its bank."""
 
     memory: Tensor
     """All places of the cache, [places, parameters of an expert]."""
@@ -33,24 +34,21 @@ class Places:
         self.memory = torch.from_numpy(cache.memory).view(dtype)[:, :width]
         self.leased = Counter[int]()
         """Leases that name each slot, from forward through backward."""
-        self.touched = set[int]()
-        """Slots that have a gradient."""
-        self.num_updates = 0
-        """Updates of the bank's experts so far."""
-        self.num_applied = [0] * num_slots
-        """Updates that each expert has; it skips those for which it has no gradient."""
-        self.apply_skipped: Callable[[int], None] | None = None
-        """The optimizer's function that applies the updates which an expert has skipped."""
-        self._norms: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         """Return the number of places of the cache."""
         return self.memory.shape[0]
 
-    @property
-    def wave_size(self) -> int:
-        """Experts that a pass computes at once. The other places are for reading ahead."""
-        return wave_size(len(self))
+    def waves(self, slots: Sequence[int]) -> list[list[int]]:
+        """Return `slots` in the groups that a pass holds at once.
+
+        If they exceed the places, those in memory come first, before they are evicted, and the
+        cache reads ahead for the next group."""
+        if len(slots) <= len(self):
+            return [list(slots)]
+        order = sorted(slots, key=lambda slot: not self.is_in_memory(slot))
+        self._cache.expect([self.block(slot) for slot in order])
+        return _groups(order, max(len(self) // 2, 1))
 
     def block(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> int:
         """Return the number of a block; blocks of one kind are neighbours on the drive."""
@@ -61,12 +59,60 @@ class Places:
         return self._cache.is_in_memory(self.block(slot, kind))
 
     @contextmanager
-    def hold(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
-        """Load the parameters of `slots`, and yield the place of each; they stay until the end."""
+    def request(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Start to load the parameters of `slots`, and yield the place of each; they stay until the
+        end."""
+        with self._cache.request([self.block(slot) for slot in slots]) as places:
+            yield {slot: places[self.block(slot)] for slot in slots}
+
+    def arrivals(self, slots: Sequence[int]) -> Iterator[list[int]]:
+        """Yield requested `slots` in groups, each as soon as its parameters are in memory."""
+        left = {self.block(slot): slot for slot in slots}
+        while left:
+            yield [left.pop(block) for block in sorted(self._cache.wait_for_any(left))]
+
+    @contextmanager
+    def borrow(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> Iterator[Tensor]:
+        """Yield a block, in one dimension, to read."""
+        block = self.block(slot, kind)
+        with self._cache.hold([block]) as places:
+            yield self.memory[places[block]]
+
+    def close(self) -> None:
+        """Let go of the cache's memory."""
+        self.memory = self.memory.new_empty(0, self.memory.shape[1])
+
+
+class StatePlaces(Places):
+    """State of the experts of one bank in training."""
+
+    def __init__(
+        self, cache: BlockCache, first_block: int, num_slots: int, width: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(cache, first_block, num_slots, width, dtype)
+        self.touched = set[int]()
+        """Slots that have a gradient."""
+        self.num_updates = 0
+        """Updates of the bank's experts so far."""
+        self.num_applied = [0] * num_slots
+        """Updates that each expert has; it skips those for which it has no gradient."""
+        self.apply_skipped: Callable[[int], None] | None = None
+        """The optimizer's function that applies the updates which an expert has skipped."""
+        self._norms: dict[int, Tensor] = {}
+
+    def waves(self, slots: Sequence[int]) -> list[list[int]]:
+        """Return `slots` in the groups that a pass holds at once. The other places are for reading
+        ahead."""
+        return _groups(slots, wave_size(len(self)))
+
+    @contextmanager
+    def request(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
+        """Start to load the parameters of `slots`, with all updates, and yield the place of each;
+        they stay until the end."""
         for slot in slots:
             self._catch_up(slot)
-        with self._cache.hold([self.block(slot) for slot in slots]) as places:
-            yield {slot: places[self.block(slot)] for slot in slots}
+        with super().request(slots) as places:
+            yield places
 
     @contextmanager
     def hold_blocks(self, slot: int, kinds: Iterable[BlockKind]) -> Iterator[list[Tensor]]:
@@ -145,7 +191,8 @@ class Places:
 
     def close(self) -> None:
         """Let go of the cache's memory and of the optimizer."""
-        self.memory, self.apply_skipped = self.memory.new_empty(0, self.memory.shape[1]), None
+        super().close()
+        self.apply_skipped = None
 
     def is_behind(self, slot: int) -> bool:
         """Return whether an expert has skipped updates."""
@@ -155,3 +202,7 @@ class Places:
         if self.is_behind(slot):
             assert self.apply_skipped is not None
             self.apply_skipped(slot)
+
+
+def _groups(slots: Sequence[int], size: int) -> list[list[int]]:
+    return [list(slots[first : first + size]) for first in range(0, len(slots), size)]

@@ -71,7 +71,7 @@ def test_merged_model_matches_base_with_adapters(
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
     base = their_logits(Path("base"), tokens)
     assert float((ours - base).norm() / base.norm()) > 1e-2, "nothing was learnt"
-    served = load_model(open_origin(Path("run")), torch.device("cpu"))
+    served = load_model(open_origin(Path("run")), torch.device("cpu")).model
     positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
     with torch.no_grad():
         merged = served(tokens, Inputs(served.rotary(positions)))[0]

@@ -166,7 +166,7 @@ def test_export_is_not_quantised(family: Family, tmp_path: Path) -> None:
         source = HFSource(out, ragged)
         for name, expected in expected_values.items():
             assert torch.equal(source.read(name), expected.to(stored_dtype or expected.dtype)), name
-    model = load_model(open_origin(tmp_path / "from"), torch.device("cpu"), "bf16")
+    model = load_model(open_origin(tmp_path / "from"), torch.device("cpu"), "bf16").model
     for shard in tensor_shards(model):
         assert torch.equal(live_values(shard), expected_values[shard.name].bfloat16()), shard.name
     convert(tmp_path / "from", tmp_path / "checkpoint", to="checkpoint")

@@ -17,7 +17,7 @@ from moesaic.facts.expert_blocks import BlockKind
 from moesaic.kernels import cpu_gemv
 from moesaic.nn.experts import tiles
 from moesaic.nn.experts.bank import ExpertBank
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import StatePlaces
 from moesaic.testing.places import make_places
 
 HIDDEN, FFN = 16, 32
@@ -57,8 +57,8 @@ def make_banks(tmp_path: Path) -> Iterator[MakeBanks]:
         yield make
 
 
-def places_of(bank: ExpertBank) -> Places:
-    assert bank.places is not None
+def places_of(bank: ExpertBank) -> StatePlaces:
+    assert isinstance(bank.places, StatePlaces)
     return bank.places
 
 
@@ -72,7 +72,7 @@ def gradients(bank: ExpertBank) -> list[Tensor]:
         return list(bank.arena.grad)
     found = []
     for slot in range(len(bank.experts)):
-        with bank.places.borrow(slot, BlockKind.GRADIENT) as row:
+        with places_of(bank).borrow(slot, BlockKind.GRADIENT) as row:
             found.append(row.clone())
     return found
 
@@ -116,16 +116,16 @@ def test_changed_signs_of_zeros_are_kept(
 
 def test_experts_in_use_stay(make_banks: MakeBanks) -> None:
     places = places_of(make_banks(2)[1])
-    with places.hold([0]) as first, places.hold([0]):
+    with places.request([0]) as first, places.request([0]):
         for slot in (1, 2, 3):
-            with places.hold([slot]) as other:
+            with places.request([slot]) as other:
                 assert other[slot] != first[0]
         assert places.is_in_memory(0)
-        with places.hold([4]), pytest.raises(RuntimeError, match="3 blocks are held at once"):
-            places.hold([5]).__enter__()
-        with places.hold([5]):  # The refused one held nothing.
+        with places.request([4]), pytest.raises(RuntimeError, match="3 blocks are held at once"):
+            places.request([5]).__enter__()
+        with places.request([5]):  # The refused one held nothing.
             pass
-    with places.hold([1, 2]):
+    with places.request([1, 2]):
         assert not places.is_in_memory(0)
 
 
