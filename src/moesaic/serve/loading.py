@@ -49,10 +49,10 @@ BudgetDecision = Decision[ServingFacts, ServingBudget]
 class ExpertStats(NamedTuple):
     """Use of experts since loading; all zero where all of them are in memory."""
 
-    accesses: int = 0
-    """Experts that passes used, once for each pass and layer."""
+    hits: int = 0
+    """Experts that passes found in memory, once for each pass and layer."""
     misses: int = 0
-    """Accesses whose expert was neither in memory nor on its way."""
+    """Experts that were read for a pass."""
     read_bytes: int = 0
     read_s: float = 0.0
     """Seconds of reading, summed over threads."""
@@ -93,9 +93,8 @@ class ServedModel:
         if self._cache is None:
             return ExpertStats()
         found = self._cache.stats
-        return ExpertStats(
-            found.accesses, found.misses, found.read_bytes, found.read_s, found.stall_s
-        )
+        hits = found.accesses - found.reads
+        return ExpertStats(hits, found.reads, found.read_bytes, found.read_s, found.stall_s)
 
     def experts_in_memory(self) -> dict[int, list[int]]:
         """Return the experts in memory by layer; any thread may ask."""

@@ -132,15 +132,15 @@ def serving_facts(
 
 def divide_memory(facts: ServingFacts) -> ServingBudget:
     """Return all experts in memory if they fit; else the experts and positions that divide what is
-    left. The cache gets a quarter of that, within its limits."""
+    left beside the fewest experts. The cache gets a quarter of that, within its limits."""
     left = facts.memory_bytes - facts.fixed_bytes
     all_bytes = facts.num_experts * facts.expert_bytes
     if left - all_bytes >= facts.min_cache_tokens * facts.position_bytes:
         tokens = (left - all_bytes) // facts.position_bytes
         return ServingBudget(facts.num_experts, _limit_tokens(tokens, facts))
-    left -= facts.read_bytes
+    left -= facts.read_bytes + MIN_SLOTS * facts.expert_bytes
     tokens = _limit_tokens(left // _CACHE_FRACTION // facts.position_bytes, facts)
-    num_slots = (left - tokens * facts.position_bytes) // facts.expert_bytes
+    num_slots = MIN_SLOTS + (left - tokens * facts.position_bytes) // facts.expert_bytes
     return ServingBudget(min(num_slots, facts.num_experts), tokens)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf.config import read_config
 from moesaic.models.hf.names import choose_slices
 from moesaic.models.hf.reader import HFSource
+from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
@@ -57,8 +58,11 @@ def run(model: LanguageModel, tokens: Tensor) -> Tensor:
     return logits
 
 
-def export(model: LanguageModel, target: Path, **options: Any) -> None:
-    write_model(target, model.config, InMemoryTensors(tensor_shards(model)), **options)
+def export(
+    model: LanguageModel, target: Path, companions: Sequence[Path] = (), **settings: Any
+) -> None:
+    tensors = InMemoryTensors(tensor_shards(model))
+    write_model(target, model.config, tensors, ConvertConfig(**settings), companions=companions)
 
 
 @pytest.mark.parametrize("case", CASES)
