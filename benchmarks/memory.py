@@ -23,7 +23,7 @@ from benchmarks.memory_arm import Settings
 from benchmarks.memory_group import Arm, Killed, can_limit, mixed_bandwidth, started
 from benchmarks.memory_traffic import Shape, Uses, must_move, touched_experts
 from moesaic.facts.expert_blocks import BlockKind
-from moesaic.policy.residency import belady_misses
+from moesaic.testing.residency import belady_misses
 
 SHAPE = Shape()
 """About 300 million parameters."""

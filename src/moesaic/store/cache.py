@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -28,13 +28,19 @@ class Residency(Protocol):
     """The policy that chooses the blocks that leave memory."""
 
     def access(self, block: int) -> None:
-        """Note that the computation uses the block, whether memory holds it or not."""
+        """Note that the computation uses the block, in memory or not; it stays until `release`."""
         ...
 
-    def evict(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        """Return the candidate that leaves memory.
+    def release(self, block: int, next_access: int | None) -> None:
+        """Note that the block, in memory, may leave, or that its next expected access changed.
 
-        `coming` maps a block to the index of its next expected access, if there is one."""
+        `next_access` is the access's position, if there is one."""
+        ...
+
+    def evict(self, after: int) -> int | None:
+        """Return the block that leaves memory, one that may; None if there is none.
+
+        Blocks with an expected access at or before position `after` stay."""
         ...
 
     def removed(self, block: int) -> None:
@@ -170,6 +176,7 @@ class BlockCache:
                 self._pins[block] -= 1
                 if not self._pins[block]:
                     del self._pins[block]
+                    self._release(block)
             self._read_ahead()
 
     def wait_for_any(self, blocks: Iterable[int]) -> list[int]:
@@ -211,6 +218,8 @@ class BlockCache:
             self._positions.setdefault(block, deque()).append(index)
         self._coming = {block: indices[0] for block, indices in self._positions.items()}
         self._read_ahead_at = self._consumed = 0
+        for block in self._slots:
+            self._release(block)
         self._read_ahead()
 
     def flush(self) -> None:
@@ -268,8 +277,7 @@ class BlockCache:
             self._consume(block)
         self._accesses += len(blocks)
         for block in sorted(block for block in blocks if block not in self._slots):
-            candidates = [] if self._free else [b for b in self._slots if b not in self._pins]
-            self._take_slot(block, candidates, urgent=True)
+            self._take_slot(block, after=-1, urgent=True)
             if self._has_copy(block):
                 self._misses += 1
                 self._read(block, urgent=True)
@@ -297,23 +305,14 @@ class BlockCache:
             index = self._read_ahead_at
             block = self._expected[index]
             if self._coming.get(block) == index and self._can_be_read(block):
-                candidates = [] if self._free else self._not_expected_before(index)
-                if not self._free and not candidates:
+                if not self._take_slot(block, after=index, urgent=False):
                     return
-                self._take_slot(block, candidates, urgent=False)
                 self._read(block, urgent=False)
+                self._release(block)
             self._read_ahead_at = index + 1
 
     def _can_be_read(self, block: int) -> bool:
         return block not in self._slots and self._has_copy(block)
-
-    def _not_expected_before(self, index: int) -> list[int]:
-        """Return the blocks in memory that are not held, nor expected before `index`."""
-        never = len(self._expected)
-        return [
-            block for block in self._slots
-            if block not in self._pins and self._coming.get(block, never) > index
-        ]  # fmt: skip
 
     def _has_copy(self, block: int) -> bool:
         """Return True if the file has the block, or will have it after a submitted write."""
@@ -321,16 +320,30 @@ class BlockCache:
             self._is_stored[block] = self._file.has(block)
         return self._is_stored[block]
 
-    def _take_slot(self, block: int, candidates: Sequence[int], *, urgent: bool) -> None:
-        """Give `block` a free slot, or that of a candidate, which is written if it is dirty."""
+    def _take_slot(self, block: int, *, after: int, urgent: bool) -> bool:
+        """Give `block` a free slot, or that of another one, which is written if it is dirty.
+
+        Return False if all others are held or expected at or before position `after`."""
         if not self._free:
-            victim = self._residency.evict(candidates, self._coming)
-            if victim not in candidates:
+            victim = self._residency.evict(after)
+            if victim is None and not urgent:
+                return False
+            if victim is None or not self._may_leave(victim, after):
                 raise RuntimeError(f"the residency policy evicts {victim}, not a candidate")
             if victim in self._dirty:
                 self._write(victim, urgent=urgent)
             self._free.append(self._remove(victim))
         self._slots[block] = self._free.pop()
+        return True
+
+    def _may_leave(self, block: int, after: int) -> bool:
+        is_idle = block in self._slots and block not in self._pins
+        return is_idle and self._coming.get(block, len(self._expected)) > after
+
+    def _release(self, block: int) -> None:
+        """Let the residency policy evict a block if it is in memory and nothing holds it."""
+        if block in self._slots and block not in self._pins:
+            self._residency.release(block, self._coming.get(block))
 
     def _remove(self, block: int) -> int:
         """Take a block out of memory and return its slot."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 
 import torch
 
@@ -13,24 +12,7 @@ from moesaic.facts.expert_blocks import BlockKind
 from moesaic.nn.experts.places import StatePlaces
 from moesaic.store.cache import BlockCache
 from moesaic.store.file import BlockFile
-
-
-class RandomResidency:
-    """Residency policy that evicts random blocks, the same ones in each test."""
-
-    def __init__(self) -> None:
-        self._random = Random(0)
-
-    def access(self, block: int) -> None:
-        """Ignore the access."""
-
-    def evict(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        """Return a random candidate."""
-        del coming
-        return self._random.choice(candidates)
-
-    def removed(self, block: int) -> None:
-        """Ignore the removal."""
+from moesaic.testing.residency import RandomResidency
 
 
 @contextmanager
