@@ -27,7 +27,7 @@ from moesaic.models.hf.reader import DTYPES
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.nn.experts.places import Places
-from moesaic.policy.residency import make_residency
+from moesaic.policy.residency import LastExpected
 from moesaic.policy.serving.budget import (
     ServingBudget,
     ServingFacts,
@@ -35,14 +35,12 @@ from moesaic.policy.serving.budget import (
     divide_memory,
     serving_facts,
 )
+from moesaic.serve.expert_reads import ExpertReads
 from moesaic.store.cache import BlockCache
 from moesaic.store.expert_files import ExpertFiles, StoredExpert, buffer_bytes
 
 READ_THREADS = 4
 """Threads that read experts."""
-RESIDENCY = "lfu"
-"""Policy that chooses the experts that leave memory."""
-
 BudgetDecision = Decision[ServingFacts, ServingBudget]
 
 
@@ -72,6 +70,10 @@ class ServedModel:
         warnings: Sequence[str] = (),
     ) -> None:
         self.model = model
+        self.reads: ExpertReads | None = None
+        """How an engine's passes read experts; None if all of them are in memory."""
+        if cache is not None and places is not None:
+            self.reads = ExpertReads(cache, places, model.config.top_k, READ_THREADS)
         self.decision = decision
         """Division of the memory budget; None without one."""
         self.warnings = list(warnings)
@@ -163,7 +165,7 @@ def load_model(
     with ExitStack() as stack:
         files = _open_files(origin.model, experts, dtype)
         stack.callback(files.close)
-        cache = BlockCache(files, budget.num_slots, make_residency(RESIDENCY), READ_THREADS)
+        cache = BlockCache(files, budget.num_slots, LastExpected(), READ_THREADS)
         stack.callback(cache.close)
         places = _make_places(origin.model, cache, dtype)
         model = _load(origin, device, dtype, grouped_mm, places)

@@ -91,7 +91,8 @@ class BlockCache:
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8).reshape(num_slots, -1)
         """Contents of the slots, [slots, stride_bytes]; it starts at a page."""
-        self._distance = max(num_slots // _SLOTS_PER_READ_AHEAD, _MIN_READ_AHEAD)
+        self._default_distance = max(num_slots // _SLOTS_PER_READ_AHEAD, _MIN_READ_AHEAD)
+        self._distance = self._default_distance
         """Expected accesses ahead of the last one that are read."""
         self._num_threads = num_threads
         self._threads = IOThreads(file, self.memory, num_threads)
@@ -209,9 +210,12 @@ class BlockCache:
             self._free.append(self._remove(block))
             self._read_ahead()
 
-    def expect(self, blocks: Sequence[int]) -> None:
-        """Replace the expected accesses by `blocks`, in this order, and start reading ahead."""
+    def expect(self, blocks: Sequence[int], distance: int | None = None) -> None:
+        """Replace the expected accesses by `blocks`, in this order, and start reading ahead.
+
+        `distance` is the number of accesses that are read ahead; None: one for each 8 slots."""
         self._check_usable()
+        self._distance = self._default_distance if distance is None else distance
         self._expected = list(blocks)
         self._positions = {}
         for index, block in enumerate(self._expected):

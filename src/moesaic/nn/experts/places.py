@@ -34,6 +34,8 @@ class Places:
         self.memory = torch.from_numpy(cache.memory).view(dtype)[:, :width]
         self.leased = Counter[int]()
         """Leases that name each slot, from forward through backward."""
+        self.blocks_ahead: Sequence[int] | None = None
+        """Blocks to read while this bank computes, in order; None: only missing ones are read."""
 
     def __len__(self) -> int:
         """Return the number of places of the cache."""
@@ -45,6 +47,9 @@ class Places:
         If they exceed the places, those in memory come first, before they are evicted, and the
         cache reads ahead for the next group."""
         if len(slots) <= len(self):
+            if self.blocks_ahead is not None:
+                blocks = [self.block(slot) for slot in slots]
+                self._cache.expect([*blocks, *self.blocks_ahead], len(blocks) + self.num_slots)
             return [list(slots)]
         order = sorted(slots, key=lambda slot: not self.is_in_memory(slot))
         self._cache.expect([self.block(slot) for slot in order])

@@ -1,1 +1,1 @@
-"""Policies of the inference engine: memory."""
+"""Policies of the inference engine: memory, batches, and the regime of a pass."""

@@ -1,0 +1,84 @@
+"""Reading of experts during the passes of an inference engine.
+
+Before a pass, `choose_regime` decides whether the experts of coming layers are read ahead. After
+it, the seconds of the pass and of its reads become facts for the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moesaic.base.decisions import Decision, decide
+from moesaic.nn.experts.places import Places
+from moesaic.policy.serving.regime import PassFacts, RegimeDecision, choose_regime
+from moesaic.store.cache import BlockCache, CacheStats
+
+_LAST_WEIGHT = 0.3
+"""Weight of the last pass in running means."""
+
+
+class ExpertReads:
+    """Decides for each pass how experts are read, and starts to read ahead."""
+
+    def __init__(
+        self, cache: BlockCache, places: Mapping[int, Places], top_k: int, num_threads: int
+    ) -> None:
+        self._cache, self._places, self._num_threads = cache, list(places.values()), num_threads
+        self._top_k = top_k
+        self._blocks = [[one.block(slot) for slot in range(one.num_slots)] for one in self._places]
+        self._compute_s = dict[int, float]()
+        """Seconds of computing by the number of tokens, in powers of two."""
+        self._read_bytes_per_s = self._miss_share = 0.0
+        self._before = cache.stats
+        self.decision: Decision[PassFacts, RegimeDecision] | None = None
+        """The last pass's facts and decision."""
+        self.num_passes = dict.fromkeys(("stream", "fetch"), 0)
+        """Passes by regime."""
+
+    def begin(self, num_tokens: int) -> None:
+        """Decide on a pass of `num_tokens`, and start reading if it streams."""
+        log = list[Decision[PassFacts, RegimeDecision]]()
+        regime = decide(choose_regime, self._facts(num_tokens), log).regime
+        self.decision, self._before = log[0], self._cache.stats
+        self.num_passes[regime] += 1
+        for index, one in enumerate(self._places):
+            later = [block for blocks in self._blocks[index + 1 :] for block in blocks]
+            one.blocks_ahead = later if regime == "stream" else None
+        ahead = [block for blocks in self._blocks for block in blocks]
+        self._cache.expect(ahead if regime == "stream" else (), len(self._blocks[0]))
+
+    def end(self, num_tokens: int, seconds: float) -> None:
+        """Record a pass that took `seconds`."""
+        used = _since(self._before, self._cache.stats)
+        compute_s = max(seconds - used.stall_s, 0.0)
+        bucket = num_tokens.bit_length()
+        self._compute_s[bucket] = _mean(self._compute_s.get(bucket), compute_s)
+        if used.read_s:
+            bandwidth = used.read_bytes / used.read_s * self._num_threads
+            self._read_bytes_per_s = _mean(self._read_bytes_per_s or None, bandwidth)
+        if used.accesses and self.decision and self.decision.outcome.regime == "fetch":
+            share = used.misses / used.accesses
+            self._miss_share = _mean(self._miss_share or None, share)
+
+    def _facts(self, num_tokens: int) -> PassFacts:
+        return PassFacts(
+            num_tokens=num_tokens, layers=len(self._places), experts=self._places[0].num_slots,
+            top_k=self._top_k, num_slots=self._cache.num_slots,
+            expert_bytes=self._cache.memory.shape[1],
+            read_bytes_per_s=self._read_bytes_per_s,
+            compute_s=self._expected_compute_s(num_tokens.bit_length()),
+            miss_share=self._miss_share,
+        )  # fmt: skip
+
+    def _expected_compute_s(self, bucket: int) -> float:
+        """Return the seconds of passes with about as many tokens, or of the next smaller ones."""
+        known = [one for one in self._compute_s if one <= bucket]
+        return self._compute_s[max(known)] if known else 0.0
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _LAST_WEIGHT * (value - mean)
+
+
+def _since(before: CacheStats, now: CacheStats) -> CacheStats:
+    return CacheStats(*(new - old for new, old in zip(now, before, strict=True)))
