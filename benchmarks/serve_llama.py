@@ -49,15 +49,19 @@ class Model:
         if llama.llama_decode(self._context, batch):
             raise RuntimeError("llama.cpp cannot process the batch")
 
-    def logits(self, index: int, vocab: int) -> list[float]:
-        """Return the logits of a token of the last batch."""
-        return llama.llama_get_logits_ith(self._context, index)[:vocab]
+    def best(self, index: int) -> int:
+        """Return the most likely token after a token of the last batch."""
+        vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+        logits = llama.llama_get_logits_ith(self._context, index)[:vocab]
+        return max(range(vocab), key=logits.__getitem__)
 
 
-def run(model: Model, work: dict[str, Any]) -> dict[str, float]:
-    """Process prompts, then one token a stream at a time; return seconds of both."""
+def run(model: Model, work: dict[str, Any]) -> dict[str, Any]:
+    """Process prompts, then one token a stream at a time; return seconds of both.
+
+    With `check`, return also the most likely tokens of the first stream."""
     model.forget()
-    prompts, texts = work["prompts"], work["texts"]
+    prompts, texts, best = work["prompts"], work["texts"], list[int]()
     began = time.perf_counter()
     for stream, prompt in enumerate(prompts):
         for first in range(0, len(prompt), 512):
@@ -72,7 +76,9 @@ def run(model: Model, work: dict[str, Any]) -> dict[str, float]:
             for stream, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
         ]
         model.forward(rows, set(range(len(rows))))
-    return {"prefill_s": prefill_s, "decode_s": time.perf_counter() - began}
+        if work.get("check"):
+            best.append(model.best(0))
+    return {"prefill_s": prefill_s, "decode_s": time.perf_counter() - began, "best": best}
 
 
 def main() -> None:
