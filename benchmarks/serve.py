@@ -7,12 +7,16 @@ the same tokens in turn: those that moesaic draws. serve.md says how to install 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import measure
-from benchmarks.memory_group import Arm, Killed, can_limit, started
+from benchmarks.memory_group import Arm, can_limit, started
 from benchmarks.serve_models import GGUF, Shape, write_model
 from moesaic.base import direct_io
 
@@ -50,7 +54,7 @@ def model(shape: Shape) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         write_model(directory, shape)
     if shape.family == "mixtral" and not (directory / GGUF).exists():
-        measure.checked([str(PYTHON), "benchmarks/serve_models.py", str(directory)])
+        subprocess.run([str(PYTHON), "benchmarks/serve_models.py", str(directory)], check=True)
     return directory
 
 
@@ -78,6 +82,13 @@ class Side:
     def start(self, limit_bytes: int = 0) -> Arm:
         """Start the process."""
         return Arm(self.command, limit_bytes)
+
+    def request(self, request: dict[str, Any], texts: Sequence[list[int]]) -> dict[str, Any]:
+        """Return what the arm is asked for: the same request, or given texts for a peer."""
+        if "-m" in self.command:
+            return request
+        given = [text[: self.tokens][:-1] for text in texts]
+        return {"prompts": request["prompts"], "texts": given}
 
 
 def moesaic(path: Path | None, **settings: Any) -> Side:
@@ -122,8 +133,7 @@ def in_turn(
         answers["moesaic"].append(ours)
         names = [name for name in arms if name != "moesaic"]
         for name in names if index % 2 else names[::-1]:
-            texts = [text[: sides[name].tokens][:-1] for text in ours["texts"]]
-            given = {"prompts": request["prompts"], "texts": texts}
+            given = sides[name].request(request, ours["texts"])
             answers[name].append(arms[name].step(given))
     return answers
 
@@ -133,15 +143,13 @@ def check_tokens(arms: dict[str, Arm], sides: dict[str, Side], streams: int) -> 
     request = {**work(0, streams, PROMPT, TOKENS), "check": True}
     ours = arms["moesaic"].step(request)
     for name, arm in arms.items():
-        texts = [text[: sides[name].tokens][:-1] for text in ours["texts"]]
-        given = {"prompts": request["prompts"], "texts": texts, "check": True}
+        if name == "moesaic":
+            continue
+        answer = arm.step({**sides[name].request(request, ours["texts"]), "check": True})
         if name == "llama.cpp":
-            best = arm.step(given)["best"]
-            same = np.mean(np.equal(best, ours["best"][1:]))
+            same = np.mean(np.equal(answer["best"], ours["best"][1:]))
             if same < 0.9:
                 raise RuntimeError(f"moesaic and llama.cpp agree in {same:.0%} of tokens only")
-        elif name != "moesaic":
-            arm.step(given)
 
 
 def per_token(answers: Sequence[dict[str, Any]], tokens: int) -> list[float]:
@@ -162,17 +170,11 @@ def ratio(
 
 def drive_share(answers: Sequence[dict[str, Any]], bandwidth: float) -> list[float]:
     """Return the share of decoding and prompts in which the drive could not be faster."""
-    return [
-        one["read_bytes"] / bandwidth / (one["decode_s"] + one["prefill_s"]) for one in answers
-    ]
+    return [one["read_bytes"] / bandwidth / (one["decode_s"] + one["prefill_s"]) for one in answers]
 
 
 def read_bandwidth(directory: Path, block_bytes: int) -> float:
     """Return bytes per second of four threads that read blocks of a model's file."""
-    import mmap
-    import time
-    from concurrent.futures import ThreadPoolExecutor
-
     path = max(directory.glob("*.safetensors"), key=lambda one: one.stat().st_size)
     size = direct_io.align(block_bytes)
     places = range(0, path.stat().st_size - size, size)
@@ -342,5 +344,3 @@ def compare_resident(sides: dict[str, Side], number: int, rounds: int) -> Answer
 
 
 PARTS = {"offload": offload, "streams": streams, "resident": resident}
-
-__all__ = ["PARTS", "Killed"]

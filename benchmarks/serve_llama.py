@@ -84,9 +84,7 @@ def run(model: Model, work: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Serve requests from standard input."""
     settings = json.loads(sys.argv[1])
-    model = Model(
-        settings["path"], settings["positions"], settings["streams"], settings["threads"]
-    )
+    model = Model(settings["path"], settings["positions"], settings["streams"], settings["threads"])
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(model, json.loads(line))), flush=True)
