@@ -37,7 +37,7 @@ def load(settings: dict[str, Any]) -> Any:
 
 @torch.inference_mode()
 def run(model: Any, work: dict[str, Any]) -> dict[str, float]:
-    """Process prompts of equal length, then one token a stream at a time; return seconds of both."""
+    """Process prompts of one length, then a token of each stream at a time; return seconds."""
     began = time.perf_counter()
     out = model(input_ids=torch.tensor(work["prompts"]), use_cache=True, logits_to_keep=1)
     prefill_s = time.perf_counter() - began
