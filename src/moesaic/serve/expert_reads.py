@@ -6,7 +6,7 @@ it, the seconds of the pass and of its reads become facts for the next ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.nn.experts.places import Places
@@ -23,8 +23,10 @@ class ExpertReads:
     def __init__(
         self, cache: BlockCache, places: Mapping[int, Places], top_k: int, num_threads: int
     ) -> None:
+        """Read the experts of `places`, which `num_threads` bring into `cache`."""
         self._cache, self._places, self._num_threads = cache, list(places.values()), num_threads
         self._top_k = top_k
+        self.policy: Callable[[PassFacts], RegimeDecision] = choose_regime
         self._blocks = [[one.block(slot) for slot in range(one.num_slots)] for one in self._places]
         self._compute_s = dict[int, float]()
         """Seconds of computing by the number of tokens, in powers of two."""
@@ -38,7 +40,7 @@ class ExpertReads:
     def begin(self, num_tokens: int) -> None:
         """Decide on a pass of `num_tokens`, and start reading if it streams."""
         log = list[Decision[PassFacts, RegimeDecision]]()
-        regime = decide(choose_regime, self._facts(num_tokens), log).regime
+        regime = decide(self.policy, self._facts(num_tokens), log).regime
         self.decision, self._before = log[0], self._cache.stats
         self.num_passes[regime] += 1
         for index, one in enumerate(self._places):

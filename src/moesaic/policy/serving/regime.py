@@ -56,9 +56,9 @@ def choose_regime(facts: PassFacts) -> RegimeDecision:
     missing = 1.0 - facts.num_slots / num_experts
     used = num_experts * touched_share(facts)
     fetch_s = facts.compute_s + used * min(facts.miss_share, 1.0) * read_s
-    # The slots of one layer are read into while another computes, so they hold nothing else.
-    read_ahead = facts.experts / num_experts
-    streamed = num_experts * min(missing + read_ahead, 1.0) * read_s
+    # One layer computes while another is read, so the slots of both are used in every layer.
+    in_motion = 2 / facts.layers
+    streamed = num_experts * min(missing + in_motion, 1.0) * read_s
     first_layer_s = streamed / facts.layers
     stream_s = first_layer_s + max(facts.compute_s, streamed - first_layer_s)
     return RegimeDecision("stream" if stream_s < fetch_s else "fetch", fetch_s, stream_s)
