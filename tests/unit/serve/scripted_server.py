@@ -17,9 +17,9 @@ from moesaic.base.errors import ConfigError, StoreError
 from moesaic.models.tokenizer import ByteTokenizer
 from moesaic.serve.engine import EngineStats
 from moesaic.serve.http import server
+from moesaic.serve.http.api_model import ApiModel
 from moesaic.serve.http.app import Service, make_app
 from moesaic.serve.http.metrics import Metrics
-from moesaic.serve.http.served_model import ServedModel
 from moesaic.serve.requests import (
     EngineFull,
     EventHandler,
@@ -31,10 +31,10 @@ from moesaic.serve.requests import (
 CONTEXT = 4096
 DAMAGE = "damage"
 """A prompt with this text ends with an error after its second token."""
-MODEL = ServedModel(
+MODEL = ApiModel(
     name="scripted", tokenizer=ByteTokenizer(), template=None, end_ids=frozenset({256}),
-    chat_end_ids=frozenset({256}), vocab=260, context=CONTEXT, max_choices=8, experts=(4, 4),
-    created=1,
+    chat_end_ids=frozenset({256}), vocab=260, context=CONTEXT, max_choices=8,
+    expert_layers=(1, 2), num_experts=4, created=1,
 )  # fmt: skip
 
 
@@ -116,10 +116,9 @@ class ScriptedEngine:
 @contextmanager
 def scripted_server(engine: ScriptedEngine, **changes: Any) -> Iterator[str]:
     """Serve over `engine` on a thread of this process, and yield the URL."""
-    api_key = changes.pop("api_key", None)
+    own = {name: changes.pop(name, None) for name in ("api_key", "experts")}
     model = replace(MODEL, **changes)
-    metrics = Metrics(model.name, engine.stats)
-    app = make_app(Service(model, engine, metrics, api_key=api_key))
+    app = make_app(Service(model, engine, Metrics(model.name, engine.stats), **own))
     bound = server.bind("127.0.0.1", 0)
     config = uvicorn.Config(app, log_config=None, lifespan="on", ws="none")
     running = uvicorn.Server(config)

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from moesaic.serve.http import page
+from moesaic.serve.http.api_model import ApiModel
 from moesaic.serve.http.errors import ApiError
 from moesaic.serve.http.experts import ExpertFacts, experts_content
 from moesaic.serve.http.generation import Engine, Generation, Update
@@ -22,7 +23,6 @@ from moesaic.serve.http.metrics import MEDIA_TYPE, Metrics
 from moesaic.serve.http.relay import EventRelay
 from moesaic.serve.http.responses import DONE, Answer, ChatAnswer, CompletionAnswer, sse
 from moesaic.serve.http.schemas import ChatRequest, CompletionRequest, parse_request
-from moesaic.serve.http.served_model import ServedModel
 
 MAX_BODY_BYTES = 16 << 20
 """Most bytes of a request's body."""
@@ -41,10 +41,11 @@ R = TypeVar("R", CompletionRequest, ChatRequest)
 class Service:
     """All that the routes serve."""
 
-    model: ServedModel
+    model: ApiModel
     engine: Engine
     metrics: Metrics
-    experts: ExpertFacts | None = None
+    experts: Callable[[], ExpertFacts] | None = None
+    """Function that returns where the experts are; None: all of them are in memory."""
     api_key: str | None = None
 
 
@@ -85,7 +86,7 @@ def _open_routes(service: Service) -> APIRouter:
         return JSONResponse({"status": "ok"})
 
     @router.get("/metrics")
-    async def report_metrics() -> Response:
+    def report_metrics() -> Response:
         return Response(service.metrics.render(), media_type=MEDIA_TYPE)
 
     return router
@@ -109,8 +110,8 @@ def _model_routes(service: Service) -> APIRouter:
         return content
 
     @router.get("/experts")
-    async def report_experts() -> dict[str, Any]:
-        return experts_content(model.experts, service.experts)
+    def report_experts() -> dict[str, Any]:
+        return experts_content(model, service.experts)
 
     return router
 

@@ -1,47 +1,38 @@
-"""Where the experts are: facts for people who watch a server."""
+"""Where the experts are, for people who watch a server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-
-class LayerExperts(NamedTuple):
-    """Experts of one layer, [experts]."""
-
-    in_memory: Sequence[bool]
-    """Whether the expert is in memory."""
-    hits: Sequence[int]
-    """Passes that needed the expert and found it in memory."""
-    misses: Sequence[int]
-    """Passes that needed the expert and waited for the drive."""
+from moesaic.serve.http.api_model import ApiModel
 
 
-ExpertFacts = Callable[[], Sequence[LayerExperts]]
-"""Function that returns the present state of each expert layer; it may run on any thread."""
+class ExpertFacts(NamedTuple):
+    """Experts in memory, and how often passes found them there."""
+
+    in_memory: Mapping[int, Sequence[int]]
+    """Experts in memory by layer."""
+    accesses: int
+    """Experts that passes used, once for each pass and layer."""
+    misses: int
+    """Accesses whose expert was not in memory."""
 
 
-def experts_content(experts: Sequence[int], facts: ExpertFacts | None) -> dict[str, Any]:
-    """Return the state of all experts as JSON.
-
-    Args:
-        experts: number of experts of each expert layer.
-        facts: their state; None: all of them are in memory, and nothing is counted.
-    """
-    if facts is None:
-        layers: list[dict[str, Any]] = [
-            {"in_memory": [True] * number, "hits": None, "misses": None} for number in experts
-        ]
-    else:
-        layers = [
-            {
-                "in_memory": list(layer.in_memory), "hits": list(layer.hits),
-                "misses": list(layer.misses),
-            }
-            for layer in facts()
-        ]  # fmt: skip
+def experts_content(model: ApiModel, facts: Callable[[], ExpertFacts] | None) -> dict[str, Any]:
+    """Return the experts of each layer as JSON; without `facts` all are in memory."""
+    everything = range(model.num_experts)
+    found = (
+        ExpertFacts(dict.fromkeys(model.expert_layers, everything), 0, 0)
+        if facts is None
+        else facts()
+    )
+    in_memory = {layer: sorted(found.in_memory.get(layer, ())) for layer in model.expert_layers}
     return {
         "object": "experts",
-        "all_in_memory": all(all(layer["in_memory"]) for layer in layers),
-        "layers": layers,
+        "experts_per_layer": model.num_experts,
+        "all_in_memory": all(len(one) == model.num_experts for one in in_memory.values()),
+        "layers": [{"layer": layer, "in_memory": one} for layer, one in in_memory.items()],
+        "accesses": found.accesses,
+        "misses": found.misses,
     }

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, Protocol
 
 from moesaic.base.errors import ConfigError
 from moesaic.serve.engine_thread import EngineClosed
+from moesaic.serve.http.api_model import ApiModel
 from moesaic.serve.http.errors import ApiError, engine_failed, engine_full, shutting_down, too_long
 from moesaic.serve.http.metrics import Metrics
 from moesaic.serve.http.relay import Event, EventRelay
-from moesaic.serve.http.served_model import ServedModel
 from moesaic.serve.requests import (
     EngineFull,
     EventHandler,
@@ -84,7 +84,7 @@ class Generation:
         self,
         engine: Engine,
         relay: EventRelay,
-        model: ServedModel,
+        model: ApiModel,
         metrics: Metrics,
         requests: Sequence[GenerationRequest],
         stop: Sequence[str],

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+from moesaic.serve.http.api_model import ApiModel
 from moesaic.serve.http.generation import Update, Usage
-from moesaic.serve.http.served_model import ServedModel
 from moesaic.serve.requests import TokenEvent
 
 DONE = b"data: [DONE]\n\n"
@@ -38,7 +38,7 @@ class Answer:
     kind: str
     chunk_kind: str
 
-    def __init__(self, model: ServedModel, has_logprobs: bool, includes_usage: bool) -> None:
+    def __init__(self, model: ApiModel, has_logprobs: bool, includes_usage: bool) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._model, self._has_logprobs = model, has_logprobs
         self._includes_usage = includes_usage
@@ -85,7 +85,7 @@ class CompletionAnswer(Answer):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, model: ServedModel, has_logprobs: bool, includes_usage: bool) -> None:
+    def __init__(self, model: ApiModel, has_logprobs: bool, includes_usage: bool) -> None:
         super().__init__(model, has_logprobs, includes_usage)
         self._offsets: dict[int, int] = {}
         """Characters of the tokens of each choice until now."""

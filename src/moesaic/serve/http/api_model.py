@@ -1,4 +1,4 @@
-"""The served model: requests of the wire format become requests to the engine."""
+"""The model as clients see it: requests of the wire format become requests to the engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SEED_RANGE = 2**63
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """What clients need of the model."""
+class ApiModel:
+    """A model with its name, its tokenizer and its limits."""
 
     name: str
     tokenizer: Tokenizer
@@ -34,8 +34,10 @@ class ServedModel:
     """Most tokens of a prompt and its continuation."""
     max_choices: int
     """Most choices of a request, over all its prompts: as many as may wait."""
-    experts: tuple[int, ...]
-    """Experts of each expert layer."""
+    expert_layers: tuple[int, ...]
+    """Layers with experts."""
+    num_experts: int
+    """Experts of each of these layers."""
     created: int
     """Time of the start, in seconds since 1970."""
 
