@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moesaic.api.serve import ServerFacts
 from moesaic.api.serve import serve as start_server
 from moesaic.base import keys
 from moesaic.cli import flags, screen
@@ -60,14 +61,19 @@ def serve(
     given = {"memory": memory, "api_key": api_key, "api_key_file": api_key_file}
     own = [f"{key}={keys.toml(value)}" for key, value in given.items() if value is not None]
     config = flags.parse_settings(ServeConfig, [*(sets or ()), *own])
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s: %(message)s"
-    )
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    logging.getLogger("moesaic").setLevel(config.log_level.upper())
 
-    def print_ready(facts: dict[str, object], sentence: str) -> None:
-        if as_json:
-            print(screen.dumps(facts), flush=True)
-        else:
-            print(sentence, flush=True)
+    def print_ready(facts: ServerFacts) -> None:
+        text = screen.dumps(facts._asdict()) if as_json else _describe(facts)
+        print(text, flush=True)
 
     return start_server(path, config, print_ready, screen.print_warning)
+
+
+def _describe(facts: ServerFacts) -> str:
+    memory = f"{facts.memory} of memory" if facts.memory else "as much memory as it needs"
+    return (
+        f"serving {facts.model} at {facts.url} ({memory}; up to {facts.max_running} texts run and "
+        f"{facts.max_waiting} wait; context {facts.context:,}, cache {facts.cache_tokens:,} tokens)"
+    )

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import uvicorn
+from moesaic.serve.engine import EngineStats
 
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.models.tokenizer import ByteTokenizer
-from moesaic.serve.engine import EngineStats
 from moesaic.serve.http import server
 from moesaic.serve.http.api_model import ApiModel
 from moesaic.serve.http.app import Service, make_app

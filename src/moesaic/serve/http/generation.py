@@ -148,10 +148,17 @@ class Generation:
         )
 
     def close(self) -> None:
-        """Cancel the requests that the engine still computes."""
+        """Cancel the requests that the engine still computes, and log the whole."""
+        num_open = sum(choice.is_open for choice in self._choices)
         for choice in self._choices:
             if choice.is_open:
                 self._end(choice, "abort")
+        usage = self.usage()
+        LOG.debug(
+            "%d texts, %d of them aborted: %d prompt tokens (%d cached), %d new tokens, %.3f s",
+            self.num_choices, num_open, usage.prompt_tokens, usage.cached_tokens,
+            usage.completion_tokens, time.perf_counter() - self._started,
+        )  # fmt: skip
 
     def _receiver(self, choice: _Choice) -> EventHandler:
         def receive(event: Event) -> None:

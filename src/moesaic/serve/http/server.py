@@ -76,9 +76,9 @@ def run(
     _raise_file_limit()
     listen(bound)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, proxy_headers=False,
-        lifespan="on", ws="none", http="h11", loop="asyncio", backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
+        app, log_config=None, log_level="warning", access_log=False, server_header=False,
+        proxy_headers=False, lifespan="on", ws="none", http="h11", loop="asyncio",
+        backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
     )  # fmt: skip
     server = _Server(config, on_ready, end_process)
     server.run(sockets=[bound])
