@@ -20,6 +20,7 @@ from moesaic.nn.attention_backends import (
     attend,
     attend_blocks,
     attend_one_query,
+    attend_pool,
     attend_varlen,
     choose_backend,
 )
@@ -123,6 +124,31 @@ def test_cached_rows_of_unequal_length_equal_a_dense_mask(
     actual = with_gradients(lambda q, k, v: attend(q[:, :, first:], k, v, metadata, 0.3), q, k, v)
     expected = with_gradients(lambda q, k, v: reference(q, k, v, mask, 0.3)[:, :, first:], q, k, v)
     assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_requests_in_one_row_equal_a_dense_mask(kv_heads: int, window: int | None) -> None:
+    """Keys are ranges of a pool, position-major in memory, with gaps that nothing reads."""
+    starts, lengths, news = [20, 2, 9, 15], [5, 7, 4, 1], [1, 3, 4, 1]
+    q, k, v = tensors(1, 4, kv_heads, 26, 8, torch.float64)
+    mask, segments, index = torch.zeros(1, 26, 26, dtype=torch.bool), [], 0
+    for start, length, new in zip(starts, lengths, news, strict=True):
+        queries = range(index, index + new)
+        segments.append(Segment(range(1), queries, range(start, start + length)))
+        visible = dense_mask(PLAIN[:1, :length], window)[0, length - new :]
+        mask[0, queries.start : queries.stop, start : start + length] = visible
+        index += new
+    metadata = AttentionMetadata(tuple(segments), window)
+    queries_only = q[:, :, :index].detach()
+    assert choose_backend(queries_only, k, metadata) is attend_pool
+    expected = reference(queries_only, k, v, mask[:, :index], 0.3)
+    keys = mask.any(1)[0]
+    k, v = (x.masked_fill(~keys[:, None], torch.nan) for x in (k, v))
+    for _ in range(2):  # Layers share the metadata.
+        result = attend(queries_only, k, v, metadata, 0.3)
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_attention_is_causal_by_default() -> None:
