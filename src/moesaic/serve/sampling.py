@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moesaic.base.errors import StoreError
 from moesaic.kernels.randomness import uniform
 from moesaic.serve.requests import GenerationRequest, SamplingParams, TokenEvent
 
@@ -38,7 +37,7 @@ def choose_tokens(logits: Tensor, sequences: Sequence[SequenceState]) -> list[To
     """Return the next token of each sequence, with log-probabilities if its request asks.
 
     Args:
-        logits: [sequences, vocab].
+        logits: finite, [sequences, vocab].
         sequences: the sequence of each row.
     """
     settings = [sequence.request.sampling for sequence in sequences]
@@ -96,20 +95,15 @@ def _changes(sampling: SamplingParams, generated: Sequence[int]) -> dict[int, fl
 def _choose(logits: Tensor, sequences: Sequence[SequenceState]) -> list[int]:
     """Return the tokens of rows with one temperature, top_p and top_k."""
     sampling = sequences[0].request.sampling
-    highest, likeliest = logits.max(dim=-1, keepdim=True)
-    if not bool(highest.isfinite().all()):
-        raise StoreError(
-            "the next token cannot be chosen, as the model's scores are not finite: its weights "
-            "are damaged or its training diverged; use an earlier checkpoint, or precision = fp32 "
-            "if the weights are sound"
-        )
     if sampling.temperature == 0.0:
-        greedy: list[int] = likeliest[:, 0].tolist()
+        greedy: list[int] = logits.argmax(dim=-1).tolist()
         return greedy
+    scores = logits.to(torch.float64, copy=True)
     # The difference comes first, so that no temperature overflows.
-    scaled = (logits.double() - highest.double()) / sampling.temperature
+    scores -= logits.amax(dim=-1, keepdim=True)
+    scores /= sampling.temperature
     draws = _draw(sequences).to(logits.device)
-    chosen: list[int] = _sample(scaled.softmax(dim=-1), draws, sampling).tolist()
+    chosen: list[int] = _sample(scores.softmax(dim=-1), draws, sampling).tolist()
     return chosen
 
 

@@ -21,7 +21,7 @@ class TextDecoder:
     """Decoder of tokens to pieces of text.
 
     The pieces together are the text of all tokens. Tokenizers with byte fallback are an exception
-    if the bytes are not UTF-8: their text of earlier bytes would change.
+    if the bytes are not UTF-8, or U+FFFD: the text of earlier bytes would change.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
