@@ -41,8 +41,9 @@ __all__ = [
 
 _MODULES = {
     "Cluster": "api.cluster", "ConfigError": "base.errors", "Engine": "api.engine",
-    "ExpertGroup": "api.expert_group", "Job": "api.job", "MoE": "api.moe", "MoesaicError": "base.errors", "Model": "api.model",
-    "Run": "api.run", "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
+    "ExpertGroup": "api.expert_group", "Job": "api.job", "MoE": "api.moe",
+    "Model": "api.model", "MoesaicError": "base.errors", "Run": "api.run",
+    "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
     "exclude_experts": "api.experts", "expert_parameters": "api.experts", "load": "api.model",
     "save": "api.model", "upcycle": "api.upcycle",
 }  # fmt: skip
