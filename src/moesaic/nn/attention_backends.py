@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -56,6 +56,11 @@ class AttentionMetadata:
     offsets: Tensor | None = field(default=None, compare=False)
     """Start of each document among the tokens of the batch, and the number of tokens, int32
     [documents + 1]; None unless segments are documents that cover all tokens."""
+
+    @cached_property
+    def blocks(self) -> tuple[_Block, ...]:
+        """Kernel calls, the same in every layer."""
+        return tuple(_blocks(self))
 
     @classmethod
     def causal(
@@ -150,9 +155,11 @@ def attend(
 
 def choose_backend(q: Tensor, k: Tensor, metadata: AttentionMetadata) -> AttentionBackend:
     """Return the fastest backend that supports these tensors."""
+    if len(q) == 1 and q.shape[2] != k.shape[2]:
+        return attend_pool
     decodes = q.shape[2] == 1 < k.shape[2] and len(q) > 0
     # Rows of padding have no block.
-    if decodes and sum(len(block.rows) for block in _blocks(metadata)) == len(q):
+    if decodes and sum(len(block.rows) for block in metadata.blocks) == len(q):
         return attend_one_query
     if metadata.offsets is not None and _supports_varlen(q):
         return attend_varlen
@@ -184,10 +191,33 @@ def attend_one_query(
             _cut(v, block.rows, block.keys),
             scale=scale,
         )
-        for block in _blocks(metadata)
+        for block in metadata.blocks
     ]
     result: Tensor = results[0] if len(results) == 1 else torch.cat(results)
     return result.flatten(1, 2)[:, :, None]
+
+
+def attend_pool(
+    q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, scale: float
+) -> Tensor:
+    """Attend with the tokens of many requests in one row; their keys are ranges of a pool.
+
+    Segments cover all queries, in order. Query heads that share a KV head are rows of one matrix
+    where a segment has one query, so that its keys are read once.
+    """
+    kernel, kv_heads = _block_kernel(q), k.shape[1]
+    grouped = q[0].transpose(0, 1).unflatten(1, (kv_heads, -1))
+    results = []
+    for block in metadata.blocks:
+        first, number = block.queries.start, len(block.queries)
+        keys, values = (x.narrow(2, block.keys.start, len(block.keys)) for x in (k, v))
+        if number == 1:
+            one = grouped.narrow(0, first, 1)
+            results.append(F.scaled_dot_product_attention(one, keys, values, scale=scale))
+        else:
+            several, _ = kernel.forward(q.narrow(2, first, number), keys, values, block, scale)
+            results.append(several[0].transpose(0, 1).unflatten(1, (kv_heads, -1)))
+    return torch.cat(results).flatten(1, 2).transpose(0, 1)[None]
 
 
 def attend_varlen(
@@ -221,7 +251,7 @@ def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, scale: float
 ) -> Tensor:
     """Attend segment by segment, and by blocks of queries where a kernel needs a mask."""
-    result: Tensor = _BlockAttention.apply(q, k, v, tuple(_blocks(metadata)), scale)
+    result: Tensor = _BlockAttention.apply(q, k, v, metadata.blocks, scale)
     return result
 
 
