@@ -96,7 +96,10 @@ class _Batch:
                     if self._read(line, text):
                         self._line_of |= dict.fromkeys(line.requests, line)
                 except UserError as error:
-                    self._write_error(line, "invalid_request", error)
+                    if line.custom_id in self._done:
+                        self._count(skipped=1)
+                    else:
+                        self._write_error(line, "invalid_request", error)
                 yield from line.requests
 
     def _read(self, line: _Line, text: bytes) -> bool:
