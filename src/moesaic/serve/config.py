@@ -50,9 +50,9 @@ class SamplingConfig(Section):
     top_k: int = Field(default=0, ge=0)
     """Draw from this many likeliest tokens; 0: all."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Subtracted from the score of each token that the text contains already."""
+    """Subtracted from the score of each token that is among the new ones already."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Subtracted from the score of a token for each time that the text contains it."""
+    """Subtracted from the score of a token for each time that it is among the new ones."""
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     """Numbers to add to the scores of tokens, by token id."""
     stop: str | list[str] = Field(default_factory=list)
