@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moesaic.base import keys
+from moesaic.serve.config import MAX_TOP_LOGPROBS
 from moesaic.serve.http.errors import ApiError, unsupported
 
-MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 """Most choices of one prompt, as in OpenAI's API."""
 _MAX_STOPS = 16
