@@ -19,7 +19,6 @@ from moesaic.nn.attention_backends import (
     Segment,
     attend,
     attend_blocks,
-    attend_one_query,
     attend_pool,
     attend_varlen,
     choose_backend,

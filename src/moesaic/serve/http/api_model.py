@@ -52,16 +52,16 @@ class ApiModel:
     def requests(self, body: CompletionRequest | ChatRequest) -> list[GenerationRequest]:
         """Return the requests to the engine, prompt by prompt with all its choices."""
         self.check_name(body.model)
-        is_chat = isinstance(body, ChatRequest)
-        prompts = [self._encode_chat(body)] if is_chat else self._encode_prompts(body)
-        param = "messages" if is_chat else "prompt"
+        if isinstance(body, ChatRequest):
+            prompts, ends, param = [self._encode_chat(body)], self.chat_end_ids, "messages"
+        else:
+            prompts, ends, param = self._encode_prompts(body), self.end_ids, "prompt"
         if len(prompts) * body.num_choices > self.max_choices:
             raise ApiError(
                 f"{len(prompts)} prompts with n = {body.num_choices} are more than the "
                 f"{self.max_choices} choices that may wait here: send them in several requests",
                 param="n", code="invalid_value",
             )  # fmt: skip
-        ends = self.chat_end_ids if is_chat else self.end_ids
         sampling = self._sampling(body)
         requests = []
         for prompt in prompts:

@@ -124,7 +124,7 @@ class CompletionRequest(_Request):
     @field_validator("prompt", mode="before")
     @classmethod
     def _list_prompts(cls, value: object) -> tuple[str | tuple[int, ...], ...]:
-        prompts = value if isinstance(value, list) else [value]
+        prompts: list[Any] = value if isinstance(value, list) else [value]
         if prompts and all(_is_token(one) for one in prompts):
             prompts = [prompts]
         if not prompts or not all(isinstance(one, str) or _is_token_list(one) for one in prompts):
