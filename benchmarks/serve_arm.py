@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moesaic.serve.engine import EngineLimits, InferenceEngine
 
 from moesaic.api.start import set_spin_count
 from moesaic.kernels import device as devices
 from moesaic.models.hf.origin import open_origin
+from moesaic.serve.engine import EngineLimits, InferenceEngine
 from moesaic.serve.loading import ServedModel, load_model
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
 

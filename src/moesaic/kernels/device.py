@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from moesaic.base.errors import ConfigError
+from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.job.device_name import check_device_name
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -163,6 +164,13 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_bytes()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of `device` that this process may still take."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_memory_bytes()
 
 
 def matmul_dtypes(device: torch.device) -> list[str]:

@@ -110,24 +110,6 @@ class AttentionMetadata:
             offsets=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
         )
 
-    @classmethod
-    def cached(
-        cls, padding: Sequence[int], positions: range, window: int | None = None
-    ) -> AttentionMetadata:
-        """Return the metadata of generation with a cache.
-
-        Args:
-            padding: positions before the first token of each row, which nothing attends to.
-            positions: positions of the new tokens, of which padding may be a part.
-            window: keys that a query attends to at most.
-        """
-        segments = []
-        for rows in _runs(padding):
-            first = padding[rows.start]
-            queries = range(max(first - positions.start, 0), len(positions))
-            segments.append(Segment(rows, queries, range(first, positions.stop)))
-        return cls(tuple(segments), window=window)
-
 
 def _runs(values: Sequence[Any]) -> Iterator[range]:
     """Yield the ranges of consecutive equal values."""
@@ -167,10 +149,6 @@ def choose_backend(q: Tensor, k: Tensor, metadata: AttentionMetadata) -> Attenti
     """Return the fastest backend that supports these tensors."""
     if len(q) == 1 and q.shape[2] != k.shape[2]:
         return attend_pool
-    decodes = q.shape[2] == 1 < k.shape[2] and len(q) > 0
-    # Rows of padding have no block.
-    if decodes and sum(len(block.rows) for block in metadata.blocks) == len(q):
-        return attend_one_query
     if metadata.offsets is not None and _supports_varlen(q):
         return attend_varlen
     return attend_blocks
@@ -184,27 +162,6 @@ def _supports_varlen(q: Tensor) -> bool:
         and width <= MAX_VARLEN_WIDTH
         and width % 8 == 0
     )
-
-
-def attend_one_query(
-    q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, scale: float
-) -> Tensor:
-    """Attend with one query per row over a cache.
-
-    Query heads that share a KV head are rows of one matrix, so that the cache is read once.
-    """
-    grouped = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
-    results = [
-        F.scaled_dot_product_attention(
-            _cut(grouped, block.rows),
-            _cut(k, block.rows, block.keys),
-            _cut(v, block.rows, block.keys),
-            scale=scale,
-        )
-        for block in metadata.blocks
-    ]
-    result: Tensor = results[0] if len(results) == 1 else torch.cat(results)
-    return result.flatten(1, 2)[:, :, None]
 
 
 def attend_pool(

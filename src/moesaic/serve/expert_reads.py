@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from moesaic.base.decisions import Decision, decide
 from moesaic.nn.experts.places import Places
 from moesaic.policy.serving.regime import PassFacts, RegimeDecision, choose_regime
-from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.cache import BlockCache
 
 _LAST_WEIGHT = 0.3
 """Weight of the last pass in running means."""
@@ -51,15 +51,17 @@ class ExpertReads:
 
     def end(self, num_tokens: int, seconds: float) -> None:
         """Record a pass that took `seconds`."""
-        used = _since(self._before, self._cache.stats)
-        compute_s = max(seconds - used.stall_s, 0.0)
+        before, now = self._before, self._cache.stats
+        compute_s = max(seconds - (now.stall_s - before.stall_s), 0.0)
         bucket = num_tokens.bit_length()
         self._compute_s[bucket] = _mean(self._compute_s.get(bucket), compute_s)
-        if used.read_s:
-            bandwidth = used.read_bytes / used.read_s * self._num_threads
+        if now.read_s > before.read_s:
+            seconds_of_reads = (now.read_s - before.read_s) / self._num_threads
+            bandwidth = (now.read_bytes - before.read_bytes) / seconds_of_reads
             self._read_bytes_per_s = _mean(self._read_bytes_per_s or None, bandwidth)
-        if used.accesses and self.decision and self.decision.outcome.regime == "fetch":
-            share = used.misses / used.accesses
+        accesses = now.accesses - before.accesses
+        if accesses and self.decision and self.decision.outcome.regime == "fetch":
+            share = (now.misses - before.misses) / accesses
             self._miss_share = _mean(self._miss_share or None, share)
 
     def _facts(self, num_tokens: int) -> PassFacts:
@@ -80,7 +82,3 @@ class ExpertReads:
 
 def _mean(mean: float | None, value: float) -> float:
     return value if mean is None else mean + _LAST_WEIGHT * (value - mean)
-
-
-def _since(before: CacheStats, now: CacheStats) -> CacheStats:
-    return CacheStats(*(new - old for new, old in zip(now, before, strict=True)))

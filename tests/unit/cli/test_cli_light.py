@@ -59,8 +59,8 @@ LIGHT = [
     "", "--help", "--version", "train --help", "generate -h", "convert --help", "inspect --help",
     "report --help", "probe --help", "probe --explain all", "probe --dry-run", "plan --help",
     "trace --help", "plan --explain all", "train --explain all", "train --explain train.batch",
-    "generate --explain all", "convert --explain to", "train job.toml --dry-run --nproc 2",
-    "train job.toml --dry-run --nproc 2 --json",
+    "generate --explain all", "serve --help", "serve --explain all", "convert --explain to",
+    "train job.toml --dry-run --nproc 2", "train job.toml --dry-run --nproc 2 --json",
 ]  # fmt: skip
 
 

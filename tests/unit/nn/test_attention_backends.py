@@ -19,7 +19,6 @@ from moesaic.nn.attention_backends import (
     Segment,
     attend,
     attend_blocks,
-    attend_one_query,
     attend_pool,
     attend_varlen,
     choose_backend,
@@ -111,19 +110,22 @@ def test_packed_documents_equal_a_dense_mask(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
-@pytest.mark.parametrize("padding", [[0, 0, 0], [2, 0, 4], [4, 4, 1]], ids=str)
-@pytest.mark.parametrize("first", [0, 3, 5, 8])
-def test_cached_rows_of_unequal_length_equal_a_dense_mask(
-    first: int, padding: list[int], window: int | None
-) -> None:
-    """The sequence ends at position 9; queries start at `first`, and may be padding."""
-    q, k, v = tensors(3, 4, 2, 9, 8, torch.float64)
-    is_padding = torch.arange(9) < torch.tensor(padding)[:, None]
-    mask = dense_mask(PLAIN, window) & ~is_padding[:, :, None] & ~is_padding[:, None, :]
-    metadata = AttentionMetadata.cached(padding, range(first, 9), window)
-    actual = with_gradients(lambda q, k, v: attend(q[:, :, first:], k, v, metadata, 0.3), q, k, v)
-    expected = with_gradients(lambda q, k, v: reference(q, k, v, mask, 0.3)[:, :, first:], q, k, v)
-    assert_close(actual, expected)
+def test_requests_in_a_pool_equal_a_dense_mask(window: int | None) -> None:
+    """New tokens of several requests stand in one row; their keys are anywhere in the pool."""
+    pool = tensors(1, 4, 2, 30, 8, torch.float64)
+    places = [(1, range(12, 17)), (4, range(0, 9)), (1, range(20, 21)), (3, range(22, 25))]
+    segments, expected, queries = [], [], []
+    for number, keys in places:
+        first = sum(part.shape[2] for part in queries)
+        segments.append(Segment(range(1), range(first, first + number), keys))
+        q, k, v = (x[:, :, keys.start : keys.stop] for x in pool)
+        whole = reference(q, k, v, dense_mask(torch.zeros(1, len(keys)), window), 0.3)
+        queries.append(q[:, :, -number:])
+        expected.append(whole[:, :, -number:])
+    metadata = AttentionMetadata(tuple(segments), window)
+    with torch.no_grad():
+        actual = attend(torch.cat(queries, 2), *pool[1:], metadata, 0.3)
+    torch.testing.assert_close(actual, torch.cat(expected, 2), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -203,13 +205,13 @@ def test_metadata_names_documents_once() -> None:
 
 def test_backends_are_chosen_by_device_dtype_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     q, _, _ = tensors(3, 4, 2, 9, 8, torch.bfloat16)
-    packed, cached = AttentionMetadata.packed(PACKED), AttentionMetadata.cached([0] * 3, range(9))
+    packed, causal = AttentionMetadata.packed(PACKED), AttentionMetadata.causal(3, 9)
 
     def choices(x: Tensor) -> list[AttentionBackend]:
-        return [choose_backend(x, q, packed), choose_backend(x, q, cached)]
+        return [choose_backend(x, q, packed), choose_backend(x, q, causal)]
 
     assert choices(q) == [attend_blocks, attend_blocks]
-    assert choose_backend(q[:, :, -1:], q, cached) is attend_one_query
+    assert choose_backend(q[:1, :, -1:], q[:1], causal) is attend_pool
     capability = attention_backends.devices
     monkeypatch.setattr(capability, "compute_capability", lambda _: (9, 0))
     assert choices(q) == [attend_varlen, attend_blocks]

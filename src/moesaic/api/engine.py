@@ -1,0 +1,391 @@
+"""The inference engine: texts in, texts out, many at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError, MoesaicError
+from moesaic.base.units import parse_bytes
+from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
+from moesaic.serve.prompts import Prompt, PromptEncoder
+from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
+from moesaic.serve.text import TextStream
+
+if TYPE_CHECKING:
+    from moesaic.models.hf.origin import Origin
+    from moesaic.models.lm import LanguageModel
+    from moesaic.models.tokenizer import Tokenizer
+    from moesaic.serve.engine import InferenceEngine
+    from moesaic.serve.engine_thread import EngineThread
+    from moesaic.serve.loading import ServedModel
+
+_Arrivals = SimpleQueue[tuple["TextRequest", TokenEvent | FinishEvent]]
+
+_CACHE_FRACTION = 4
+"""Part of the free memory, as its inverse, that the key-value cache takes at most by default."""
+
+
+class Generation(NamedTuple):
+    """Continuation of one prompt."""
+
+    prompt: Prompt
+    """The prompt as it was given: a text, token ids or messages."""
+    prompt_tokens: list[int]
+    tokens: list[int]
+    """New token ids, up to and including an end token or the last one of a stop string."""
+    text: str
+    """Text of the new tokens, up to a stop string."""
+    finish_reason: str
+    """stop: an end token or a stop string; length: `max_tokens`."""
+    logprobs: list[float] | None = None
+    """Log-probability of each new token by the model's own scores, if asked for."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """Most likely tokens at each position with their log-probabilities, if asked for."""
+
+
+class TextRequest:
+    """A request to the engine, and its answer so far."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        config: SamplingConfig,
+    ) -> None:
+        self.prompt, self.request = prompt, request
+        stop = [config.stop] if isinstance(config.stop, str) else config.stop
+        self._stream = TextStream(tokenizer, stop, includes_stop=config.include_stop)
+        self._pieces: list[str] = []
+        self._events: list[TokenEvent] = []
+        self._finish_reason: str | None = None
+        self.error: MoesaicError | None = None
+        """Error that ended the request."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no text follows."""
+        return self._finish_reason is not None or self.error is not None
+
+    def take(self, event: TokenEvent | FinishEvent) -> str:
+        """Return the new text of an event."""
+        if isinstance(event, TokenEvent):
+            self._events.append(event)
+            piece = self._stream.push(event.token)
+            if self._stream.is_stopped:
+                self._finish_reason = "stop"
+        elif event.reason in ("stop", "length"):
+            piece = self._stream.finish()
+            self._finish_reason = "stop" if self._stream.is_stopped else event.reason
+        else:
+            piece = ""
+            self.error = event.error or MoesaicError("the engine was closed before the text ended")
+        self._pieces.append(piece)
+        return piece
+
+    def result(self) -> Generation:
+        """Return the complete answer; raise the error that ended the request, if one did."""
+        if self.error is not None:
+            raise self.error
+        assert self._finish_reason is not None, "the request runs"
+        logprobs = top_logprobs = None
+        if self.request.top_logprobs is not None:
+            logprobs = [event.logprob for event in self._events if event.logprob is not None]
+            top_logprobs = [dict(event.top) for event in self._events]
+        return Generation(
+            self.prompt, list(self.request.prompt), [event.token for event in self._events],
+            "".join(self._pieces), self._finish_reason, logprobs, top_logprobs,
+        )  # fmt: skip
+
+
+class TextEngine:
+    """Inference engine of a model on disk or in memory, for texts; any thread may use it.
+
+    Weights are read and memory is taken at the first request.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        config: EngineConfig,
+        prompts: PromptEncoder,
+        load: Callable[[], ServedModel],
+    ) -> None:
+        """Create an engine; `load` returns the network, which the engine closes."""
+        self._origin, self._config, self._load = origin, config, load
+        self.prompts = prompts
+        self._lock = Lock()
+        self._thread: EngineThread | None = None
+        self._served: ServedModel | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the engine."""
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """Name of the model's directory."""
+        return self._origin.path.resolve().name
+
+    def close(self) -> None:
+        """End all requests and free the memory."""
+        with self._lock:
+            self._is_closed = True
+            if self._thread is not None:
+                self._thread.close()
+                self._thread = None
+            if self._served is not None:
+                self._served.close()
+                self._served = None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        **sampling: Any,
+    ) -> list[Generation]:
+        """Return the continuations of all prompts, in their order; `n` in a row for each.
+
+        Args:
+            prompts: texts, token ids, or lists of messages with `role` and `content`.
+            chat: send each text as a user message, by the model's chat template.
+            system: system message before each prompt, in a chat.
+            sampling: settings of `moesaic generate`, such as max_tokens=64, temperature=0,
+                top_p, top_k, stop, seed, n and logprobs.
+        """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is a text: give a list of prompts")
+        config = parse(SamplingConfig, sampling, "generate")
+        requests = [
+            one
+            for prompt in prompts
+            for one in self.requests(prompt, config, is_chat=chat, system=system)
+        ]
+        for one, _ in self.run(requests):
+            if one.error is not None:
+                raise one.error
+        return [one.result() for one in requests]
+
+    def stream(
+        self, prompt: Prompt, *, chat: bool = False, system: str | None = None, **sampling: Any
+    ) -> Iterator[str]:
+        """Return an iterator over the pieces of a continuation, as they arrive.
+
+        Arguments are those of `generate`. Closing the iterator ends the request.
+        """
+        config = parse(SamplingConfig, sampling, "stream")
+        if config.n != 1:
+            raise ConfigError(f"n = {config.n}: a stream has one text; call generate for several")
+        return self._stream(self.requests(prompt, config, is_chat=chat, system=system))
+
+    def _stream(self, requests: Sequence[TextRequest]) -> Iterator[str]:
+        for one, piece in self.run(requests):
+            if one.error is not None:
+                raise one.error
+            if piece:
+                yield piece
+
+    def requests(
+        self,
+        prompt: Prompt,
+        config: SamplingConfig,
+        *,
+        is_chat: bool = False,
+        system: str | None = None,
+    ) -> list[TextRequest]:
+        """Return the `n` requests of a prompt."""
+        ids = self.prompts.encode(prompt, config.max_tokens, is_chat=is_chat, system=system)
+        self._check_tokens("logit_bias", config.logit_bias)
+        self._check_tokens("prompt", ids)
+        is_chat |= not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        params = SamplingParams(
+            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
+            presence_penalty=config.presence_penalty, frequency_penalty=config.frequency_penalty,
+            logit_bias=MappingProxyType(config.logit_bias), seed=config.seed,
+        )  # fmt: skip
+        return [
+            TextRequest(
+                prompt,
+                GenerationRequest(
+                    tuple(ids), config.max_tokens, params, choice=choice,
+                    end_ids=self.prompts.chat_end_ids if is_chat else self.prompts.end_ids,
+                    top_logprobs=config.logprobs,
+                ),
+                self.prompts.tokenizer, config,
+            )
+            for choice in range(config.n)
+        ]  # fmt: skip
+
+    def run(self, requests: Iterable[TextRequest]) -> Iterator[tuple[TextRequest, str]]:
+        """Yield requests with their new text, as it arrives; the last time when they are finished.
+
+        Requests are taken from the iterable when the engine has room. They end with the iterator.
+        """
+        waiting, arrivals, ids = iter(requests), _Arrivals(), dict[TextRequest, int]()
+        try:
+            while True:
+                has_room = len(ids) < 2 * self._config.max_running
+                one = next(waiting, None) if has_room else None
+                if one is not None:
+                    try:
+                        ids[one] = self._submit(one, arrivals)
+                    except ConfigError as error:
+                        one.error = error
+                        yield one, ""
+                elif not ids:
+                    return
+                else:
+                    one, event = arrivals.get()
+                    if one in ids:  # It may have ended by a stop string.
+                        piece = one.take(event)
+                        if one.is_finished:
+                            self._cancel(ids.pop(one))
+                        yield one, piece
+        finally:
+            for request_id in ids.values():
+                self._cancel(request_id)
+
+    def _submit(self, one: TextRequest, arrivals: _Arrivals) -> int:
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("the engine is closed: create another one")
+            if self._thread is None:
+                self._thread = self._start()
+            return self._thread.submit(one.request, partial(_put, arrivals, one))
+
+    def _cancel(self, request_id: int) -> None:
+        with self._lock:
+            if self._thread is not None:
+                self._thread.cancel(request_id)
+
+    def _start(self) -> EngineThread:
+        from moesaic.serve.engine_thread import EngineThread
+
+        self._served = self._load()
+        thread = EngineThread(make_engine(self._served, self._config, max_waiting=sys.maxsize))
+        thread.start()
+        return thread
+
+    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        """Raise ConfigError for tokens beyond the vocabulary."""
+        vocab = self._origin.model.vocab
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise ConfigError(
+                    f"{name} has the token {token}, and the model's ids are 0 to {vocab - 1}: "
+                    "use the model's tokenizer"
+                )
+
+
+def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent) -> None:
+    arrivals.put((one, event))
+
+
+def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
+    """Return the positions that `max_running` texts need, within a part of the free memory."""
+    from moesaic.kernels import device as devices
+
+    config, weight = model.config, model.embed.weight
+    width = 2 * config.kv_heads * config.head_dim
+    if config.latent is not None:
+        width = config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
+    free = devices.free_bytes(weight.device)
+    room = free // _CACHE_FRACTION // (config.layers * width * weight.element_size())
+    return max(min(max_running * config.max_positions, room), 16)
+
+
+def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:
+    """Return an engine over a loaded model."""
+    from moesaic.serve.engine import EngineLimits, InferenceEngine
+
+    tokens = config.cache_tokens
+    if tokens is None and served.decision is not None:
+        tokens = served.decision.outcome.cache_tokens
+    limits = EngineLimits(
+        max_running=config.max_running, max_waiting=max_waiting,
+        tokens_per_pass=config.tokens_per_pass,
+        cache_tokens=tokens or default_cache_tokens(served.model, config.max_running),
+    )  # fmt: skip
+    return InferenceEngine(served.model, limits, served.reads)
+
+
+def load_network(origin: Origin, config: LoadConfig) -> ServedModel:
+    """Return the network of `origin` on the device of the settings, within their memory."""
+    from moesaic.kernels import device as devices
+    from moesaic.kernels.grouped_mm import check_backend
+    from moesaic.serve.loading import load_model
+
+    device = devices.resolve(config.device, key="device")
+    check_backend(config.grouped_mm if origin.model.experts else "auto", device, key="grouped_mm")
+    devices.activate(device)
+    if not isinstance(config, EngineConfig) or config.memory is None:
+        return load_model(origin, device, config.precision, config.grouped_mm)
+    return load_model(
+        origin, device, config.precision, config.grouped_mm, parse_bytes(config.memory),
+        cache_tokens=config.cache_tokens, tokens_per_pass=config.tokens_per_pass,
+        max_running=config.max_running,
+    )  # fmt: skip
+
+
+class Engine(TextEngine):
+    """Inference engine of a model on disk.
+
+    A context manager: leaving it frees the memory.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        memory: str | None = None,
+        device: str = "auto",
+        precision: str = "keep",
+        max_running: int = 32,
+        cache_tokens: int | None = None,
+        **settings: Any,
+    ) -> None:
+        """Open the model in a Hugging Face directory, a run or a checkpoint.
+
+        Args:
+            directory: where it is; of a run, the newest intact checkpoint counts.
+            memory: memory of this process, such as "4GB"; experts that do not fit are read from
+                the model's files. None: as much as the model needs.
+            device: torch device; auto: a GPU if there is one, else cpu.
+            precision: keep (the dtype of the embedding on file), fp32, bf16 or fp64.
+            max_running: texts that are generated at a time; further ones wait.
+            cache_tokens: positions of the key-value cache over all texts; None: as many as
+                `max_running` texts need, within a quarter of the free memory.
+            settings: other settings of `moesaic generate`, such as tokenizer and grouped_mm.
+        """
+        from moesaic.models.hf.origin import open_origin
+
+        given = {
+            "memory": memory, "device": device, "precision": precision,
+            "max_running": max_running, "cache_tokens": cache_tokens,
+        }  # fmt: skip
+        config = parse(EngineConfig, {**given, **settings}, "Engine")
+        origin = open_origin(Path(directory))
+        super().__init__(
+            origin, config, PromptEncoder(origin, config.tokenizer),
+            partial(load_network, origin, config),
+        )  # fmt: skip
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about the files, such as a damaged checkpoint that was passed over."""
+        return self._origin.warnings
