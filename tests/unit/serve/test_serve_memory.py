@@ -1,0 +1,55 @@
+"""`moesaic serve` with less memory than the model needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from moesaic.api.engine import Engine
+from moesaic.cli.main import main
+from moesaic.models.hf.reader import SINGLE_NAME
+from moesaic.testing.served import write_chat_model
+from tests.unit.serve.test_serve_process import serving
+
+PROMPTS = ["Of mosaics and their stones", "Whereas", "0123456789 " * 40]
+
+
+def test_a_server_reads_experts_that_do_not_fit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = write_chat_model(
+        tmp_path / "model", hidden=192, head_dim=48, ffn=384, layers=4, experts=32, top_k=2, max_positions=1024
+    )
+    assert main(["serve", str(model), "--set", "port=0", "--memory", "10KB"]) == 2
+    least = re.search(r'set memory to "(\d+)MiB"', capfd.readouterr().err)
+    assert least is not None
+    with Engine(model, cache_tokens=1024) as engine:
+        expected = [one.text for one in engine.generate(PROMPTS, temperature=0, max_tokens=20)]
+    memory = f"{int(least[1]) + 40}MiB"
+    with serving(model, "--memory", memory, "--set", "cache_tokens=1024") as server:
+
+        def complete(prompt: str) -> str:
+            answer = server.client.completions.create(
+                model="tiny", prompt=prompt, temperature=0, max_tokens=20
+            )
+            return answer.choices[0].text
+
+        assert [complete(prompt) for prompt in PROMPTS] == expected
+        experts = json.loads(urllib.request.urlopen(f"{server.url}/experts").read())
+        assert not experts["all_in_memory"]
+        assert 0 < experts["misses"] < experts["accesses"]
+        assert 0 < sum(len(layer["in_memory"]) for layer in experts["layers"]) < 4 * 32
+
+        # The file is cut while the server runs: requests fail with its name, the server stays.
+        weights = model / SINGLE_NAME
+        os.truncate(weights, 100_000)
+        with pytest.raises(openai.InternalServerError, match=re.escape(weights.name)):
+            for number in range(20):  # Other prompts use other experts.
+                complete(f"{number} {PROMPTS[2]}")
+        assert urllib.request.urlopen(f"{server.url}/health").status == 200
