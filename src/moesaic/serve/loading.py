@@ -27,7 +27,6 @@ from moesaic.models.hf.reader import DTYPES
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.nn.experts.places import Places
-from moesaic.policy.residency import make_residency
 from moesaic.policy.serving.budget import (
     ServingBudget,
     ServingFacts,
@@ -35,13 +34,12 @@ from moesaic.policy.serving.budget import (
     divide_memory,
     serving_facts,
 )
+from moesaic.policy.serving.residency import ExpectedUse
 from moesaic.store.cache import BlockCache
 from moesaic.store.expert_files import ExpertFiles, StoredExpert, buffer_bytes
 
 READ_THREADS = 4
 """Threads that read experts."""
-RESIDENCY = "lfu"
-"""Policy that chooses the experts that leave memory."""
 
 BudgetDecision = Decision[ServingFacts, ServingBudget]
 
@@ -163,7 +161,8 @@ def load_model(
     with ExitStack() as stack:
         files = _open_files(origin.model, experts, dtype)
         stack.callback(files.close)
-        cache = BlockCache(files, budget.num_slots, make_residency(RESIDENCY), READ_THREADS)
+        residency = ExpectedUse(origin.model.experts, len(origin.model.expert_layers))
+        cache = BlockCache(files, budget.num_slots, residency, READ_THREADS)
         stack.callback(cache.close)
         places = _make_places(origin.model, cache, dtype)
         model = _load(origin, device, dtype, grouped_mm, places)

@@ -1,1 +1,1 @@
-"""Policies of the inference engine: memory."""
+"""Policies of the inference engine: memory, and the experts in it."""
