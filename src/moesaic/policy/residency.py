@@ -200,19 +200,6 @@ class LeastFrequentlyUsed(Residency):
         return self._uses[block], self._last_use.get(block, 0)
 
 
-class LastExpected(LeastFrequentlyUsed):
-    """LFU among the blocks that the present pass no longer needs; then the one needed last.
-
-    Inference uses it: the blocks of a pass are either unknown, or known in order.
-    """
-
-    def _key(self, block: int) -> tuple[float, ...]:
-        next_access = self._next_access[block]
-        if next_access is None:
-            return (False, 0, *super()._key(block))
-        return (True, -next_access, *super()._key(block))
-
-
 class SeMoe(Residency):
     """Policy of SE-MoE (Shen et al. 2022, algorithm 2): hit counts with a threshold and decay.
 

@@ -27,7 +27,6 @@ from moesaic.models.hf.reader import DTYPES
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.nn.experts.places import Places
-from moesaic.policy.residency import LastExpected
 from moesaic.policy.serving.budget import (
     ServingBudget,
     ServingFacts,
@@ -35,12 +34,14 @@ from moesaic.policy.serving.budget import (
     divide_memory,
     serving_facts,
 )
+from moesaic.policy.serving.residency import ExpectedUse
 from moesaic.serve.expert_reads import ExpertReads
 from moesaic.store.cache import BlockCache
 from moesaic.store.expert_files import ExpertFiles, StoredExpert, buffer_bytes
 
 READ_THREADS = 4
 """Threads that read experts."""
+
 BudgetDecision = Decision[ServingFacts, ServingBudget]
 
 
@@ -165,7 +166,8 @@ def load_model(
     with ExitStack() as stack:
         files = _open_files(origin.model, experts, dtype)
         stack.callback(files.close)
-        cache = BlockCache(files, budget.num_slots, LastExpected(), READ_THREADS)
+        residency = ExpectedUse(origin.model.experts, len(origin.model.expert_layers))
+        cache = BlockCache(files, budget.num_slots, residency, READ_THREADS)
         stack.callback(cache.close)
         places = _make_places(origin.model, cache, dtype)
         model = _load(origin, device, dtype, grouped_mm, places)

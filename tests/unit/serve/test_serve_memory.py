@@ -10,12 +10,12 @@ from pathlib import Path
 
 import openai
 import pytest
+from tests.unit.serve.test_serve_process import serving
 
 from moesaic.api.engine import Engine
 from moesaic.cli.main import main
 from moesaic.models.hf.reader import SINGLE_NAME
 from moesaic.testing.served import write_chat_model
-from tests.unit.serve.test_serve_process import serving
 
 PROMPTS = ["Of mosaics and their stones", "Whereas", "0123456789 " * 40]
 
@@ -24,7 +24,14 @@ def test_a_server_reads_experts_that_do_not_fit(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = write_chat_model(
-        tmp_path / "model", hidden=192, head_dim=48, ffn=384, layers=4, experts=32, top_k=2, max_positions=1024
+        tmp_path / "model",
+        hidden=192,
+        head_dim=48,
+        ffn=384,
+        layers=4,
+        experts=32,
+        top_k=2,
+        max_positions=1024,
     )
     assert main(["serve", str(model), "--set", "port=0", "--memory", "10KB"]) == 2
     least = re.search(r'set memory to "(\d+)MiB"', capfd.readouterr().err)
