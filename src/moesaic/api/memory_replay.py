@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from moesaic.api.loads import latest_loads
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, lookahead, wave_size
+from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, wave_size
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.policy.plan.budget import (
@@ -33,6 +32,7 @@ from moesaic.policy.plan.budget import (
 )
 from moesaic.policy.residency import ResidencyFacts, make_residency
 from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.expert_order import ExpertOrder
 
 _FORECAST_STEPS = 3
 """Steps until the traffic of a step repeats."""
@@ -164,9 +164,9 @@ class _Replay:
         assert job.memory is not None
         self._job, self._blocks, self._period = job, blocks, job.memory.period
         self._residency = make_residency(job.memory.residency)
-        self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=1)
+        self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=0)
         self._num_places, self._wave = num_places, wave_size(num_places)
-        self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
+        self._order = ExpertOrder(self._cache, blocks, self._is_behind)
         self._num_updates = 0
         self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
 
@@ -186,10 +186,11 @@ class _Replay:
         num_groups = self._job.train.micro_batches // blocks.num_micro_batches
         for group in range(num_groups):
             is_last = group == num_groups - 1
+            self._order.begin_group(is_last=is_last)
             for layer in [-1, *blocks.experts, 1 << 30]:  # Embedding, layers, head.
-                self._forward_block(layer, slots, is_last)
+                self._forward_block(layer, slots)
             for layer in [1 << 30, *reversed(list(blocks.experts)), -1]:
-                self._backward_block(layer, slots, is_last)
+                self._backward_block(layer, slots)
                 if is_last and layer in slots:
                     self._end_layer(layer, slots[layer], number)
         if not blocks.updates_early:
@@ -201,19 +202,13 @@ class _Replay:
         self._residency.end_step(ResidencyFacts("", self._num_places, stats.accesses, stats.reads))
         return stats
 
-    def _forward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
-        behind = {
-            one: [slot for slot in used if self._is_behind(one, slot)]
-            for one, used in self._used.items()
-        }
-        self._expect(self._blocks.forward_order(layer, self._used, behind, is_last))
+    def _forward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        self._order.begin_forward(layer)
         for _ in range(self._blocks.num_micro_batches):
             self._forward(layer, slots.get(layer, ()))
 
-    def _backward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
-        if layer in slots:
-            self._used[layer] = slots[layer]
-        self._expect(self._blocks.backward_order(layer, self._used, is_last))
+    def _backward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        self._order.begin_backward(layer, slots.get(layer))
         for _ in range(self._blocks.num_micro_batches):
             self._backward(layer, slots.get(layer, ()))
 
@@ -225,7 +220,7 @@ class _Replay:
             self._hold(layer, [slot], [BlockKind.GRADIENT])  # For the norm.
 
     def _update_late(self, slots: dict[int, list[int]], number: int) -> None:
-        self._expect(self._blocks.update_order(self._used))
+        self._order.begin_update()
         for layer, used in slots.items():
             self._update(layer, used, number)
 
@@ -265,6 +260,3 @@ class _Replay:
                 inside()
             for block in wanted if dirty else ():
                 self._cache.mark_dirty(block)
-
-    def _expect(self, blocks: Iterator[int]) -> None:
-        self._cache.expect(list(islice(blocks, lookahead(self._num_places))))

@@ -68,6 +68,7 @@ class IOThreads:
     """
 
     def __init__(self, storage: BlockStorage, memory: NDArray[np.uint8], num_threads: int) -> None:
+        """Start the threads; with none, `submit` itself transfers."""
         self._storage = storage
         self._memory = memory
         self._changed = threading.Condition()
@@ -109,8 +110,10 @@ class IOThreads:
             self._num_writes += writes
             if urgent:
                 self._make_urgent(transfer)
-            if not after:
+            if not after and self._threads:
                 self._push(transfer)
+            elif not after and self._error is None:
+                self._run(transfer)
 
     def wait_for_slots(self, slots: Iterable[int]) -> None:
         """Return when no transfer of the slots is left; raise the first error."""
@@ -171,20 +174,23 @@ class IOThreads:
 
     def _work(self) -> None:
         while (transfer := self._next()) is not None:
-            start = time.perf_counter()
-            error = None
-            try:
-                move = self._storage.write if transfer.writes else self._storage.read
-                move(transfer.block, self._memory[transfer.slot])
-            except Exception as failure:  # noqa: BLE001 - the caller's thread raises it.
-                error = failure
-            with self._changed:
-                self._busy_s[transfer.writes] += time.perf_counter() - start
-                if error is None:
-                    self._finish(transfer)
-                elif self._error is None:
-                    self._error = error
-                self._changed.notify_all()
+            self._run(transfer)
+
+    def _run(self, transfer: _Transfer) -> None:
+        start = time.perf_counter()
+        error = None
+        try:
+            move = self._storage.write if transfer.writes else self._storage.read
+            move(transfer.block, self._memory[transfer.slot])
+        except Exception as failure:  # noqa: BLE001 - the caller's thread raises it.
+            error = failure
+        with self._changed:
+            self._busy_s[transfer.writes] += time.perf_counter() - start
+            if error is None:
+                self._finish(transfer)
+            elif self._error is None:
+                self._error = error
+            self._changed.notify_all()
 
     def _next(self) -> _Transfer | None:
         """Return the next transfer to run, or None when the threads end."""
