@@ -127,9 +127,9 @@ class BlockCache:
         """Number of slots."""
         return len(self.memory)
 
-    def is_in_memory(self, block: int) -> bool:
-        """Return True if a slot holds the block, or will once its read ends."""
-        return block in self._slots
+    def contents(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the blocks that slots hold, or will once their reads end, and the changed ones."""
+        return frozenset(self._slots), frozenset(self._dirty)
 
     def checksum(self, block: int) -> int:
         """Return a checksum of a held block, to find out later if it has changed."""

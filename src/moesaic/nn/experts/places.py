@@ -56,10 +56,6 @@ class Places:
         """Return the number of a block; blocks of one kind are neighbours on the drive."""
         return self._first_block + kind * self.num_slots + slot
 
-    def is_in_memory(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> bool:
-        """Return whether a block has a place now."""
-        return self._cache.is_in_memory(self.block(slot, kind))
-
     @contextmanager
     def hold(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
         """Load the parameters of `slots`, and yield the place of each; they stay until the end."""
