@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moesaic.api.loads import latest_loads
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, wave_size
+from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, waves
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.policy.plan.budget import (
@@ -166,10 +166,10 @@ class _Replay:
         self._job, self._blocks, self._period = job, blocks, job.memory.period
         self._residency = make_residency(job.memory.residency)
         self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=0)
-        self._num_places, self._wave = num_places, wave_size(num_places)
+        self._num_places = num_places
         self._order = ExpertOrder(self._cache, blocks, self._is_behind)
         self._skips_repeats = False
-        """True if groups of micro-batches that repeat the one before are not replayed."""
+        """True if groups of micro-batches that repeat earlier ones are not replayed."""
         self._num_updates = 0
         self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
 
@@ -203,14 +203,15 @@ class _Replay:
 
     def _step(self, number: int, slots: dict[int, list[int]]) -> CacheStats:
         num_groups = self._job.train.micro_batches // self._blocks.num_micro_batches
-        traffic, before = list[CacheStats](), None
+        traffic, ends = list[CacheStats](), list[Any]()
         while len(traffic) < num_groups - 1:
             self._group(number, slots, is_last=False)
             traffic.append(self._cache.take_stats())
             contents = self._cache.contents()
-            if self._skips_repeats and contents == before:
-                traffic += traffic[-1:] * (num_groups - 1 - len(traffic))
-            before = contents
+            if self._skips_repeats and contents in ends:
+                period = traffic[ends.index(contents) + 1 :]
+                traffic += period * ((num_groups - 1 - len(traffic)) // len(period))
+            ends.append(contents)
         self._group(number, slots, is_last=True)
         if not self._blocks.updates_early:
             self._update_late(slots, number)
@@ -256,8 +257,7 @@ class _Replay:
             self._update(layer, used, number)
 
     def _forward(self, layer: int, slots: Sequence[int]) -> None:
-        for first in range(0, len(slots), self._wave):
-            wave = slots[first : first + self._wave]
+        for wave in waves(slots, self._num_places):
             for slot in wave:
                 if self._is_behind(layer, slot):
                     self._hold(layer, [slot], STATE, dirty=True)
@@ -267,8 +267,7 @@ class _Replay:
     def _backward(self, layer: int, slots: Sequence[int]) -> None:
         if self._blocks.recomputes:
             self._forward(layer, slots)
-        for first in range(0, len(slots), self._wave):
-            wave = slots[first : first + self._wave]
+        for wave in waves(slots, self._num_places):
             gradients = partial(self._hold, layer, wave, [BlockKind.GRADIENT], dirty=True)
             self._hold(layer, wave, [BlockKind.PARAMETERS], inside=gradients)
 

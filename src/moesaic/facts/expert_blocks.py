@@ -49,10 +49,12 @@ Order = dict[tuple[Pass, int], list[int]]
 """Blocks that each pass through each layer accesses, in order."""
 
 
-def wave_size(num_places: int) -> int:
-    """Return the experts that a pass computes at once, given the blocks that fit in memory. The
+def waves(items: Sequence[int], num_places: int) -> Iterator[Sequence[int]]:
+    """Yield the experts that a pass computes at once, given the blocks that fit in memory. The
     other blocks are read ahead meanwhile."""
-    return max(num_places // MIN_BLOCKS, 1)
+    size = max(num_places // MIN_BLOCKS, 1)
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moesaic.dist.all_to_all import AsyncAllToAll
 from moesaic.dist.clock import Clock
+from moesaic.facts.expert_blocks import waves
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.places import Places
@@ -236,9 +237,7 @@ class PlacesLease(Lease):
     ) -> None:
         """Call `compute` with the index of each range, in waves that fit the places."""
         del between, replicas_first  # There are no replicas.
-        size = self._places.wave_size
-        for first in range(0, len(ranges), size):
-            wave = list(range(first, min(first + size, len(ranges))))
+        for wave in waves(range(len(ranges)), len(self._places)):
             slots = [slot for index in wave for slot in ranges[index].slot_indices]
             in_place = slots if self._num_backward == self._num_calls == 1 else []
             with (
@@ -249,7 +248,7 @@ class PlacesLease(Lease):
                     found = [place_of_slot[slot] for slot in ranges[index].slot_indices]
                     places = slice(found[0], found[0] + 1) if found else slice(0, 0)
                     ranges[index] = replace(ranges[index], places=places)
-                for_each_range(ranges, compute, wave)
+                for_each_range(ranges, compute, list(wave))
 
     def start_backward(self) -> None:
         """Prepare for the gradients of one more call."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moesaic.facts.expert_blocks import BlockKind, wave_size
+from moesaic.facts.expert_blocks import BlockKind
 from moesaic.kernels.norms import block_norms
 from moesaic.store.cache import BlockCache
 
@@ -46,11 +46,6 @@ class Places:
     def __len__(self) -> int:
         """Return the number of places of the cache."""
         return self.memory.shape[0]
-
-    @property
-    def wave_size(self) -> int:
-        """Experts that a pass computes at once. The other places are for reading ahead."""
-        return wave_size(len(self))
 
     def block(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> int:
         """Return the number of a block; blocks of one kind are neighbours on the drive."""
