@@ -92,8 +92,8 @@ def test_the_next_layer_is_read_and_gathered_while_one_computes(
 
 
 def trained(world: World, job: Job, reads_ahead: bool) -> tuple[list[float], list[Any]]:
-    expect = BlockCache.expect if reads_ahead else (lambda *_: None)
-    with mock.patch.object(BlockCache, "expect", expect):
+    read_ahead = BlockCache._read_ahead if reads_ahead else (lambda _: None)
+    with mock.patch.object(BlockCache, "_read_ahead", read_ahead):
         run = make_run(world, job)
         samples = RandomSamples(job.model.vocab, job.data.sequence)
         norms = [run.step(samples).grad_norm for _ in range(3)]

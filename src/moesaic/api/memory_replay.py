@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from moesaic.api.loads import latest_loads
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, lookahead, wave_size
+from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, waves
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.policy.plan.budget import (
@@ -33,9 +32,12 @@ from moesaic.policy.plan.budget import (
 )
 from moesaic.policy.residency import ResidencyFacts, make_residency
 from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.expert_order import ExpertOrder
 
 _FORECAST_STEPS = 3
-"""Steps until the traffic of a step repeats."""
+"""Most steps until the traffic of a step repeats."""
+_REPEATING = ("next-use", "lru")
+"""Policies that do the same again if contents and accesses are the same again."""
 _RANK = 0
 """Rank whose memory is replayed."""
 
@@ -102,8 +104,7 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
     budget = divide_budget(facts)
     blocks = expert_blocks(job, plan, facts, budget)
     everything = {layer: list(range(number)) for layer, number in blocks.experts.items()}
-    steps = [(number, everything) for number in range(_FORECAST_STEPS)]
-    step = _Replay(job, blocks, budget.num_blocks).run(steps)[-1]
+    step = _Replay(job, blocks, budget.num_blocks).forecast(everything)
     return {
         "host_bytes": host_bytes, "smallest_budget_bytes": smallest_budget(facts),
         "other_bytes": facts.other_bytes[budget.group_size],
@@ -160,56 +161,82 @@ class _Replay:
         assert job.memory is not None
         self._job, self._blocks, self._period = job, blocks, job.memory.period
         self._residency = make_residency(job.memory.residency)
-        self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=1)
-        self._num_places, self._wave = num_places, wave_size(num_places)
-        self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
+        self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=0)
+        self._num_places = num_places
+        self._order = ExpertOrder(self._cache, blocks, self._is_behind)
+        self._skips_repeats = False
+        """True if groups of micro-batches that repeat earlier ones are not replayed."""
         self._num_updates = 0
         self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
 
     def run(self, steps: Sequence[tuple[int, dict[int, list[int]]]]) -> list[CacheStats]:
         """Return the traffic of each step."""
         with self._cache:
-            for layer, number in self._blocks.experts.items():  # Initial values.
-                for kind in STATE:
-                    for slot in range(number):
-                        for _ in ("gate", "up", "down"):
-                            self._hold(layer, [slot], [kind], dirty=kind is BlockKind.PARAMETERS)
-            self._cache.take_stats()
+            self._fill()
             return [self._step(number, slots) for number, (_, slots) in enumerate(steps, 1)]
 
+    def forecast(self, slots: dict[int, list[int]]) -> CacheStats:
+        """Return the traffic of a step after many that use `slots`, which are all."""
+        self._skips_repeats = self._job.memory.residency in _REPEATING
+        with self._cache:
+            self._fill()
+            before = None
+            for number in range(1, _FORECAST_STEPS + 1):
+                stats, contents = self._step(number, slots), self._cache.contents()
+                if self._skips_repeats and contents == before:
+                    break
+                before = contents
+        return stats
+
+    def _fill(self) -> None:
+        """Make the accesses of initial values."""
+        for layer, number in self._blocks.experts.items():
+            for kind in STATE:
+                for slot in range(number):
+                    for _ in ("gate", "up", "down"):
+                        self._hold(layer, [slot], [kind], dirty=kind is BlockKind.PARAMETERS)
+        self._cache.take_stats()
+
     def _step(self, number: int, slots: dict[int, list[int]]) -> CacheStats:
-        blocks = self._blocks
-        num_groups = self._job.train.micro_batches // blocks.num_micro_batches
-        for group in range(num_groups):
-            is_last = group == num_groups - 1
-            for layer in [-1, *blocks.experts, 1 << 30]:  # Embedding, layers, head.
-                self._forward_block(layer, slots, is_last)
-            for layer in [1 << 30, *reversed(list(blocks.experts)), -1]:
-                self._backward_block(layer, slots, is_last)
-                if is_last and layer in slots:
-                    self._end_layer(layer, slots[layer], number)
-        if not blocks.updates_early:
+        num_groups = self._job.train.micro_batches // self._blocks.num_micro_batches
+        traffic, ends = list[CacheStats](), list[Any]()
+        while len(traffic) < num_groups - 1:
+            self._group(number, slots, is_last=False)
+            traffic.append(self._cache.take_stats())
+            contents = self._cache.contents()
+            if self._skips_repeats and contents in ends:
+                period = traffic[ends.index(contents) + 1 :]
+                traffic += period * ((num_groups - 1 - len(traffic)) // len(period))
+            ends.append(contents)
+        self._group(number, slots, is_last=True)
+        if not self._blocks.updates_early:
             self._update_late(slots, number)
         self._num_updates = number
         if self._period and number % self._period == 0:
             self._cache.flush()
-        stats = self._cache.take_stats()
+        traffic.append(self._cache.take_stats())
+        stats = CacheStats(*map(sum, zip(*traffic, strict=True)))
         self._residency.end_step(ResidencyFacts("", self._num_places, stats.accesses, stats.reads))
         return stats
 
-    def _forward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
-        behind = {
-            one: [slot for slot in used if self._is_behind(one, slot)]
-            for one, used in self._used.items()
-        }
-        self._expect(self._blocks.forward_order(layer, self._used, behind, is_last))
+    def _group(self, number: int, slots: dict[int, list[int]], *, is_last: bool) -> None:
+        """Pass through all layers, and back."""
+        layers = list(self._blocks.experts)
+        self._order.begin_group(is_last=is_last)
+        for layer in [-1, *layers, 1 << 30]:  # Embedding, layers, head.
+            self._forward_block(layer, slots)
+        for layer in [1 << 30, *reversed(layers), -1]:
+            self._backward_block(layer, slots)
+            if is_last and layer in slots:
+                self._end_layer(layer, slots[layer], number)
+
+    def _forward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        self._order.begin_forward(layer)
         for _ in range(self._blocks.num_micro_batches):
             self._forward(layer, slots.get(layer, ()))
 
-    def _backward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
-        if layer in slots:
-            self._used[layer] = slots[layer]
-        self._expect(self._blocks.backward_order(layer, self._used, is_last))
+    def _backward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        self._order.begin_backward(layer, slots.get(layer))
         for _ in range(self._blocks.num_micro_batches):
             self._backward(layer, slots.get(layer, ()))
 
@@ -221,13 +248,12 @@ class _Replay:
             self._hold(layer, [slot], [BlockKind.GRADIENT])  # For the norm.
 
     def _update_late(self, slots: dict[int, list[int]], number: int) -> None:
-        self._expect(self._blocks.update_order(self._used))
+        self._order.begin_update()
         for layer, used in slots.items():
             self._update(layer, used, number)
 
     def _forward(self, layer: int, slots: Sequence[int]) -> None:
-        for first in range(0, len(slots), self._wave):
-            wave = slots[first : first + self._wave]
+        for wave in waves(slots, self._num_places):
             for slot in wave:
                 if self._is_behind(layer, slot):
                     self._hold(layer, [slot], STATE, dirty=True)
@@ -237,8 +263,7 @@ class _Replay:
     def _backward(self, layer: int, slots: Sequence[int]) -> None:
         if self._blocks.recomputes:
             self._forward(layer, slots)
-        for first in range(0, len(slots), self._wave):
-            wave = slots[first : first + self._wave]
+        for wave in waves(slots, self._num_places):
             gradients = partial(self._hold, layer, wave, [BlockKind.GRADIENT], dirty=True)
             self._hold(layer, wave, [BlockKind.PARAMETERS], inside=gradients)
 
@@ -261,6 +286,3 @@ class _Replay:
                 inside()
             for block in wanted if dirty else ():
                 self._cache.mark_dirty(block)
-
-    def _expect(self, blocks: Iterator[int]) -> None:
-        self._cache.expect(list(islice(blocks, lookahead(self._num_places))))

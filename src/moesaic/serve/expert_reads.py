@@ -43,11 +43,10 @@ class ExpertReads:
         regime = decide(self.policy, self._facts(num_tokens), log).regime
         self.decision, self._before = log[0], self._cache.stats
         self.num_passes[regime] += 1
+        streams = regime == "stream"
         for index, one in enumerate(self._places):
-            later = [block for blocks in self._blocks[index + 1 :] for block in blocks]
-            one.blocks_ahead = later if regime == "stream" else None
-        ahead = [block for blocks in self._blocks for block in blocks]
-        self._cache.expect(ahead if regime == "stream" else (), len(self._blocks[0]))
+            one.segment = index if streams else None
+        self._cache.expect(*self._blocks if streams else (), distance=len(self._blocks[0]))
 
     def end(self, num_tokens: int, seconds: float) -> None:
         """Record a pass that took `seconds`."""

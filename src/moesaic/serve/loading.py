@@ -103,7 +103,7 @@ class ServedModel:
         """Return the experts in memory by layer; any thread may ask."""
         if self._cache is None:
             return {layer: list(bank.experts) for layer, bank in self.model.expert_banks()}
-        blocks = set(self._cache.blocks_in_memory())
+        blocks, _ = self._cache.contents()
         return {
             layer: [slot for slot in range(places.num_slots) if places.block(slot) in blocks]
             for layer, places in self._places.items()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.store.checksum import block_checksum
+from moesaic.store.expected import ExpectedAccesses
 from moesaic.store.io_threads import BlockStorage, IOThreads
 
 _SLOTS_PER_READ_AHEAD = 8
@@ -22,6 +23,10 @@ _SLOTS_PER_READ_AHEAD = 8
 
 _MIN_READ_AHEAD = 4
 """Least accesses that are read ahead."""
+
+
+_WINDOW_PER_SLOT = 16
+"""Expected accesses that count for evictions, for each slot."""
 
 
 class Residency(Protocol):
@@ -105,15 +110,9 @@ class BlockCache:
         """Blocks that their next hold fills with zeros."""
         self._is_stored: dict[int, bool] = {}
         """True for blocks whose write was submitted, False for discarded ones."""
-        self._expected: Sequence[int] = ()
-        self._positions: dict[int, deque[int]] = {}
-        """Indices of the expected accesses of each block that are still to come."""
-        self._coming: dict[int, int] = {}
-        """Index of the next expected access of each block."""
+        self._expected = ExpectedAccesses((), 0)
         self._read_ahead_at = 0
-        """Index in the expected accesses; read-ahead is done with those before it."""
-        self._consumed = 0
-        """Index behind the last expected access that has happened."""
+        """Position in the expected accesses; read-ahead is done with those before it."""
         self._closed = False
         self._accesses = self._misses = self._reads = self._writes = 0
         self._stall_s = 0.0
@@ -132,13 +131,10 @@ class BlockCache:
         """Number of slots."""
         return len(self.memory)
 
-    def is_in_memory(self, block: int) -> bool:
-        """Return True if a slot holds the block, or will once its read ends."""
-        return block in self._slots
-
-    def blocks_in_memory(self) -> list[int]:
-        """Return the blocks that have a slot; any thread may call this."""
-        return list(self._slots)
+    def contents(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the blocks that slots hold, or will once they are read, and the changed ones; any
+        thread may call this."""
+        return frozenset(self._slots), frozenset(self._dirty)
 
     def checksum(self, block: int) -> int:
         """Return a checksum of a held block, to find out later if it has changed."""
@@ -210,19 +206,26 @@ class BlockCache:
             self._free.append(self._remove(block))
             self._read_ahead()
 
-    def expect(self, blocks: Sequence[int], distance: int | None = None) -> None:
-        """Replace the expected accesses by `blocks`, in this order, and start reading ahead.
+    def expect(self, *segments: Sequence[int], distance: int | None = None) -> None:
+        """Replace the expected accesses by `segments`, in this order, and start reading ahead.
 
         `distance` is the number of accesses that are read ahead; None: one for each 8 slots."""
         self._check_usable()
         self._distance = self._default_distance if distance is None else distance
-        self._expected = list(blocks)
-        self._positions = {}
-        for index, block in enumerate(self._expected):
-            self._positions.setdefault(block, deque()).append(index)
-        self._coming = {block: indices[0] for block, indices in self._positions.items()}
-        self._read_ahead_at = self._consumed = 0
-        for block in self._slots:
+        self._expected = ExpectedAccesses(segments, _WINDOW_PER_SLOT * self.num_slots)
+        self._begin_read_ahead(self._slots)
+
+    def expect_from(self, start: int, changes: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Begin segment number `start` of the expected accesses.
+
+        `changes` has the accesses of segments, from there on, of which more is known now."""
+        self._check_usable()
+        self._begin_read_ahead(self._expected.advance(start, changes))
+
+    def _begin_read_ahead(self, changed: Iterable[int]) -> None:
+        """Read ahead from the start, when the next accesses of the `changed` blocks differ."""
+        self._read_ahead_at = self._expected.start
+        for block in changed:
             self._release(block)
         self._read_ahead()
 
@@ -270,7 +273,7 @@ class BlockCache:
         """Forget all blocks after an error, and start new threads."""
         self._threads.close()
         self._threads = IOThreads(self._file, self.memory, self._num_threads)
-        self._expected, self._positions, self._coming = (), {}, {}
+        self._expected, self._read_ahead_at = ExpectedAccesses((), 0), 0
         for block in list(self._slots):
             self._free.append(self._remove(block))
 
@@ -278,7 +281,7 @@ class BlockCache:
         """Give blocks slots, and start to read those that are missing."""
         for block in blocks:
             self._residency.access(block)
-            self._consume(block)
+            self._expected.consume(block)
         self._accesses += len(blocks)
         for block in sorted(block for block in blocks if block not in self._slots):
             self._take_slot(block, after=-1, urgent=True)
@@ -288,35 +291,27 @@ class BlockCache:
             else:
                 self._unfilled.add(block)
 
-    def _consume(self, block: int) -> None:
-        """Drop the next expected access of a block, if there is one."""
-        indices = self._positions.get(block)
-        if not indices:
-            return
-        self._consumed = max(self._consumed, indices.popleft() + 1)
-        if indices:
-            self._coming[block] = indices[0]
-        else:
-            del self._coming[block]
-
     def _read_ahead(self) -> None:
         """Read expected blocks, in their order, until a slot would come from one expected before.
 
         The distance is limited: a block that is read much too early takes the slot of one that is
         used again before it. An error in a transfer ends read-ahead."""
-        end = min(len(self._expected), self._consumed + self._distance)
+        expected = self._expected
+        end = expected.ahead(self._distance)
         while self._read_ahead_at < end and not self._threads.failed:
-            index = self._read_ahead_at
-            block = self._expected[index]
-            if self._coming.get(block) == index and self._can_be_read(block):
-                if not self._take_slot(block, after=index, urgent=False):
+            position = self._read_ahead_at
+            block = expected.block(position)
+            if block is not None and self._is_read_ahead(block, position):
+                if not self._take_slot(block, after=position, urgent=False):
                     return
                 self._read(block, urgent=False)
                 self._release(block)
-            self._read_ahead_at = index + 1
+            self._read_ahead_at = expected.following(position)
 
-    def _can_be_read(self, block: int) -> bool:
-        return block not in self._slots and self._has_copy(block)
+    def _is_read_ahead(self, block: int, position: int) -> bool:
+        """Return True if a block can be read, and its next expected access is at `position`."""
+        is_next = self._expected.coming.get(block) == position
+        return is_next and block not in self._slots and self._has_copy(block)
 
     def _has_copy(self, block: int) -> bool:
         """Return True if the file has the block, or will have it after a submitted write."""
@@ -342,18 +337,19 @@ class BlockCache:
 
     def _may_leave(self, block: int, after: int) -> bool:
         is_idle = block in self._slots and block not in self._pins
-        return is_idle and self._coming.get(block, len(self._expected)) > after
+        return is_idle and self._expected.coming.get(block, self._expected.end) > after
 
     def _release(self, block: int) -> None:
         """Let the residency policy evict a block if it is in memory and nothing holds it."""
         if block in self._slots and block not in self._pins:
-            self._residency.release(block, self._coming.get(block))
+            self._residency.release(block, self._expected.coming.get(block))
 
     def _remove(self, block: int) -> int:
         """Take a block out of memory and return its slot."""
         self._residency.removed(block)
         self._unfilled.discard(block)
-        self._read_ahead_at = min(self._read_ahead_at, self._coming.get(block, len(self._expected)))
+        next_access = self._expected.coming.get(block, self._expected.end)
+        self._read_ahead_at = min(self._read_ahead_at, next_access)
         return self._slots.pop(block)
 
     def _read(self, block: int, *, urgent: bool) -> None:

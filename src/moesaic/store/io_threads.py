@@ -66,6 +66,7 @@ class IOThreads:
     """
 
     def __init__(self, storage: BlockStorage, memory: NDArray[np.uint8], num_threads: int) -> None:
+        """Start the threads; with none, `submit` itself transfers."""
         self._storage = storage
         self._memory = memory
         self._changed = threading.Condition()
@@ -112,8 +113,10 @@ class IOThreads:
             self._num_writes += writes
             if urgent:
                 self._make_urgent(transfer)
-            if not after:
+            if not after and self._threads:
                 self._push(transfer)
+            elif not after and self._error is None:
+                self._run(transfer)
 
     def wait_for_any(self, slots: Iterable[int]) -> set[int]:
         """Return those of `slots` without a transfer, as soon as there are any; raise the first
@@ -181,20 +184,23 @@ class IOThreads:
 
     def _work(self) -> None:
         while (transfer := self._next()) is not None:
-            start = time.perf_counter()
-            error = None
-            try:
-                move = self._storage.write if transfer.writes else self._storage.read
-                move(transfer.block, self._memory[transfer.slot])
-            except Exception as failure:  # noqa: BLE001 - the caller's thread raises it.
-                error = failure
-            with self._changed:
-                self._busy_s[transfer.writes] += time.perf_counter() - start
-                if error is None:
-                    self._finish(transfer)
-                elif self._error is None:
-                    self._error = error
-                self._changed.notify_all()
+            self._run(transfer)
+
+    def _run(self, transfer: _Transfer) -> None:
+        start = time.perf_counter()
+        error = None
+        try:
+            move = self._storage.write if transfer.writes else self._storage.read
+            move(transfer.block, self._memory[transfer.slot])
+        except Exception as failure:  # noqa: BLE001 - the caller's thread raises it.
+            error = failure
+        with self._changed:
+            self._busy_s[transfer.writes] += time.perf_counter() - start
+            if error is None:
+                self._finish(transfer)
+            elif self._error is None:
+                self._error = error
+            self._changed.notify_all()
 
     def _next(self) -> _Transfer | None:
         """Return the next transfer to run, or None when the threads end."""

@@ -9,9 +9,8 @@ cache, and on the drive if they do not fit.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from moesaic.base.host_memory import free_memory_bytes
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
-from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
+from moesaic.facts.expert_blocks import ExpertBlocks
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
 from moesaic.nn.experts.places import StatePlaces
@@ -43,6 +42,7 @@ from moesaic.policy.residency import (
     make_residency,
 )
 from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.expert_order import ExpertOrder
 from moesaic.store.file import BlockFile
 from moesaic.train.optim import AdamW
 from moesaic.train.topology import gather_places
@@ -159,7 +159,6 @@ class ExpertTiers:
         self._residency: Residency = make_residency(residency)
         self._residency_name = residency
         self._update: tuple[AdamW, int, float] | None = None
-        self._is_last_group = True
         self.decisions = list[Decision[BudgetFacts, Budget]]()
         """Division of the budget, if it was decided from a job."""
         with ExitStack() as stack:
@@ -176,8 +175,9 @@ class ExpertTiers:
             layer: StatePlaces(self.cache, first, blocks.experts[layer], width, dtype)
             for layer, first in blocks.first_blocks.items()
         }
-        self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
-        """Slots that each layer used in its last pass; at first all."""
+        self._order = ExpertOrder(
+            self.cache, blocks, lambda layer, slot: self.places[layer].is_behind(slot)
+        )
 
     @property
     def num_micro_batches(self) -> int:
@@ -195,25 +195,23 @@ class ExpertTiers:
 
     def begin_group(self, *, is_last: bool) -> None:
         """Begin the passes of a group of micro-batches, the `is_last` or not of a step."""
-        self._is_last_group = is_last
+        self._order.begin_group(is_last=is_last)
+
+    def begin_validation(self) -> None:
+        """Begin the forward passes of a validation batch."""
+        self._order.begin_validation()
 
     def begin_forward(self, block: str) -> None:
         """Read ahead for the forward passes of a block and what follows."""
-        behind = {
-            layer: [slot for slot in self._used[layer] if places.is_behind(slot)]
-            for layer, places in self.places.items()
-        }
-        self._expect(
-            self._blocks.forward_order(_layer(block), self._used, behind, self._is_last_group)
-        )
+        self._order.begin_forward(_layer(block))
 
     def begin_backward(self, block: str) -> None:
         """Read ahead for the backward passes of a block and what follows."""
-        places = self.places.get(_layer(block))
+        places, slots = self.places.get(_layer(block)), None
         if places is not None:
             # Earlier groups of micro-batches have touched others.
-            self._used[_layer(block)] = sorted({*(+places.leased), *places.touched})
-        self._expect(self._blocks.backward_order(_layer(block), self._used, self._is_last_group))
+            slots = sorted({*(+places.leased), *places.touched})
+        self._order.begin_backward(_layer(block), slots)
 
     def end_backward(self, block: str, *, is_last: bool) -> None:
         """Update the experts of a block whose gradients are complete, or compute their norms."""
@@ -231,7 +229,7 @@ class ExpertTiers:
     def begin_update(self) -> None:
         """Read ahead for the update of experts that were not updated behind their backward."""
         if not self._blocks.updates_early:
-            self._expect(self._blocks.update_order(self._used))
+            self._order.begin_update()
 
     def end_step(self) -> TierStats:
         """Write changed blocks if it is due, and return the traffic of the step."""
@@ -255,9 +253,6 @@ class ExpertTiers:
         for places in self.places.values():
             places.close()
         self._resources.close()
-
-    def _expect(self, blocks: Iterable[int]) -> None:
-        self.cache.expect(list(islice(blocks, lookahead(self.cache.num_slots))))
 
 
 def _layer(block: str) -> int:

@@ -79,8 +79,7 @@ def first_of(residency: Residency, blocks: dict[int, int | None]) -> int | None:
     """Return the block that leaves first if only these may, with their next accesses."""
     for block, next_access in blocks.items():
         residency.release(block, next_access)
-    victim = residency.evict()
-    return victim
+    return residency.evict()
 
 
 def test_experts_that_the_layer_still_needs_stay() -> None:

@@ -281,7 +281,7 @@ def test_read_ahead_follows_the_expected_accesses(tmp_path: Path) -> None:
         ("removed", 2),
     ]
     with cache.hold([1]):
-        assert not cache.is_in_memory(2)
+        assert 2 not in cache.contents()[0]
     assert watching.calls[4:] == [("access", 1), ([1], {3: 3, 4: 4}), ("removed", 1)]
     coming = {3: 3, 4: 4}
     with cache.hold([7]):  # Unexpected: 2 is the last to be used, and comes again when 7 ends.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moesaic.facts.expert_blocks import BlockKind, wave_size
+from moesaic.facts.expert_blocks import BlockKind, waves
 from moesaic.kernels.norms import block_norms
 from moesaic.store.cache import BlockCache
 
@@ -34,34 +34,33 @@ class Places:
         self.memory = torch.from_numpy(cache.memory).view(dtype)[:, :width]
         self.leased = Counter[int]()
         """Leases that name each slot, from forward through backward."""
-        self.blocks_ahead: Sequence[int] | None = None
-        """Blocks to read while this bank computes, in order; None: only missing ones are read."""
+        self.segment: int | None = None
+        """Number of this bank's segment in the accesses that the cache expects; None: it expects
+        none."""
 
     def __len__(self) -> int:
         """Return the number of places of the cache."""
         return self.memory.shape[0]
 
-    def waves(self, slots: Sequence[int]) -> list[list[int]]:
+    def waves(self, slots: Sequence[int]) -> list[Sequence[int]]:
         """Return `slots` in the groups that a pass holds at once.
 
         If they exceed the places, those in memory come first, before they are evicted, and the
         cache reads ahead for the next group."""
         if len(slots) <= len(self):
-            if self.blocks_ahead is not None:
+            if self.segment is not None:
                 blocks = [self.block(slot) for slot in slots]
-                self._cache.expect([*blocks, *self.blocks_ahead], len(blocks) + self.num_slots)
-            return [list(slots)]
-        order = sorted(slots, key=lambda slot: not self.is_in_memory(slot))
+                self._cache.expect_from(self.segment, {self.segment: blocks})
+            return [slots]
+        in_memory, _ = self._cache.contents()
+        order = sorted(slots, key=lambda slot: self.block(slot) not in in_memory)
         self._cache.expect([self.block(slot) for slot in order])
-        return _groups(order, max(len(self) // 2, 1))
+        size = max(len(self) // 2, 1)
+        return [order[first : first + size] for first in range(0, len(order), size)]
 
     def block(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> int:
         """Return the number of a block; blocks of one kind are neighbours on the drive."""
         return self._first_block + kind * self.num_slots + slot
-
-    def is_in_memory(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> bool:
-        """Return whether a block has a place now."""
-        return self._cache.is_in_memory(self.block(slot, kind))
 
     @contextmanager
     def request(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
@@ -105,10 +104,10 @@ class StatePlaces(Places):
         """The optimizer's function that applies the updates which an expert has skipped."""
         self._norms: dict[int, Tensor] = {}
 
-    def waves(self, slots: Sequence[int]) -> list[list[int]]:
+    def waves(self, slots: Sequence[int]) -> list[Sequence[int]]:
         """Return `slots` in the groups that a pass holds at once. The other places are for reading
         ahead."""
-        return _groups(slots, wave_size(len(self)))
+        return list(waves(slots, len(self)))
 
     @contextmanager
     def request(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
@@ -207,7 +206,3 @@ class StatePlaces(Places):
         if self.is_behind(slot):
             assert self.apply_skipped is not None
             self.apply_skipped(slot)
-
-
-def _groups(slots: Sequence[int], size: int) -> list[list[int]]:
-    return [list(slots[first : first + size]) for first in range(0, len(slots), size)]
