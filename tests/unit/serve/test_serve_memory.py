@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -13,16 +15,13 @@ import pytest
 from tests.unit.serve.test_serve_process import serving
 
 from moesaic.api.engine import Engine
-from moesaic.cli.main import main
 from moesaic.models.hf.reader import SINGLE_NAME
 from moesaic.testing.served import write_chat_model
 
 PROMPTS = ["Of mosaics and their stones", "Whereas", "0123456789 " * 40]
 
 
-def test_a_server_reads_experts_that_do_not_fit(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
     model = write_chat_model(
         tmp_path / "model",
         hidden=192,
@@ -33,8 +32,10 @@ def test_a_server_reads_experts_that_do_not_fit(
         top_k=2,
         max_positions=1024,
     )
-    assert main(["serve", str(model), "--set", "port=0", "--memory", "10KB"]) == 2
-    least = re.search(r'set memory to "(\d+)MiB"', capfd.readouterr().err)
+    command = [sys.executable, "-m", "moesaic", "serve", str(model), "--memory", "10KB"]
+    refused = subprocess.run([*command, "--set", "port=0"], capture_output=True, text=True)
+    least = re.search(r'set memory to "(\d+)MiB"', refused.stderr)
+    assert refused.returncode == 2
     assert least is not None
     with Engine(model, cache_tokens=1024) as engine:
         expected = [one.text for one in engine.generate(PROMPTS, temperature=0, max_tokens=20)]
