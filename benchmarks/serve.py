@@ -37,6 +37,9 @@ PYTHON = (
 MODELS = measure.ROOT / "build" / "serve-models"
 LARGE = Shape()
 OLMOE = Shape("olmoe", layers=4, ffn=1024, top_k=8, kv_heads=16, vocab=32_000)
+SPOKEN = Shape("olmoe", layers=4, ffn=1024, top_k=8, kv_heads=16, vocab=260)
+"""A model that writes bytes, so that the server needs no tokenizer."""
+STREAMS = 32
 WIDE = Shape(layers=4, hidden=2048, ffn=1024, experts=16, kv_heads=4)
 THREADS = 2
 PROMPT, TOKENS, MAX_ROUNDS = 16, 64, 5
@@ -66,10 +69,12 @@ def evict(directory: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def work(seed: int, streams: int, prompt: int, tokens: int) -> dict[str, Any]:
+def work(
+    seed: int, streams: int, prompt: int, tokens: int, vocab: int = LARGE.vocab
+) -> dict[str, Any]:
     """Return what moesaic is asked for."""
-    words = random.Random(seed)
-    prompts = [[words.randrange(259, 4096) for _ in range(prompt)] for _ in range(streams)]
+    words, first = random.Random(seed), min(259, vocab // 4)
+    prompts = [[words.randrange(first, vocab) for _ in range(prompt)] for _ in range(streams)]
     return {"seed": seed, "prompts": prompts, "tokens": tokens}
 
 
@@ -343,4 +348,83 @@ def compare_resident(sides: dict[str, Side], number: int, rounds: int) -> Answer
         return in_turn(arms, sides, requests)
 
 
-PARTS = {"offload": offload, "streams": streams, "resident": resident}
+def server(rounds: int) -> Iterator[measure.Row]:
+    """Serve 32 streams for two minutes, over the same batch without a server, on one core each."""
+    del rounds
+    path = model(SPOKEN)
+    offline = moesaic(path, streams=STREAMS, threads=1)
+    with started(partial(Arm, ["taskset", "-c", "0", *offline.command])) as arm:
+        arm.step(work(0, STREAMS, PROMPT, TOKENS, SPOKEN.vocab))
+        before = batch_speeds(arm, 1)
+        found = client_speed(path)
+        after = batch_speeds(arm, 100)
+    speeds = [*before, *after]
+    ratios = [found["tokens_per_s"] / speed for speed in speeds]
+    yield measure.row(
+        "32 streams through the server for two minutes, over the same batch without it",
+        float(np.median(ratios)), "ratio", bar=">= 0.9", interval=measure.bootstrap(ratios),
+        repeats=len(ratios),
+        against=f"the engine on the same core, {np.median(speeds):.0f} tokens/s; the server "
+        f"{found['tokens_per_s']:.0f}, {found['requests']} requests, {found['errors']} errors, "
+        f"the slowest stream had {found['least_share']:.2f} of the mean",
+    )  # fmt: skip
+
+
+def batch_speeds(arm: Arm, seed: int) -> list[float]:
+    """Return tokens per second of batches of all streams, with their prompts."""
+    answers = [
+        arm.step(work(seed + one, STREAMS, PROMPT, TOKENS, SPOKEN.vocab)) for one in range(3)
+    ]
+    return [STREAMS * TOKENS / (one["decode_s"] + one["prefill_s"]) for one in answers]
+
+
+def client_speed(path: Path) -> dict[str, float]:
+    """Return what a client on the other core finds."""
+    command = [
+        "taskset", "-c", "0", sys.executable, "-m", "moesaic", "serve", str(path), "--json",
+        "--set", "port=0", "--set", "name=model", "--set", f"max_running={STREAMS}",
+        "--set", f"cache_tokens={STREAMS * 1024}", "--set", "tokenizer=bytes",
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        try:
+            url = json.loads(process.stdout.readline())["url"]
+            raw = {
+                "url": url, "streams": STREAMS, "seconds": 120, "tokens": TOKENS, "prompt": PROMPT,
+            }  # fmt: skip
+            client = ["taskset", "-c", "1", sys.executable, "-m", "benchmarks.serve_client"]
+            done = subprocess.run(
+                [*client, json.dumps(raw)], stdout=subprocess.PIPE, text=True, check=True
+            )
+        finally:
+            process.terminate()
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def prefix(rounds: int) -> Iterator[measure.Row]:
+    """Find a prompt of 1,024 tokens in the prefix cache."""
+    path = model(OLMOE)
+    side = moesaic(path, streams=2, positions=8192, prefix_cache=True)
+    with started(side.start) as arm:
+        arm.step(work(0, 1, 64, 1))
+        ratios, seconds = list[float](), list[float]()
+        for seed in range(1, min(rounds, 6) + 1):
+            first, again = (arm.step(work(seed, 1, 1025, 1)) for _ in range(2))
+            if again["prefix_hits"] < 1024:
+                raise RuntimeError("the prefix cache has lost a prompt")
+            ratios.append(again["prefill_s"] / first["prefill_s"])
+            seconds.append(first["prefill_s"])
+    yield measure.row(
+        "time to the first token of a known prompt of 1,024 tokens, over an unknown one",
+        float(np.median(ratios)), "ratio", bar="<= 0.1", interval=measure.bootstrap(ratios),
+        repeats=len(ratios),
+        against=f"the same prompt for the first time, {np.median(seconds):.2f} s",
+    )  # fmt: skip
+
+
+PARTS = {
+    "offload": offload, "streams": streams, "resident": resident, "server": server,
+    "prefix": prefix,
+}  # fmt: skip
