@@ -28,7 +28,7 @@ VERBS = (
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2
-MEMORY_HINTS = {"train": MEMORY_HINT, "generate": "give fewer prompts, or lower max_tokens"}
+MEMORY_HINTS = {"train": MEMORY_HINT, "generate": "lower cache_tokens or tokens_per_pass"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

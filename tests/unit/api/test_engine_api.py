@@ -172,7 +172,7 @@ def test_triton_kernels_give_the_same_tokens(directory: Path) -> None:
     for backend in get_args(MatmulBackend)[:2]:
         for _, moe in model.module.expert_layers():
             moe.bank.backend = backend
-        texts.append(model.generate(*PROMPTS, temperature=0, max_tokens=6))
+        texts.append(model.generate("b", "two", temperature=0, max_tokens=4))
     assert texts[0] == texts[1]
 
 
@@ -200,6 +200,10 @@ def test_mistakes_are_config_errors(engine: Engine, call: dict[str, Any], words:
 
 
 def test_settings_of_the_engine_are_checked(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_runing.*did you mean 'max_running'"):
+        Engine(directory, max_runing=3)
+    with pytest.raises(ConfigError, match='"lots" is not a size'):
+        Engine(directory, memory="lots")
     with pytest.raises(ConfigError, match="max_running = 0"):
         Engine(directory, max_running=0)
     with pytest.raises(ConfigError, match="'nowhere' is not there"):
