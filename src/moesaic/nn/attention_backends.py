@@ -62,6 +62,16 @@ class AttentionMetadata:
         """Kernel calls, the same in every layer."""
         return tuple(_blocks(self))
 
+    @cached_property
+    def _masks(self) -> dict[_Block, Tensor | None]:
+        return {}
+
+    def mask(self, block: _Block, like: Tensor) -> Tensor | None:
+        """Return the mask of a block, made once for all layers."""
+        if block not in self._masks:
+            self._masks[block] = block.mask(like)
+        return self._masks[block]
+
     @classmethod
     def causal(
         cls, rows: int, queries: int, keys: int | None = None, window: int | None = None
@@ -172,7 +182,8 @@ def attend_pool(
             one = grouped.narrow(0, first, 1)
             results.append(F.scaled_dot_product_attention(one, keys, values, scale=scale))
         else:
-            several, _ = kernel.forward(q.narrow(2, first, number), keys, values, block, scale)
+            part, mask = q.narrow(2, first, number), metadata.mask(block, q)
+            several, _ = kernel.forward(part, keys, values, mask, scale, is_causal=block.is_causal)
             results.append(several[0].transpose(0, 1).unflatten(1, (kv_heads, -1)))
     return torch.cat(results).flatten(1, 2).transpose(0, 1)[None]
 
@@ -263,11 +274,11 @@ class CpuFlashKernel:
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the result, and the logarithm of the softmax's denominator."""
         out, denominators = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, block.is_causal, attn_mask=block.mask(q), scale=scale
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return out, denominators
 
@@ -291,11 +302,11 @@ class RecomputingKernel:
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the result, and nothing in place of the denominators."""
         out = F.scaled_dot_product_attention(
-            q, k, v, block.mask(q), is_causal=block.is_causal, scale=scale, enable_gqa=True
+            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True
         )
         return out, out.new_zeros(()).expand(out.shape[:3])
 
@@ -308,7 +319,9 @@ class RecomputingKernel:
         del out, denominators
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            again, _ = RecomputingKernel.forward(q, k, v, block, scale)
+            again, _ = RecomputingKernel.forward(
+                q, k, v, block.mask(q), scale, is_causal=block.is_causal
+            )
         grad_q, grad_k, grad_v = torch.autograd.grad(again, (q, k, v), grad)
         return grad_q, grad_k, grad_v
 
@@ -328,7 +341,9 @@ class _BlockAttention(torch.autograd.Function):
         """Return the result in token order in memory, as [rows, heads, queries, channels]."""
         kernel = _block_kernel(q)
         if _is_whole(blocks, q, k):
-            out, denominators = kernel.forward(q, k, v, blocks[0], scale)
+            out, denominators = kernel.forward(
+                q, k, v, blocks[0].mask(q), scale, is_causal=blocks[0].is_causal
+            )
         else:
             out = torch.zeros_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
             out = out.transpose(1, 2)
@@ -337,7 +352,9 @@ class _BlockAttention(torch.autograd.Function):
             for block in blocks:
                 part = _cut(q, block.rows, block.queries)
                 part_k, part_v = (_cut(x, block.rows, block.keys) for x in (k, v))
-                results = kernel.forward(part, part_k, part_v, block, scale)
+                results = kernel.forward(
+                    part, part_k, part_v, block.mask(part), scale, is_causal=block.is_causal
+                )
                 for whole, result in zip((out, denominators), results, strict=True):
                     _cut(whole, block.rows, block.queries).copy_(result)
         ctx.save_for_backward(q, k, v, out, denominators)

@@ -110,22 +110,27 @@ def test_packed_documents_equal_a_dense_mask(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
-def test_requests_in_a_pool_equal_a_dense_mask(window: int | None) -> None:
-    """New tokens of several requests stand in one row; their keys are anywhere in the pool."""
-    pool = tensors(1, 4, 2, 30, 8, torch.float64)
-    places = [(1, range(12, 17)), (4, range(0, 9)), (1, range(20, 21)), (3, range(22, 25))]
-    segments, expected, queries = [], [], []
-    for number, keys in places:
-        first = sum(part.shape[2] for part in queries)
-        segments.append(Segment(range(1), range(first, first + number), keys))
-        q, k, v = (x[:, :, keys.start : keys.stop] for x in pool)
-        whole = reference(q, k, v, dense_mask(torch.zeros(1, len(keys)), window), 0.3)
-        queries.append(q[:, :, -number:])
-        expected.append(whole[:, :, -number:])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_requests_in_one_row_equal_a_dense_mask(kv_heads: int, window: int | None) -> None:
+    """Keys are ranges of a pool, position-major in memory, with gaps that nothing reads."""
+    starts, lengths, news = [20, 2, 9, 15], [5, 7, 4, 1], [1, 3, 4, 1]
+    q, k, v = tensors(1, 4, kv_heads, 26, 8, torch.float64)
+    mask, segments, index = torch.zeros(1, 26, 26, dtype=torch.bool), [], 0
+    for start, length, new in zip(starts, lengths, news, strict=True):
+        queries = range(index, index + new)
+        segments.append(Segment(range(1), queries, range(start, start + length)))
+        visible = dense_mask(PLAIN[:1, :length], window)[0, length - new :]
+        mask[0, queries.start : queries.stop, start : start + length] = visible
+        index += new
     metadata = AttentionMetadata(tuple(segments), window)
-    with torch.no_grad():
-        actual = attend(torch.cat(queries, 2), *pool[1:], metadata, 0.3)
-    torch.testing.assert_close(actual, torch.cat(expected, 2), rtol=1e-9, atol=1e-9)
+    queries_only = q[:, :, :index].detach()
+    assert choose_backend(queries_only, k, metadata) is attend_pool
+    expected = reference(queries_only, k, v, mask[:, :index], 0.3)
+    keys = mask.any(1)[0]
+    k, v = (x.masked_fill(~keys[:, None], torch.nan) for x in (k, v))
+    for _ in range(2):  # Layers share the metadata.
+        result = attend(queries_only, k, v, metadata, 0.3)
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_attention_is_causal_by_default() -> None:
