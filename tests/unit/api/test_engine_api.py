@@ -12,6 +12,7 @@ import torch
 
 import moesaic
 from moesaic import ConfigError, Engine
+from moesaic.api.generation import Generation
 from moesaic.base.errors import MoesaicError
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.models.chat import ChatTemplate
@@ -143,7 +144,7 @@ def test_settings_reach_the_sampling(engine: Engine, model: moesaic.Model) -> No
 
 def test_threads_share_an_engine(engine: Engine) -> None:
     expected = engine.generate(PROMPTS, max_tokens=15, seed=1)
-    found: dict[int, list[moesaic.api.engine.Generation]] = {}
+    found: dict[int, list[Generation]] = {}
 
     def ask(index: int) -> None:
         found[index] = engine.generate(PROMPTS, max_tokens=15, seed=1)
