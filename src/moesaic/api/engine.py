@@ -200,7 +200,7 @@ class TextEngine:
         limits = EngineLimits(
             max_running=running, max_waiting=sys.maxsize,
             tokens_per_pass=self._config.tokens_per_pass,
-            cache_tokens=self._config.cache_tokens or _default_cache_tokens(model, running),
+            cache_tokens=self._config.cache_tokens or default_cache_tokens(model, running),
         )  # fmt: skip
         return EngineThread(InferenceEngine(model, limits))
 
@@ -219,7 +219,7 @@ def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent)
     arrivals.put((one, event))
 
 
-def _default_cache_tokens(model: LanguageModel, max_running: int) -> int:
+def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
     """Return the positions that `max_running` texts need, within a part of the free memory."""
     from moesaic.kernels import device as devices
 
