@@ -378,11 +378,12 @@ class InferenceEngine:
 
     def _finish(self, state: RequestState, event: FinishEvent) -> None:
         """End a request, leave its pages to the prefix cache, and send the last event."""
-        if state in self._running:
+        is_running = state in self._running
+        if is_running:
             self._running.remove(state)
             self._pages.release(state.id)
         with self._lock:
-            if state in self._waiting:
+            if not is_running:
                 self._waiting.remove(state)
             del self._live[state.id]
         self._counts["finished"] += 1

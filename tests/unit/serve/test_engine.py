@@ -191,7 +191,7 @@ def continued(olmoe: LanguageModel) -> Callable[[GenerationRequest], list[int]]:
     return compute
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_order_and_any_limits(
     olmoe: LanguageModel,
