@@ -209,7 +209,7 @@ def test_any_order_and_any_limits(
     engine = InferenceEngine(
         olmoe,
         limits(
-            cache_tokens=data.draw(st.integers(40, 90)),
+            cache_tokens=data.draw(st.integers(48, 90)),
             max_running=max_running,
             tokens_per_pass=max_running + data.draw(st.integers(0, 20)),
             page_tokens=data.draw(st.sampled_from([1, 3, 4, 16])),
