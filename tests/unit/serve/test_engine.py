@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -416,8 +417,12 @@ def test_a_failing_pass_ends_its_requests_alone(
     thread = make_thread(max_running=1)
     compute, failures = thread.engine._compute, [StoreError("file X is cut"), ValueError("odd")]
 
+    tensors = weakref.WeakSet[torch.Tensor]()
+
     def fail_twice(shares: object) -> object:
         if failures:
+            tensor = torch.zeros(1)
+            tensors.add(tensor)
             raise failures.pop(0)
         return compute(shares)  # type: ignore[arg-type]
 
@@ -431,4 +436,5 @@ def test_a_failing_pass_ends_its_requests_alone(
     assert isinstance(first, StoreError)
     assert isinstance(second, MoesaicError)
     assert "ValueError: odd" in str(second)
+    assert not tensors, "an error keeps no tensors of its pass"
     assert thread.stats().pages_used == 0
