@@ -9,101 +9,27 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from moesaic.api.generation import Generation, TextRequest
 from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError, MoesaicError
+from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
-from moesaic.serve.text import TextStream
 
 if TYPE_CHECKING:
     from moesaic.models.hf.origin import Origin
     from moesaic.models.lm import LanguageModel
-    from moesaic.models.tokenizer import Tokenizer
     from moesaic.serve.engine import InferenceEngine
     from moesaic.serve.engine_thread import EngineThread
     from moesaic.serve.loading import ServedModel
 
-_Arrivals = SimpleQueue[tuple["TextRequest", TokenEvent | FinishEvent]]
+_Arrivals = SimpleQueue[tuple[TextRequest, TokenEvent | FinishEvent]]
 
-_CACHE_FRACTION = 4
-"""Part of the free memory, as its inverse, that the key-value cache takes at most by default."""
-
-
-class Generation(NamedTuple):
-    """Continuation of one prompt."""
-
-    prompt: Prompt
-    """The prompt as it was given: a text, token ids or messages."""
-    prompt_tokens: list[int]
-    tokens: list[int]
-    """New token ids, up to and including an end token or the last one of a stop string."""
-    text: str
-    """Text of the new tokens, up to a stop string."""
-    finish_reason: str
-    """stop: an end token or a stop string; length: `max_tokens`."""
-    logprobs: list[float] | None = None
-    """Log-probability of each new token by the model's own scores, if asked for."""
-    top_logprobs: list[dict[int, float]] | None = None
-    """Most likely tokens at each position with their log-probabilities, if asked for."""
-
-
-class TextRequest:
-    """A request to the engine, and its answer so far."""
-
-    def __init__(
-        self,
-        prompt: Prompt,
-        request: GenerationRequest,
-        tokenizer: Tokenizer,
-        config: SamplingConfig,
-    ) -> None:
-        self.prompt, self.request = prompt, request
-        stop = [config.stop] if isinstance(config.stop, str) else config.stop
-        self._stream = TextStream(tokenizer, stop, includes_stop=config.include_stop)
-        self._pieces: list[str] = []
-        self._events: list[TokenEvent] = []
-        self._finish_reason: str | None = None
-        self.error: MoesaicError | None = None
-        """Error that ended the request."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether no text follows."""
-        return self._finish_reason is not None or self.error is not None
-
-    def take(self, event: TokenEvent | FinishEvent) -> str:
-        """Return the new text of an event."""
-        if isinstance(event, TokenEvent):
-            self._events.append(event)
-            piece = self._stream.push(event.token)
-            if self._stream.is_stopped:
-                self._finish_reason = "stop"
-        elif event.reason in ("stop", "length"):
-            piece = self._stream.finish()
-            self._finish_reason = "stop" if self._stream.is_stopped else event.reason
-        else:
-            piece = ""
-            self.error = event.error or MoesaicError("the engine was closed before the text ended")
-        self._pieces.append(piece)
-        return piece
-
-    def result(self) -> Generation:
-        """Return the complete answer; raise the error that ended the request, if one did."""
-        if self.error is not None:
-            raise self.error
-        assert self._finish_reason is not None, "the request runs"
-        logprobs = top_logprobs = None
-        if self.request.top_logprobs is not None:
-            logprobs = [event.logprob for event in self._events if event.logprob is not None]
-            top_logprobs = [dict(event.top) for event in self._events]
-        return Generation(
-            self.prompt, list(self.request.prompt), [event.token for event in self._events],
-            "".join(self._pieces), self._finish_reason, logprobs, top_logprobs,
-        )  # fmt: skip
+_CACHE_FRACTION = 0.25
+"""Part of the free memory that the key-value cache takes at most by default."""
 
 
 class TextEngine:
@@ -122,6 +48,8 @@ class TextEngine:
         """Create an engine; `load` returns the network, which the engine closes."""
         self._origin, self._config, self._load = origin, config, load
         self.prompts = prompts
+        self.name = origin.path.resolve().name
+        """Name of the model's directory."""
         self._lock = Lock()
         self._thread: EngineThread | None = None
         self._served: ServedModel | None = None
@@ -134,11 +62,6 @@ class TextEngine:
     def __exit__(self, *error: object) -> None:
         """Close the engine."""
         self.close()
-
-    @property
-    def name(self) -> str:
-        """Name of the model's directory."""
-        return self._origin.path.resolve().name
 
     def close(self) -> None:
         """End all requests and free the memory."""
@@ -242,8 +165,9 @@ class TextEngine:
                 has_room = len(ids) < 2 * self._config.max_running
                 one = next(waiting, None) if has_room else None
                 if one is not None:
+                    thread = self._start()
                     try:
-                        ids[one] = self._submit(one, arrivals)
+                        ids[one] = thread.submit(one.request, partial(_put, arrivals, one))
                     except ConfigError as error:
                         one.error = error
                         yield one, ""
@@ -260,26 +184,24 @@ class TextEngine:
             for request_id in ids.values():
                 self._cancel(request_id)
 
-    def _submit(self, one: TextRequest, arrivals: _Arrivals) -> int:
-        with self._lock:
-            if self._is_closed:
-                raise ConfigError("the engine is closed: create another one")
-            if self._thread is None:
-                self._thread = self._start()
-            return self._thread.submit(one.request, partial(_put, arrivals, one))
-
     def _cancel(self, request_id: int) -> None:
         with self._lock:
             if self._thread is not None:
                 self._thread.cancel(request_id)
 
     def _start(self) -> EngineThread:
+        """Return the running engine; read the weights the first time."""
         from moesaic.serve.engine_thread import EngineThread
 
-        self._served = self._load()
-        thread = EngineThread(make_engine(self._served, self._config, max_waiting=sys.maxsize))
-        thread.start()
-        return thread
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("the engine is closed: create another one")
+            if self._thread is None:
+                self._served = self._load()
+                engine = make_engine(self._served, self._config, max_waiting=sys.maxsize)
+                self._thread = EngineThread(engine)
+                self._thread.start()
+            return self._thread
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
         """Raise ConfigError for tokens beyond the vocabulary."""
@@ -305,7 +227,7 @@ def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
     if config.latent is not None:
         width = config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
     free = devices.free_bytes(weight.device)
-    room = free // _CACHE_FRACTION // (config.layers * width * weight.element_size())
+    room = int(free * _CACHE_FRACTION) // (config.layers * width * weight.element_size())
     return max(min(max_running * config.max_positions, room), 16)
 
 
@@ -356,7 +278,6 @@ class Engine(TextEngine):
         device: str = "auto",
         precision: str = "keep",
         max_running: int = 32,
-        cache_tokens: int | None = None,
         **settings: Any,
     ) -> None:
         """Open the model in a Hugging Face directory, a run or a checkpoint.
@@ -368,15 +289,13 @@ class Engine(TextEngine):
             device: torch device; auto: a GPU if there is one, else cpu.
             precision: keep (the dtype of the embedding on file), fp32, bf16 or fp64.
             max_running: texts that are generated at a time; further ones wait.
-            cache_tokens: positions of the key-value cache over all texts; None: as many as
-                `max_running` texts need, within a quarter of the free memory.
-            settings: other settings of `moesaic generate`, such as tokenizer and grouped_mm.
+            settings: other settings of the engine in `moesaic generate`: cache_tokens,
+                tokens_per_pass, grouped_mm and tokenizer.
         """
         from moesaic.models.hf.origin import open_origin
 
         given = {
-            "memory": memory, "device": device, "precision": precision,
-            "max_running": max_running, "cache_tokens": cache_tokens,
+            "memory": memory, "device": device, "precision": precision, "max_running": max_running,
         }  # fmt: skip
         config = parse(EngineConfig, {**given, **settings}, "Engine")
         origin = open_origin(Path(directory))
@@ -384,6 +303,7 @@ class Engine(TextEngine):
             origin, config, PromptEncoder(origin, config.tokenizer),
             partial(load_network, origin, config),
         )  # fmt: skip
+        self.name = Path(directory).resolve().name
 
     @property
     def warnings(self) -> list[str]:

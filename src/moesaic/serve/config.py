@@ -40,11 +40,11 @@ class EngineConfig(LoadConfig):
     """Positions of the key-value cache over all texts; unset: as many as `max_running` texts
     need, within a quarter of the free memory or of `memory`."""
     tokens_per_pass: int = Field(default=512, ge=1)
-    """Tokens of a forward pass, of prompts and of running texts."""
+    """Tokens of a forward pass at most; longer prompts take several passes."""
 
     @field_validator("memory")
     @classmethod
-    def _is_size(cls, value: str | None) -> str | None:
+    def _check_memory(cls, value: str | None) -> str | None:
         if value is not None:
             parse_bytes(value)
         return value
@@ -71,7 +71,7 @@ class SamplingConfig(Section):
     stop: str | list[str] = Field(default_factory=list)
     """Strings that end a text."""
     include_stop: bool = False
-    """Whether the string that ends a text is part of it."""
+    """Keep the string that ends a text as part of it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed; the same seed and prompt give the same text."""
     n: int = Field(default=1, ge=1, le=128)
