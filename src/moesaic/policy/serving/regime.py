@@ -10,6 +10,7 @@ Streaming pays for prompts, whose tokens choose most experts of every layer.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal, NamedTuple
 
 Regime = Literal["resident", "stream", "fetch"]
@@ -38,7 +39,8 @@ class PassFacts(NamedTuple):
 
 
 class RegimeDecision(NamedTuple):
-    """The regime of a pass, and the seconds that each way would take."""
+    """The regime of a pass, and the seconds that each way would take: 0 if they are not known,
+    infinite if memory is too small."""
 
     regime: Regime
     fetch_s: float
@@ -50,7 +52,7 @@ def choose_regime(facts: PassFacts) -> RegimeDecision:
     num_experts = facts.layers * facts.experts
     if facts.num_slots >= num_experts:
         return RegimeDecision("resident", facts.compute_s, facts.compute_s)
-    if not facts.read_bytes_per_s or not _can_stream(facts):
+    if not facts.read_bytes_per_s:
         return RegimeDecision("fetch", 0.0, 0.0)
     read_s = facts.expert_bytes / facts.read_bytes_per_s
     missing = 1.0 - facts.num_slots / num_experts
@@ -61,6 +63,8 @@ def choose_regime(facts: PassFacts) -> RegimeDecision:
     streamed = num_experts * min(missing + in_motion, 1.0) * read_s
     first_layer_s = streamed / facts.layers
     stream_s = first_layer_s + max(facts.compute_s, streamed - first_layer_s)
+    if not _can_stream(facts):
+        stream_s = inf
     return RegimeDecision("stream" if stream_s < fetch_s else "fetch", fetch_s, stream_s)
 
 
