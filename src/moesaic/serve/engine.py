@@ -252,7 +252,7 @@ class InferenceEngine:
                 WaitingRequest(
                     one.id,
                     len(one.tokens),
-                    self._pages.count_found(self._usable_keys(one)) * page_tokens,
+                    self._count_known(one, self._pages.count_found(one.keys)),
                 )
                 for one in queue
             ),
@@ -264,9 +264,10 @@ class InferenceEngine:
         self.decisions = []
         return decide(plan_pass, facts, self.decisions)
 
-    def _usable_keys(self, state: RequestState) -> list[bytes]:
-        """Return the keys of the pages that need not be computed; the last token always is."""
-        return state.keys[: (len(state.tokens) - 1) // self.limits.page_tokens]
+    def _count_known(self, state: RequestState, num_pages: int) -> int:
+        """Return the tokens that need not be computed, given the pages found; the last one always
+        is."""
+        return min(num_pages * self.limits.page_tokens, len(state.tokens) - 1)
 
     def _preempt(self, request_ids: Sequence[int]) -> None:
         """Send the requests admitted last back to the head of the queue."""
@@ -290,9 +291,9 @@ class InferenceEngine:
                 state.id,
                 count_pages(len(state.tokens), page_tokens),
                 count_pages(_num_positions(state.request), page_tokens),
-                self._usable_keys(state),
+                state.keys,
             )
-            state.num_computed = found * page_tokens
+            state.num_computed = self._count_known(state, found)
             if state.num_found is None:
                 state.num_found = state.num_computed
                 self._counts["prompt_tokens"] += len(state.tokens)
@@ -377,11 +378,12 @@ class InferenceEngine:
 
     def _finish(self, state: RequestState, event: FinishEvent) -> None:
         """End a request, leave its pages to the prefix cache, and send the last event."""
-        if state in self._running:
+        is_running = state in self._running
+        if is_running:
             self._running.remove(state)
             self._pages.release(state.id)
         with self._lock:
-            if state in self._waiting:
+            if not is_running:
                 self._waiting.remove(state)
             del self._live[state.id]
         self._counts["finished"] += 1

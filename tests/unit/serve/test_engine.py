@@ -191,7 +191,7 @@ def continued(olmoe: LanguageModel) -> Callable[[GenerationRequest], list[int]]:
     return compute
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_order_and_any_limits(
     olmoe: LanguageModel,
@@ -236,7 +236,7 @@ def test_the_last_prompt_token_is_computed_on_a_full_hit(olmoe: LanguageModel) -
     engine, request = InferenceEngine(olmoe, limits()), make_requests([(16, 4)])[0]
     first, second = run(engine, [request]), run(engine, [request])
     assert first[0].ids == second[0].ids
-    assert second[0].end == FinishEvent("length", None, cached_tokens=12)
+    assert second[0].end == FinishEvent("length", None, cached_tokens=15)
 
 
 def test_end_tokens_stop_a_request(olmoe: LanguageModel) -> None:

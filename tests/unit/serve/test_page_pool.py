@@ -50,7 +50,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(6, 14), OPERATIONS)
 def test_content_survives_moves(num_pages: int, operations: list[tuple[str, str, int]]) -> None:
     """A request's text is one character per page."""
@@ -61,9 +61,7 @@ def test_content_survives_moves(num_pages: int, operations: list[tuple[str, str,
         request = sorted(texts)[argument % len(texts)] if texts else None
         if kind == "place" and len(text) <= num_free:
             keys = keys_of(text)
-            expected = pool.count_found(keys[:-1])
-            found = pool.place(number, len(text), len(text) + argument, keys[:-1])
-            assert found <= expected
+            found = pool.place(number, len(text), len(text) + argument, keys)
             texts[number] = text
             assert [content.values[page] for page in pool.pages(number)[:found]] == keys[:found]
             content.write(number, keys, found)
@@ -81,7 +79,6 @@ def check(content: Content, texts: dict[int, str]) -> None:
     pool = content.pool
     for request, text in texts.items():
         assert [content.values[page] for page in pool.pages(request)] == keys_of(text)
-        assert pool.count_found(keys_of(text)) >= 0
     for one, other in combinations(texts, 2):
         assert not set(pool.pages(one)) & set(pool.pages(other))
     assert pool.num_used == sum(map(len, texts.values()))
