@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from moesaic.api.engine import Generation, TextEngine, TextRequest
+from moesaic.api.engine import TextEngine
+from moesaic.api.generation import Generation, TextRequest
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, MoesaicError, UserError, write_error
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
@@ -66,12 +67,8 @@ class _Batch:
         answers: BinaryIO,
         done: set[str],
     ) -> None:
-        self._engine, self._defaults, self._is_chat, self._system = (
-            engine,
-            defaults,
-            is_chat,
-            system,
-        )
+        self._engine, self._defaults = engine, defaults
+        self._is_chat, self._system = is_chat, system
         self._answers, self._done, self._seen = answers, done, set[str]()
         self._line_of: dict[TextRequest, _Line] = {}
         self.counts = BatchCounts(0, 0, 0, 0)
@@ -93,17 +90,17 @@ class _Batch:
                     continue
                 line = _Line(number, f"line-{number}")
                 try:
-                    if self._read(line, text):
-                        self._line_of |= dict.fromkeys(line.requests, line)
+                    self._read(line, text)
                 except UserError as error:
                     if line.custom_id in self._done:
                         self._count(skipped=1)
                     else:
                         self._write_error(line, "invalid_request", error)
+                self._line_of |= dict.fromkeys(line.requests, line)
                 yield from line.requests
 
-    def _read(self, line: _Line, text: bytes) -> bool:
-        """Read a line; return False if it has an answer."""
+    def _read(self, line: _Line, text: bytes) -> None:
+        """Read a line; one with an answer gets no requests."""
         custom_id, raw = _parse_line(text)
         if custom_id in self._seen:
             raise ConfigError(f"custom_id '{custom_id}' is that of an earlier line: change it")
@@ -111,7 +108,7 @@ class _Batch:
         self._seen.add(line.custom_id)
         if line.custom_id in self._done:
             self._count(skipped=1)
-            return False
+            return
         body = line.body = parse(_Body, {**self._defaults, **raw}, "body")
         prompt = body.prompt if body.messages is None else body.messages
         if prompt is None or (body.prompt is not None and body.messages is not None):
@@ -120,7 +117,6 @@ class _Batch:
         line.requests = self._engine.requests(
             prompt, body, is_chat=is_chat, system=self._system if is_chat else None
         )
-        return True
 
     def _answer(self, line: _Line) -> None:
         """Write the answer of a line whose requests have ended."""

@@ -9,98 +9,24 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from moesaic.api.generation import Generation, TextRequest
 from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError, MoesaicError
+from moesaic.base.errors import ConfigError
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
-from moesaic.serve.text import TextStream
 
 if TYPE_CHECKING:
     from moesaic.models.hf.origin import Origin
     from moesaic.models.lm import LanguageModel
-    from moesaic.models.tokenizer import Tokenizer
     from moesaic.serve.engine_thread import EngineThread
 
-_Arrivals = SimpleQueue[tuple["TextRequest", TokenEvent | FinishEvent]]
+_Arrivals = SimpleQueue[tuple[TextRequest, TokenEvent | FinishEvent]]
 
-_CACHE_FRACTION = 4
-"""Part of the free memory, as its inverse, that the key-value cache takes at most by default."""
-
-
-class Generation(NamedTuple):
-    """Continuation of one prompt."""
-
-    prompt: Prompt
-    """The prompt as it was given: a text, token ids or messages."""
-    prompt_tokens: list[int]
-    tokens: list[int]
-    """New token ids, up to and including an end token or the last one of a stop string."""
-    text: str
-    """Text of the new tokens, up to a stop string."""
-    finish_reason: str
-    """stop: an end token or a stop string; length: `max_tokens`."""
-    logprobs: list[float] | None = None
-    """Log-probability of each new token by the model's own scores, if asked for."""
-    top_logprobs: list[dict[int, float]] | None = None
-    """Most likely tokens at each position with their log-probabilities, if asked for."""
-
-
-class TextRequest:
-    """A request to the engine, and its answer so far."""
-
-    def __init__(
-        self,
-        prompt: Prompt,
-        request: GenerationRequest,
-        tokenizer: Tokenizer,
-        config: SamplingConfig,
-    ) -> None:
-        self.prompt, self.request = prompt, request
-        stop = [config.stop] if isinstance(config.stop, str) else config.stop
-        self._stream = TextStream(tokenizer, stop, includes_stop=config.include_stop)
-        self._pieces: list[str] = []
-        self._events: list[TokenEvent] = []
-        self._finish_reason: str | None = None
-        self.error: MoesaicError | None = None
-        """Error that ended the request."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether no text follows."""
-        return self._finish_reason is not None or self.error is not None
-
-    def take(self, event: TokenEvent | FinishEvent) -> str:
-        """Return the new text of an event."""
-        if isinstance(event, TokenEvent):
-            self._events.append(event)
-            piece = self._stream.push(event.token)
-            if self._stream.is_stopped:
-                self._finish_reason = "stop"
-        elif event.reason in ("stop", "length"):
-            piece = self._stream.finish()
-            self._finish_reason = "stop" if self._stream.is_stopped else event.reason
-        else:
-            piece = ""
-            self.error = event.error or MoesaicError("the engine was closed before the text ended")
-        self._pieces.append(piece)
-        return piece
-
-    def result(self) -> Generation:
-        """Return the complete answer; raise the error that ended the request, if one did."""
-        if self.error is not None:
-            raise self.error
-        assert self._finish_reason is not None, "the request runs"
-        logprobs = top_logprobs = None
-        if self.request.top_logprobs is not None:
-            logprobs = [event.logprob for event in self._events if event.logprob is not None]
-            top_logprobs = [dict(event.top) for event in self._events]
-        return Generation(
-            self.prompt, list(self.request.prompt), [event.token for event in self._events],
-            "".join(self._pieces), self._finish_reason, logprobs, top_logprobs,
-        )  # fmt: skip
+_CACHE_FRACTION = 0.25
+"""Part of the free memory that the key-value cache takes at most by default."""
 
 
 class TextEngine:
@@ -119,6 +45,8 @@ class TextEngine:
         """Create an engine; `load` returns the network."""
         self._origin, self._config, self._load = origin, config, load
         self.prompts = prompts
+        self.name = origin.path.resolve().name
+        """Name of the model's directory."""
         self._lock = Lock()
         self._thread: EngineThread | None = None
         self._is_closed = False
@@ -130,11 +58,6 @@ class TextEngine:
     def __exit__(self, *error: object) -> None:
         """Close the engine."""
         self.close()
-
-    @property
-    def name(self) -> str:
-        """Name of the model's directory."""
-        return self._origin.path.resolve().name
 
     def close(self) -> None:
         """End all requests and free the memory."""
@@ -235,8 +158,9 @@ class TextEngine:
                 has_room = len(ids) < 2 * self._config.max_running
                 one = next(waiting, None) if has_room else None
                 if one is not None:
+                    thread = self._start()
                     try:
-                        ids[one] = self._submit(one, arrivals)
+                        ids[one] = thread.submit(one.request, partial(_put, arrivals, one))
                     except ConfigError as error:
                         one.error = error
                         yield one, ""
@@ -253,31 +177,32 @@ class TextEngine:
             for request_id in ids.values():
                 self._cancel(request_id)
 
-    def _submit(self, one: TextRequest, arrivals: _Arrivals) -> int:
-        with self._lock:
-            if self._is_closed:
-                raise ConfigError("the engine is closed: create another one")
-            if self._thread is None:
-                self._thread = self._start()
-            return self._thread.submit(one.request, partial(_put, arrivals, one))
-
     def _cancel(self, request_id: int) -> None:
         with self._lock:
             if self._thread is not None:
                 self._thread.cancel(request_id)
 
     def _start(self) -> EngineThread:
+        """Return the running engine; read the weights the first time."""
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("the engine is closed: create another one")
+            if self._thread is None:
+                self._thread = self._make_thread()
+                self._thread.start()
+            return self._thread
+
+    def _make_thread(self) -> EngineThread:
         from moesaic.serve.engine import EngineLimits, InferenceEngine
         from moesaic.serve.engine_thread import EngineThread
 
         model, running = self._load(), self._config.max_running
         limits = EngineLimits(
-            max_running=running, max_waiting=sys.maxsize, tokens_per_pass=max(512, running),
+            max_running=running, max_waiting=sys.maxsize,
+            tokens_per_pass=self._config.tokens_per_pass,
             cache_tokens=self._config.cache_tokens or default_cache_tokens(model, running),
         )  # fmt: skip
-        thread = EngineThread(InferenceEngine(model, limits))
-        thread.start()
-        return thread
+        return EngineThread(InferenceEngine(model, limits))
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
         """Raise ConfigError for tokens beyond the vocabulary."""
@@ -303,12 +228,14 @@ def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
     if config.latent is not None:
         width = config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
     free = devices.free_bytes(weight.device)
-    room = free // _CACHE_FRACTION // (config.layers * width * weight.element_size())
+    room = int(free * _CACHE_FRACTION) // (config.layers * width * weight.element_size())
     return max(min(max_running * config.max_positions, room), 16)
 
 
-def load_network(origin: Origin, config: LoadConfig) -> LanguageModel:
-    """Return the network of `origin` on the device of the settings."""
+def load_network(origin: Origin, config: LoadConfig, memory: str | None = None) -> LanguageModel:
+    """Return the network of `origin` on the device of the settings; `memory` is a budget."""
+    if memory is not None:
+        raise ConfigError(f'memory = "{memory}": inference takes no budget yet; remove it')
     from moesaic.kernels import device as devices
     from moesaic.kernels.grouped_mm import check_backend
     from moesaic.serve.loading import load_model
@@ -329,37 +256,36 @@ class Engine(TextEngine):
         self,
         directory: str | Path,
         *,
+        memory: str | None = None,
         device: str = "auto",
         precision: str = "keep",
-        grouped_mm: str = "auto",
-        tokenizer: str | None = None,
         max_running: int = 32,
-        cache_tokens: int | None = None,
+        **settings: Any,
     ) -> None:
         """Open the model in a Hugging Face directory, a run or a checkpoint.
 
         Args:
             directory: where it is; of a run, the newest intact checkpoint counts.
+            memory: memory that the process may take, such as "4GB"; None: all weights are in
+                memory.
             device: torch device; auto: a GPU if there is one, else cpu.
             precision: keep (the dtype of the embedding on file), fp32, bf16 or fp64.
-            grouped_mm: kernels of the expert matmuls on a GPU, as in a job.
-            tokenizer: "bytes", or the path of a tokenizer.json; None: the model's own.
             max_running: texts that are generated at a time; further ones wait.
-            cache_tokens: positions of the key-value cache over all texts; None: as many as
-                `max_running` texts need, within a quarter of the free memory.
+            settings: other settings of the engine in `moesaic generate`: cache_tokens,
+                tokens_per_pass, grouped_mm and tokenizer.
         """
         from moesaic.models.hf.origin import open_origin
 
-        settings = {
-            "device": device, "precision": precision, "grouped_mm": grouped_mm,
-            "tokenizer": tokenizer, "max_running": max_running, "cache_tokens": cache_tokens,
+        given = {
+            "memory": memory, "device": device, "precision": precision, "max_running": max_running,
         }  # fmt: skip
-        config = parse(EngineConfig, settings, "Engine")
+        config = parse(EngineConfig, {**given, **settings}, "Engine")
         origin = open_origin(Path(directory))
         super().__init__(
             origin, config, PromptEncoder(origin, config.tokenizer),
-            partial(load_network, origin, config),
+            partial(load_network, origin, config, config.memory),
         )  # fmt: skip
+        self.name = Path(directory).resolve().name
 
     @property
     def warnings(self) -> list[str]:

@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.api.engine import Generation, TextEngine, load_network
+from moesaic.api.engine import TextEngine, load_network
+from moesaic.api.generation import Generation
 from moesaic.base.config import parse
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import EngineConfig, LoadConfig

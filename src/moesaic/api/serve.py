@@ -13,13 +13,11 @@ from moesaic.api.engine import default_cache_tokens, load_network
 from moesaic.api.start import exit_on_interrupt, exit_process, import_module
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DataError
-from moesaic.base.units import format_bytes, parse_bytes
 from moesaic.serve.config import ServeConfig
 from moesaic.serve.prompts import PromptEncoder
 
 if TYPE_CHECKING:
     from moesaic.models.chat import ChatTemplate
-    from moesaic.models.hf.origin import Origin
     from moesaic.serve.engine import InferenceEngine
     from moesaic.serve.http.api_model import ApiModel
 
@@ -151,8 +149,7 @@ def _open(
         raise ConfigError(
             f"context = {most} is more than the model's {facts.max_positions} positions: lower it"
         )
-    _check_memory(origin, config)
-    network = load_network(origin, config)
+    network = load_network(origin, config, config.memory)
     limits = EngineLimits(
         max_running=config.max_running, max_waiting=config.max_waiting,
         tokens_per_pass=config.tokens_per_pass,
@@ -180,19 +177,3 @@ def _find_template(
     except (ConfigError, DataError) as error:
         on_warning(f"/v1/chat/completions is off: {error}")
         return None
-
-
-def _check_memory(origin: Origin, config: ServeConfig) -> None:
-    """Raise ConfigError if the weights do not fit into the budget."""
-    from moesaic.dist.state import PRECISIONS
-    from moesaic.facts.workload import parameters
-
-    if config.memory is None:
-        return
-    dtype = PRECISIONS.get(config.precision) or origin.tensors.dtype("embed.weight")
-    needed = sum(one.size for one in parameters(origin.model)) * dtype.itemsize
-    if needed > parse_bytes(config.memory):
-        raise ConfigError(
-            f'memory = "{config.memory}" is less than the weights ({format_bytes(needed)}): '
-            "raise it"
-        )

@@ -29,8 +29,8 @@ VERBS = (
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2
 MEMORY_HINTS = {
-    "train": MEMORY_HINT, "generate": "give fewer prompts, or lower max_tokens",
-    "serve": "lower cache_tokens, or use a larger machine",
+    "train": MEMORY_HINT, "generate": "lower cache_tokens or tokens_per_pass",
+    "serve": "lower cache_tokens or tokens_per_pass",
 }  # fmt: skip
 
 

@@ -31,11 +31,22 @@ class LoadConfig(Section):
 class EngineConfig(LoadConfig):
     """Settings of the inference engine."""
 
+    memory: str | None = None
+    """Memory that the process may take, such as "4GB"; unset: all weights are in memory."""
     max_running: int = Field(default=32, ge=1)
     """Texts that are generated at a time; further ones wait."""
     cache_tokens: int | None = Field(default=None, ge=1)
     """Positions of the key-value cache over all texts; unset: as many as `max_running` texts
     need, within a quarter of the free memory."""
+    tokens_per_pass: int = Field(default=512, ge=1)
+    """Tokens of a forward pass at most; longer prompts take several passes."""
+
+    @field_validator("memory")
+    @classmethod
+    def _check_memory(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_bytes(value)
+        return value
 
 
 class SamplingConfig(Section):
@@ -59,7 +70,7 @@ class SamplingConfig(Section):
     stop: str | list[str] = Field(default_factory=list)
     """Strings that end a text."""
     include_stop: bool = False
-    """Whether the string that ends a text is part of it."""
+    """Keep the string that ends a text as part of it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed; the same seed and prompt give the same text."""
     n: int = Field(default=1, ge=1, le=128)
@@ -100,23 +111,12 @@ class ServeConfig(EngineConfig):
     line, so `api_key_file` is safer."""
     api_key_file: str | None = None
     """Path of a file that holds the key."""
-    memory: str | None = None
-    """Memory of the process, such as "4GB" or "1500MiB"; unset: as much as the model needs."""
     context: int | None = Field(default=None, ge=1)
     """Most tokens of a prompt and its continuation; unset: as many as the model has positions and
     the key-value cache has room for."""
     max_waiting: int = Field(default=256, ge=1)
     """Texts that wait; further ones are answered with status 429."""
-    tokens_per_pass: int = Field(default=512, ge=1)
-    """Tokens of a forward pass, of prompts and of running texts."""
     drain_s: int = Field(default=60, ge=0)
     """Seconds that open answers may take after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines on stderr; debug: also a line for each request."""
-
-    @field_validator("memory")
-    @classmethod
-    def _is_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_bytes(value)
-        return value

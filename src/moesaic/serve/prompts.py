@@ -90,7 +90,7 @@ class PromptEncoder:
             prompt: a text, token ids, or messages with `role` and `content`.
             max_tokens: maximum number of tokens that follow.
             is_chat: whether a text is a user message of a chat.
-            system: system message before a chat.
+            system: system message before a chat that has none.
         """
         ids = self._encode(prompt, is_chat, system)
         limit = self._origin.model.max_positions
@@ -108,8 +108,9 @@ class PromptEncoder:
         if isinstance(prompt, str) and is_chat:
             parts = [{"role": "user", "content": prompt}]
         if isinstance(parts, list | tuple) and parts and all(isinstance(p, dict) for p in parts):
-            opening = [] if system is None else [{"role": "system", "content": system}]
-            text = self.template.render([*opening, *parts])
+            if system is not None and parts[0].get("role") != "system":
+                parts = [{"role": "system", "content": system}, *parts]
+            text = self.template.render(parts)
             return self.tokenizer.encode(text, with_special_tokens=True)
         if system is not None:
             raise ConfigError(

@@ -86,7 +86,7 @@ class TextStream:
         self._held = ""
         """Text that may be the start of a stop string."""
         self.is_stopped = False
-        """Whether a stop string ended the text; no text follows."""
+        """True after a stop string; no text follows."""
 
     def push(self, token: int) -> str:
         """Return the text that is certain since the last call."""

@@ -173,3 +173,13 @@ def test_the_command_answers_a_batch(directory: Path, capfd: pytest.CaptureFixtu
         assert words in capfd.readouterr().err
     assert main([*line[:4]]) == 2
     assert "give --input FILE and --output FILE" in capfd.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_writes_no_answers(directory: Path) -> None:
+    source = write({"prompt": "x"})
+    with (
+        Engine(directory, device="cpu", precision="fp64", grouped_mm="triton") as engine,
+        pytest.raises(ConfigError, match="grouped_mm"),
+    ):
+        run_batch(engine, source, "out.jsonl")
+    assert Path("out.jsonl").read_bytes() == b""

@@ -12,6 +12,7 @@ import torch
 
 import moesaic
 from moesaic import ConfigError, Engine
+from moesaic.api.generation import Generation
 from moesaic.base.errors import MoesaicError
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.models.chat import ChatTemplate
@@ -143,7 +144,7 @@ def test_settings_reach_the_sampling(engine: Engine, model: moesaic.Model) -> No
 
 def test_threads_share_an_engine(engine: Engine) -> None:
     expected = engine.generate(PROMPTS, max_tokens=15, seed=1)
-    found: dict[int, list[moesaic.api.engine.Generation]] = {}
+    found: dict[int, list[Generation]] = {}
 
     def ask(index: int) -> None:
         found[index] = engine.generate(PROMPTS, max_tokens=15, seed=1)
@@ -172,7 +173,7 @@ def test_triton_kernels_give_the_same_tokens(directory: Path) -> None:
     for backend in get_args(MatmulBackend)[:2]:
         for _, moe in model.module.expert_layers():
             moe.bank.backend = backend
-        texts.append(model.generate(*PROMPTS, temperature=0, max_tokens=6))
+        texts.append(model.generate("b", "two", temperature=0, max_tokens=4))
     assert texts[0] == texts[1]
 
 
@@ -200,6 +201,10 @@ def test_mistakes_are_config_errors(engine: Engine, call: dict[str, Any], words:
 
 
 def test_settings_of_the_engine_are_checked(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_runing.*did you mean 'max_running'"):
+        Engine(directory, max_runing=3)
+    with pytest.raises(ConfigError, match='"lots" is not a size'):
+        Engine(directory, memory="lots")
     with pytest.raises(ConfigError, match="max_running = 0"):
         Engine(directory, max_running=0)
     with pytest.raises(ConfigError, match="'nowhere' is not there"):

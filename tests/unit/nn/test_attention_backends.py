@@ -110,26 +110,6 @@ def test_packed_documents_equal_a_dense_mask(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
-def test_requests_in_a_pool_equal_a_dense_mask(window: int | None) -> None:
-    """New tokens of several requests stand in one row; their keys are anywhere in the pool."""
-    pool = tensors(1, 4, 2, 30, 8, torch.float64)
-    places = [(1, range(12, 17)), (4, range(0, 9)), (1, range(20, 21)), (3, range(22, 25))]
-    segments, expected, queries = [], [], []
-    for number, keys in places:
-        first = sum(part.shape[2] for part in queries)
-        segments.append(Segment(range(1), range(first, first + number), keys))
-        q, k, v = (x[:, :, keys.start : keys.stop] for x in pool)
-        whole = reference(q, k, v, dense_mask(torch.zeros(1, len(keys)), window), 0.3)
-        queries.append(q[:, :, -number:])
-        expected.append(whole[:, :, -number:])
-    metadata = AttentionMetadata(tuple(segments), window)
-    with torch.no_grad():
-        actual = attend(torch.cat(queries, 2), *pool[1:], metadata, 0.3)
-    torch.testing.assert_close(actual, torch.cat(expected, 2), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_requests_in_one_row_equal_a_dense_mask(kv_heads: int, window: int | None) -> None:
     """Keys are ranges of a pool, position-major in memory, with gaps that nothing reads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import select
 import signal
 import socket
@@ -269,7 +268,7 @@ def test_mistakes_before_serving(
     for arguments, words in (
         ([str(model), "--set", f"port={port}"], f"port = {port} of 127.0.0.1 is taken"),
         ([str(model), "--set", "host=nowhere.invalid"], "host = 'nowhere.invalid' is no address"),
-        ([str(model), "--set", "port=0", "--memory", "10KB"], "is less than the weights"),
+        ([str(model), "--set", "port=0", "--memory", "10KB"], "memory = "),
         ([str(model), "--memory", "lots"], '"lots" is not a size'),
         ([str(model), "--set", "port=0", "--set", "context=9999"], "context = 9999 is more than"),
         ([str(model), "--api-key-file", "no"], 'api_key_file = "no" cannot be read'),
@@ -281,4 +280,3 @@ def test_mistakes_before_serving(
         error = capfd.readouterr().err
         assert words in error
         assert error.startswith("error: ")
-    assert os.getpid()
