@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,18 @@ class Server:
         stream = self.client.completions.create(model="tiny", prompt=PROMPT, stream=True, **ENDLESS)
         next(iter(stream))
         return stream
+
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+    def wait_until_closed(self) -> None:
+        until = time.monotonic() + 30
+        with suppress(ConnectionRefusedError):
+            while time.monotonic() < until:
+                self.connect().close()
+                time.sleep(0.02)
+        assert time.monotonic() < until
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -207,12 +219,11 @@ def test_the_engine_stops_for_clients_that_go(server: Server) -> None:
 
 
 def test_a_thousand_idle_connections(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
     before = server.metric("generation_tokens_total")
     with ExitStack() as stack:
         idle = []
         for number in range(1000):
-            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            one = stack.enter_context(server.connect())
             if number % 2:
                 one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
             idle.append(one)
@@ -242,7 +253,7 @@ def test_a_full_server_and_its_end(model: Path, tmp_path: Path) -> None:
         with pytest.raises(openai.RateLimitError) as caught:
             server.client.completions.create(**short)
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        idle = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        idle = server.connect()
         server.signal(signal.SIGTERM)
         texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
         assert texts == [expected] * 2
@@ -255,7 +266,8 @@ def test_a_second_signal_ends_the_process_at_once(model: Path) -> None:
     with serving(model) as server:
         stream = server.open_stream()
         server.signal(signal.SIGTERM)
-        next(iter(stream))
+        server.wait_until_closed()
+        assert next(iter(stream)).choices[0].text is not None
         server.signal(signal.SIGTERM)
         assert server.process.wait(timeout=10) == 128 + signal.SIGTERM
 
