@@ -99,7 +99,8 @@ def _run(
     service = Service(model, thread, Metrics(model.name, thread.stats), api_key=api_key)
     thread.start()
     try:
-        return server.run(make_app(service), bound, drain_s, on_ready, exit_process)
+        hooks = server.Hooks(on_ready, engine.cancel_all, exit_process)
+        return server.run(make_app(service), bound, drain_s, hooks)
     finally:
         thread.close()
 

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -262,14 +263,24 @@ def test_a_full_server_and_its_end(model: Path, tmp_path: Path) -> None:
         idle.close()
 
 
-def test_a_second_signal_ends_the_process_at_once(model: Path) -> None:
-    with serving(model) as server:
+def test_answers_that_take_too_long_end_with_an_error(model: Path) -> None:
+    with serving(model, "--set", "drain_s=1") as server, ThreadPoolExecutor(1) as pool:
         stream = server.open_stream()
+        whole = pool.submit(
+            server.client.completions.create, model="tiny", prompt=PROMPT, **ENDLESS
+        )
+        server.wait_for("num_requests_running", 2)
+        idle, half = server.connect(), server.connect()
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
         server.signal(signal.SIGTERM)
-        server.wait_until_closed()
-        assert next(iter(stream)).choices[0].text is not None
-        server.signal(signal.SIGTERM)
-        assert server.process.wait(timeout=10) == 128 + signal.SIGTERM
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
+            whole.result()
+        assert server.process.wait(timeout=30) == 0
+        for one in (idle, half):
+            assert one.recv(1) == b""
+            one.close()
 
 
 def test_mistakes_before_serving(
@@ -292,3 +303,13 @@ def test_mistakes_before_serving(
         error = capfd.readouterr().err
         assert words in error
         assert error.startswith("error: ")
+
+
+def test_a_second_signal_ends_the_process_at_once(server: Server) -> None:
+    """The last test of this file, as it ends the server of the others."""
+    stream = server.open_stream()
+    server.signal(signal.SIGTERM)
+    server.wait_until_closed()
+    assert next(iter(stream)).choices[0].text is not None
+    server.signal(signal.SIGTERM)
+    assert server.process.wait(timeout=10) == 128 + signal.SIGTERM
