@@ -80,12 +80,9 @@ def serving(model: Path, *arguments: str, api_key: str = "none") -> Iterator[Ser
     )
     try:
         assert process.stdout is not None
-        lines = []
-        while not lines or lines[-1] != "}\n":
-            line = process.stdout.readline()
-            assert line, process.stderr and process.stderr.read()
-            lines.append(line)
-        yield Server(process, json.loads("".join(lines))["url"], api_key)
+        line = process.stdout.readline()
+        assert line, process.stderr and process.stderr.read()
+        yield Server(process, json.loads(line)["url"], api_key)
     finally:
         process.kill()
         process.communicate()
