@@ -51,7 +51,7 @@ class EngineLimits:
     max_running: int = 32
     """Requests that are computed at a time."""
     max_waiting: int = 256
-    """Requests that wait to be computed."""
+    """Requests that wait while as many as possible are computed."""
     tokens_per_pass: int = 512
     """Tokens of a forward pass."""
     page_tokens: int = 16
@@ -164,7 +164,9 @@ class InferenceEngine:
         tokens = list(request.prompt)
         keys = page_keys(tokens, self.limits.page_tokens) if self.limits.prefix_cache else []
         with self._lock:
-            if len(self._waiting) >= self.limits.max_waiting:
+            # The next pass admits the first requests of the queue, if the cache has room.
+            num_admitted = self.limits.max_running - len(self._running)
+            if len(self._waiting) >= self.limits.max_waiting + num_admitted:
                 raise EngineFull(len(self._waiting), self._retry_after_s())
             state = RequestState(next(self._ids), request, on_event, tokens, keys)
             self._live[state.id] = state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from threading import Event, Lock, Thread
+from traceback import clear_frames
 
 from moesaic.base.errors import MoesaicError, as_user_error
 from moesaic.serve.engine import EngineStats, InferenceEngine
@@ -95,9 +96,17 @@ class EngineThread:
             wrapped = known or as_user_error(error, remedy) or _failed_pass(error)
             if wrapped is not error:
                 wrapped.__cause__ = error
+            _free_frames(wrapped)
             self.engine.fail_pass(wrapped)
             return True
 
 
 def _failed_pass(error: Exception) -> MoesaicError:
     return MoesaicError(f"the forward pass failed: {type(error).__name__}: {error}")
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Free the tensors and leases of the pass, which the holder of the error would keep."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

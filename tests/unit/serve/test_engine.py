@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -209,7 +210,7 @@ def test_any_order_and_any_limits(
     engine = InferenceEngine(
         olmoe,
         limits(
-            cache_tokens=data.draw(st.integers(40, 90)),
+            cache_tokens=data.draw(st.integers(48, 90)),
             max_running=max_running,
             tokens_per_pass=max_running + data.draw(st.integers(0, 20)),
             page_tokens=data.draw(st.sampled_from([1, 3, 4, 16])),
@@ -319,13 +320,13 @@ def test_impossible_limits_are_rejected(changes: dict[str, int], words: str) -> 
 
 def test_a_full_queue_says_when_to_come_back(olmoe: LanguageModel) -> None:
     engine = InferenceEngine(olmoe, limits(max_waiting=2, max_running=1))
-    for request in make_requests()[:2]:
-        submit(engine, request)
-    with pytest.raises(EngineFull, match="2 requests wait") as caught:
-        submit(engine, make_requests()[2])
-    assert caught.value.retry_after_s >= 1
-    engine.step()
-    submit(engine, make_requests()[2])
+    for has_run in (False, True):
+        while engine.stats().num_waiting + engine.stats().num_running < 3:
+            submit(engine, GenerationRequest((1, 2), 30, GREEDY))
+        with pytest.raises(EngineFull, match=f"{2 if has_run else 3} requests wait") as caught:
+            submit(engine, make_requests()[0])
+        assert caught.value.retry_after_s >= 1
+        engine.step()
 
 
 def test_scores_that_are_not_finite_end_their_request_alone(olmoe: LanguageModel) -> None:
@@ -416,8 +417,12 @@ def test_a_failing_pass_ends_its_requests_alone(
     thread = make_thread(max_running=1)
     compute, failures = thread.engine._compute, [StoreError("file X is cut"), ValueError("odd")]
 
+    tensors = weakref.WeakSet[torch.Tensor]()
+
     def fail_twice(shares: object) -> object:
         if failures:
+            tensor = torch.zeros(1)
+            tensors.add(tensor)
             raise failures.pop(0)
         return compute(shares)  # type: ignore[arg-type]
 
@@ -431,4 +436,5 @@ def test_a_failing_pass_ends_its_requests_alone(
     assert isinstance(first, StoreError)
     assert isinstance(second, MoesaicError)
     assert "ValueError: odd" in str(second)
+    assert not tensors, "an error keeps no tensors of its pass"
     assert thread.stats().pages_used == 0

@@ -116,6 +116,27 @@ def test_pages_used_longest_ago_are_reused_first() -> None:
     assert pool.count_found(keys_of("ef")) == 2
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.lists(st.sampled_from("abcdefg"), max_size=40))
+def test_reuse_follows_an_lru_list(num_pages: int, texts: list[str]) -> None:
+    """Requests of one page follow one another; a hit needs a page for its copy, too."""
+    content, kept = Content(num_pages), list[str]()
+    for request, text in enumerate(texts):
+        is_hit = text in kept
+        assert content.pool.place(request, 1, 1, keys_of(text)) == int(is_hit)
+        content.write(request, keys_of(text))
+        content.pool.release(request)
+        if is_hit:
+            kept.remove(text)
+            kept.append(text)
+        if len(kept) == num_pages:  # The request needs the page used longest ago.
+            kept.pop(0)
+        if text not in kept:
+            kept.append(text)
+        found = [one for one in "abcdefg" if content.pool.count_found(keys_of(one))]
+        assert found == sorted(kept)
+
+
 def test_blank_pages_are_used_before_cached_ones() -> None:
     content = Content(6)
     content.pool.place(1, 3, 3)
