@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.api.engine import default_cache_tokens, load_network
 from moesaic.api.start import exit_on_interrupt, exit_process, import_module
@@ -17,6 +17,8 @@ from moesaic.serve.config import ServeConfig
 from moesaic.serve.prompts import PromptEncoder
 
 if TYPE_CHECKING:
+    import socket
+
     from moesaic.models.chat import ChatTemplate
     from moesaic.serve.engine import InferenceEngine
     from moesaic.serve.http.api_model import ApiModel
@@ -85,7 +87,7 @@ def _run(
     model: ApiModel,
     engine: InferenceEngine,
     api_key: str | None,
-    bound: Any,
+    bound: socket.socket,
     drain_s: int,
     on_ready: Callable[[], None],
 ) -> int:
@@ -145,10 +147,11 @@ def _open(
         on_warning(warning)
     prompts = PromptEncoder(origin, config.tokenizer)
     tokenizer, template = prompts.tokenizer, _find_template(prompts, on_warning)
-    facts, most = origin.model, config.context or origin.model.max_positions
-    if most > facts.max_positions:
+    facts, context = origin.model, config.context or origin.model.max_positions
+    if context > facts.max_positions:
         raise ConfigError(
-            f"context = {most} is more than the model's {facts.max_positions} positions: lower it"
+            f"context = {context} is more than the model's {facts.max_positions} positions: "
+            "lower it"
         )
     network = load_network(origin, config, config.memory)
     limits = EngineLimits(
@@ -156,15 +159,19 @@ def _open(
         tokens_per_pass=config.tokens_per_pass,
         cache_tokens=config.cache_tokens or default_cache_tokens(network, config.max_running),
     )  # fmt: skip
+    room = limits.cache_tokens // limits.page_tokens * limits.page_tokens
+    if config.context is not None and context > room:
+        raise ConfigError(
+            f"context = {context} is more than the key-value cache of {room} positions: raise "
+            "cache_tokens, or lower context"
+        )
     model = ApiModel(
         name=config.name or directory.resolve().name,
         tokenizer=tokenizer, template=template, end_ids=prompts.end_ids,
         chat_end_ids=prompts.end_ids if template is None else prompts.chat_end_ids,
-        vocab=facts.vocab,
-        context=min(most, limits.cache_tokens // limits.page_tokens * limits.page_tokens),
-        max_choices=limits.max_waiting,
-        expert_layers=tuple(facts.expert_layers) if facts.experts else (),
-        num_experts=facts.experts, created=int(time.time()),
+        vocab=facts.vocab, context=min(context, room), max_choices=limits.max_waiting,
+        expert_layers=tuple(facts.expert_layers), num_experts=facts.experts,
+        created=int(time.time()),
     )  # fmt: skip
     return model, InferenceEngine(network, limits)
 

@@ -284,14 +284,17 @@ def test_mistakes_that_only_a_model_or_a_server_shows(
     server: Server, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = server.url.rpartition(":")[2]
+    small = "context=512"
     for sets, words in (
         (f"port={port}", f"port = {port} of 127.0.0.1 is taken: stop the program"),
         ("context=9999", f"context = 9999 is more than the model's {CONTEXT} positions"),
         ("memory=10KB", "memory = "),
         ("tokens_per_pass=4", "tokens_per_pass = 4 is less than max_running = 32"),
+        (small, "context = 512 is more than the key-value cache of 256 positions: raise"),
         ("tokenizer=nowhere", 'tokenizer = "nowhere" does not exist'),
     ):
-        assert main(["serve", str(model), "--set", "port=0", "--set", sets]) == 2
+        given = ["port=0", sets, *(["cache_tokens=256"] if sets == small else [])]
+        assert main(["serve", str(model), *(f"--set={one}" for one in given)]) == 2
         error = capfd.readouterr().err
         assert words in error
         assert error.startswith("error: ")
