@@ -93,12 +93,10 @@ def serve(
             )  # fmt: skip
             thread = EngineThread(engine)
             service = _make_service(model, served, thread, api_key)
-            app = make_app(service)
+            hooks = server.Hooks(lambda: on_ready(facts), engine.cancel_all, exit_process)
             thread.start()
             try:
-                ended_by = server.run(
-                    app, bound, config.drain_s, lambda: on_ready(facts), exit_process
-                )
+                ended_by = server.run(make_app(service), bound, config.drain_s, hooks)
             finally:
                 thread.close()
     return _INTERRUPTED if ended_by == signal.SIGINT else 0
@@ -113,12 +111,12 @@ def _make_service(
 
     def experts() -> ExpertFacts:
         used = served.expert_stats
-        return ExpertFacts(served.experts_in_memory(), used.hits + used.misses, used.misses)
+        return ExpertFacts(served.experts_in_memory(), used.hits, used.misses)
 
-    metrics = Metrics(model.name, thread.stats)
     return Service(
-        model, thread, metrics, api_key=api_key, experts=None if served.reads is None else experts
-    )
+        model, thread, Metrics(model.name, thread.stats), api_key=api_key,
+        experts=None if served.reads is None else experts,
+    )  # fmt: skip
 
 
 def _check_packages() -> None:
@@ -176,13 +174,16 @@ def _make_api_model(
 
     facts = origin.model
     room = limits.cache_tokens // limits.page_tokens * limits.page_tokens
+    if config.context is not None and config.context > room:
+        raise ConfigError(
+            f"context = {config.context} is more than the key-value cache of {room} positions: "
+            "raise cache_tokens, or lower context"
+        )
     return ApiModel(
-        name=name,
-        tokenizer=prompts.tokenizer, template=template, end_ids=prompts.end_ids,
+        name=name, tokenizer=prompts.tokenizer, template=template, end_ids=prompts.end_ids,
         chat_end_ids=prompts.end_ids if template is None else prompts.chat_end_ids,
         vocab=facts.vocab, context=min(config.context or facts.max_positions, room),
-        max_choices=limits.max_waiting,
-        expert_layers=tuple(facts.expert_layers) if facts.experts else (),
+        max_choices=limits.max_waiting, expert_layers=tuple(facts.expert_layers),
         num_experts=facts.experts, created=int(time.time()),
     )  # fmt: skip
 

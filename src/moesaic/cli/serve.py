@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -65,7 +66,7 @@ def serve(
     logging.getLogger("moesaic").setLevel(config.log_level.upper())
 
     def print_ready(facts: ServerFacts) -> None:
-        text = screen.dumps(facts._asdict()) if as_json else _describe(facts)
+        text = json.dumps(facts._asdict()) if as_json else _describe(facts)
         print(text, flush=True)
 
     return start_server(path, config, print_ready, screen.print_warning)

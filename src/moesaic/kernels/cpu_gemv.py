@@ -83,7 +83,7 @@ def _as_numpy(matrices: Tensor) -> Any:
 def _compile_kernel(dtype: torch.dtype) -> Kernel:
     import numba  # Importing takes a second, so only callers that need it pay.
 
-    read = numba.njit(_identity) if dtype == torch.float32 else _make_bf16_to_fp32()
+    read = numba.njit(_identity) if dtype == torch.float32 else make_bf16_to_fp32()
     # Allow reordered sums, so that they vectorize; NaN and infinity still propagate.
     relaxed = {"reassoc", "contract", "nsz"}
 
@@ -135,7 +135,7 @@ def _identity(number: Any) -> Any:
     return number
 
 
-def _make_bf16_to_fp32() -> Any:
+def make_bf16_to_fp32() -> Any:
     """Return a numba intrinsic from bf16 bits to fp32: the same bits, followed by 16 zeros."""
     from llvmlite import ir
     from numba import types

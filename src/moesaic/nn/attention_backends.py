@@ -13,15 +13,18 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesaic.facts.workload.sizes import ATTENTION_QUERY_BLOCK
+from moesaic.kernels import cpu_attention
 from moesaic.kernels import device as devices
 
 VARLEN_CAPABILITY, MAX_VARLEN_WIDTH = (8, 0), 256
@@ -61,6 +64,13 @@ class AttentionMetadata:
     def blocks(self) -> tuple[_Block, ...]:
         """Kernel calls, the same in every layer."""
         return tuple(_blocks(self))
+
+    @cached_property
+    def single_ranges(self) -> NDArray[np.int64]:
+        """Bounds of the keys of the blocks before the first with several queries, [blocks, 2]."""
+        singles = takewhile(lambda block: len(block.queries) == 1, self.blocks)
+        bounds = [(block.keys.start, block.keys.stop) for block in singles]
+        return np.array(bounds, np.int64).reshape(-1, 2)
 
     @cached_property
     def _masks(self) -> dict[_Block, Tensor | None]:
@@ -172,10 +182,13 @@ def attend_pool(
     Segments cover all queries, in order. Query heads that share a KV head are rows of one matrix
     where a segment has one query, so that its keys are read once.
     """
-    kernel, kv_heads = _block_kernel(q), k.shape[1]
+    kernel, kv_heads, blocks, results = _block_kernel(q), k.shape[1], metadata.blocks, []
     grouped = q[0].transpose(0, 1).unflatten(1, (kv_heads, -1))
-    results = []
-    for block in metadata.blocks:
+    pool, ranges = (k[0].transpose(0, 1), v[0].transpose(0, 1)), metadata.single_ranges
+    if len(ranges) and not torch.is_grad_enabled() and cpu_attention.is_supported(grouped, *pool):
+        blocks, singles = blocks[len(ranges) :], grouped[: len(ranges)]
+        results.append(cpu_attention.attend_ranges(singles, *pool, ranges, scale))
+    for block in blocks:
         first, number = block.queries.start, len(block.queries)
         keys, values = (x.narrow(2, block.keys.start, len(block.keys)) for x in (k, v))
         if number == 1:

@@ -19,6 +19,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "old" / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "old" / "job.json").write_text("{}")
     (tmp_path / "file").write_text("a file")
+    (tmp_path / "empty").write_text("")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     return tmp_path
@@ -103,6 +104,16 @@ VERBS = [
     ("generate nowhere", "there is no prompt: give --prompt TEXT"),
     ("generate nowhere --prompt x --set max_token=3", "did you mean 'max_tokens'?"),
     ("generate nowhere --prompt x --set top_p=0", "top_p = 0: "),
+    ("serve", "MODEL is missing"),
+    ("serve nowhere --set port=0", "'nowhere' is not there"),
+    ("serve file --set port=0", "'file' is none of these"),
+    ("serve nowhere --set prt=0", "unknown key 'prt': did you mean 'port'?"),
+    ("serve nowhere --set port=70000", "port = 70000: give an integer from 0 and below 65536"),
+    ("serve nowhere --memory much", '"much" is not a size'),
+    ("serve nowhere --set host=no.invalid", "host = 'no.invalid' is no address of this machine"),
+    ("serve nowhere --api-key-file no", 'api_key_file = "no" cannot be read'),
+    ("serve nowhere --api-key-file empty", 'api_key_file = "empty" is empty'),
+    ("serve nowhere --api-key a --api-key-file file", "and api_key exclude each other"),
     ("convert", "SOURCE is missing"),
     ("convert old", "--out is missing"),
     ("convert nowhere --out new", "'nowhere' is not there"),

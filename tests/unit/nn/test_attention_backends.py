@@ -127,10 +127,15 @@ def test_requests_in_one_row_equal_a_dense_mask(kv_heads: int, window: int | Non
     assert choose_backend(queries_only, k, metadata) is attend_pool
     expected = reference(queries_only, k, v, mask[:, :index], 0.3)
     keys = mask.any(1)[0]
-    k, v = (x.masked_fill(~keys[:, None], torch.nan) for x in (k, v))
+    k, v = (x.detach().masked_fill(~keys[:, None], torch.nan) for x in (k, v))
     for _ in range(2):  # Layers share the metadata.
         result = attend(queries_only, k, v, metadata, 0.3)
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():  # The first request takes another kernel.
+        metadata = AttentionMetadata(metadata.segments, window)
+        narrow = attend(*(x.bfloat16() for x in (queries_only, k, v)), metadata, 0.3)
+    assert narrow.dtype == torch.bfloat16
+    assert (narrow - expected).norm() <= 0.01 * expected.norm()
 
 
 def test_attention_is_causal_by_default() -> None:

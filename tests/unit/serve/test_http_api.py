@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -285,15 +286,24 @@ def test_other_requests_are_refused_in_the_same_form(url: str) -> None:
         assert status == 404
 
 
+def test_a_body_that_does_not_arrive_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moesaic.serve.http.app.BODY_TIMEOUT_S", 0.1)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        slow.sendall(f"{head}content-length: 9\r\n\r\n{{".encode())
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
 def test_an_engine_error_ends_its_request(client: openai.OpenAI, url: str) -> None:
     before = metric(url, 'vllm:request_success_total{finished_reason="error",model_name="scripted"')
     with pytest.raises(openai.InternalServerError, match="is cut off: restore it"):
         client.completions.create(model="scripted", prompt=DAMAGE)
     stream = client.completions.create(model="scripted", prompt=DAMAGE, stream=True)
-    texts = (chunk.choices[0].text for chunk in stream)
-    assert next(texts) + next(texts, "") == "[0"
+    texts: list[str] = []
     with pytest.raises(openai.APIError, match="is cut off: restore it") as caught:
-        next(texts)
+        texts.extend(chunk.choices[0].text for chunk in stream)
+    assert "".join(texts) == "[0"
     body = caught.value.body
     assert isinstance(body, dict)
     assert body["code"] == "internal_error"

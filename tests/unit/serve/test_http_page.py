@@ -100,7 +100,7 @@ def test_a_chat_continues_and_all_experts_are_in_memory(
 
 
 def test_a_key_errors_experts_on_the_drive_and_stop(browser: Any) -> None:
-    facts = ExpertFacts({1: [0, 2], 2: [3]}, accesses=8, misses=2)
+    facts = ExpertFacts({1: [0, 2], 2: [3]}, hits=6, misses=2)
     engine = ScriptedEngine(pass_s=0.05)
     with scripted_server(engine, api_key="sesame", experts=lambda: facts) as url:
         browser.get(url)
@@ -126,7 +126,7 @@ def test_a_key_errors_experts_on_the_drive_and_stop(browser: Any) -> None:
 
 def test_the_page_runs_nothing_foreign() -> None:
     engine = ScriptedEngine()
-    facts = ExpertFacts({1: range(4)}, accesses=0, misses=0)
+    facts = ExpertFacts({1: range(4)}, hits=0, misses=0)
     with scripted_server(engine, name=HOSTILE, experts=lambda: facts) as url:
         with urllib.request.urlopen(url) as answer:
             text, policy = answer.read().decode(), answer.headers["content-security-policy"]

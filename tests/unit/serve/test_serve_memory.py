@@ -51,7 +51,7 @@ def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
         assert [complete(prompt) for prompt in PROMPTS] == expected
         experts = json.loads(urllib.request.urlopen(f"{server.url}/experts").read())
         assert not experts["all_in_memory"]
-        assert 0 < experts["misses"] < experts["accesses"]
+        assert experts["misses"] > 0
         assert 0 < sum(len(layer["in_memory"]) for layer in experts["layers"]) < 4 * 32
 
         # The file is cut while the server runs: requests fail with its name, the server stays.

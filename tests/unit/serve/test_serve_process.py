@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import select
 import signal
 import socket
@@ -13,7 +12,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,18 @@ class Server:
         next(iter(stream))
         return stream
 
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+    def wait_until_closed(self) -> None:
+        until = time.monotonic() + 30
+        with suppress(ConnectionRefusedError):
+            while time.monotonic() < until:
+                self.connect().close()
+                time.sleep(0.02)
+        assert time.monotonic() < until
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
@@ -68,12 +80,9 @@ def serving(model: Path, *arguments: str, api_key: str = "none") -> Iterator[Ser
     )
     try:
         assert process.stdout is not None
-        lines = []
-        while not lines or lines[-1] != "}\n":
-            line = process.stdout.readline()
-            assert line, process.stderr and process.stderr.read()
-            lines.append(line)
-        yield Server(process, json.loads("".join(lines))["url"], api_key)
+        line = process.stdout.readline()
+        assert line, process.stderr and process.stderr.read()
+        yield Server(process, json.loads(line)["url"], api_key)
     finally:
         process.kill()
         process.communicate()
@@ -208,12 +217,11 @@ def test_the_engine_stops_for_clients_that_go(server: Server) -> None:
 
 
 def test_a_thousand_idle_connections(server: Server) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
     before = server.metric("generation_tokens_total")
     with ExitStack() as stack:
         idle = []
         for number in range(1000):
-            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            one = stack.enter_context(server.connect())
             if number % 2:
                 one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
             idle.append(one)
@@ -243,7 +251,7 @@ def test_a_full_server_and_its_end(model: Path, tmp_path: Path) -> None:
         with pytest.raises(openai.RateLimitError) as caught:
             server.client.completions.create(**short)
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        idle = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        idle = server.connect()
         server.signal(signal.SIGTERM)
         texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
         assert texts == [expected] * 2
@@ -252,33 +260,51 @@ def test_a_full_server_and_its_end(model: Path, tmp_path: Path) -> None:
         idle.close()
 
 
-def test_a_second_signal_ends_the_process_at_once(model: Path) -> None:
-    with serving(model) as server:
+def test_answers_that_take_too_long_end_with_an_error(model: Path) -> None:
+    with serving(model, "--set", "drain_s=1") as server, ThreadPoolExecutor(1) as pool:
         stream = server.open_stream()
+        whole = pool.submit(
+            server.client.completions.create, model="tiny", prompt=PROMPT, **ENDLESS
+        )
+        server.wait_for("num_requests_running", 2)
+        idle, half = server.connect(), server.connect()
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
         server.signal(signal.SIGTERM)
-        next(iter(stream))
-        server.signal(signal.SIGTERM)
-        assert server.process.wait(timeout=10) == 128 + signal.SIGTERM
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
+            whole.result()
+        assert server.process.wait(timeout=30) == 0
+        for one in (idle, half):
+            assert one.recv(1) == b""
+            one.close()
 
 
-def test_mistakes_before_serving(
-    server: Server, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_mistakes_that_only_a_model_or_a_server_shows(
+    server: Server, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty").write_text("\n")
     port = server.url.rpartition(":")[2]
-    for arguments, words in (
-        ([str(model), "--set", f"port={port}"], f"port = {port} of 127.0.0.1 is taken"),
-        ([str(model), "--set", "host=nowhere.invalid"], "host = 'nowhere.invalid' is no address"),
-        ([str(model), "--set", "port=0", "--memory", "10KB"], "is too small for this model"),
-        ([str(model), "--memory", "lots"], '"lots" is not a size'),
-        ([str(model), "--set", "port=0", "--set", "context=9999"], "context = 9999 is more than"),
-        ([str(model), "--api-key-file", "no"], 'api_key_file = "no" cannot be read'),
-        ([str(model), "--api-key-file", str(tmp_path / "empty")], "is empty"),
-        ([str(tmp_path / "none"), "--set", "port=0"], "is not there"),
-        ([str(tmp_path), "--set", "port=0"], "is none of these"),
+    small = "context=512"
+    for sets, words in (
+        (f"port={port}", f"port = {port} of 127.0.0.1 is taken: stop the program"),
+        ("context=9999", f"context = 9999 is more than the model's {CONTEXT} positions"),
+        ("memory=10KB", "memory = "),
+        ("tokens_per_pass=4", "tokens_per_pass = 4 is less than max_running = 32"),
+        (small, "context = 512 is more than the key-value cache of 256 positions: raise"),
+        ("tokenizer=nowhere", 'tokenizer = "nowhere" does not exist'),
     ):
-        assert main(["serve", *arguments]) == 2
+        given = ["port=0", sets, *(["cache_tokens=256"] if sets == small else [])]
+        assert main(["serve", str(model), *(f"--set={one}" for one in given)]) == 2
         error = capfd.readouterr().err
         assert words in error
         assert error.startswith("error: ")
-    assert os.getpid()
+
+
+def test_a_second_signal_ends_the_process_at_once(server: Server) -> None:
+    """The last test of this file, as it ends the server of the others."""
+    stream = server.open_stream()
+    server.signal(signal.SIGTERM)
+    server.wait_until_closed()
+    assert next(iter(stream)).choices[0].text is not None
+    server.signal(signal.SIGTERM)
+    assert server.process.wait(timeout=10) == 128 + signal.SIGTERM

@@ -72,10 +72,7 @@ def make_app(service: Service) -> FastAPI:
 def _open_routes(service: Service) -> APIRouter:
     """Return the routes that need no key."""
     router = APIRouter()
-    html = page.render(
-        service.model.name, is_chat=service.model.template is not None,
-        needs_key=service.api_key is not None,
-    )  # fmt: skip
+    html = page.render(service.model, needs_key=service.api_key is not None)
 
     @router.get("/")
     async def show_page() -> Response:

@@ -13,10 +13,10 @@ class ExpertFacts(NamedTuple):
 
     in_memory: Mapping[int, Sequence[int]]
     """Experts in memory by layer."""
-    accesses: int
-    """Experts that passes used, once for each pass and layer."""
+    hits: int
+    """Experts that passes found in memory, once for each pass and layer."""
     misses: int
-    """Accesses whose expert was not in memory."""
+    """Experts that were read for a pass."""
 
 
 def experts_content(model: ApiModel, facts: Callable[[], ExpertFacts] | None) -> dict[str, Any]:
@@ -33,6 +33,6 @@ def experts_content(model: ApiModel, facts: Callable[[], ExpertFacts] | None) ->
         "experts_per_layer": model.num_experts,
         "all_in_memory": all(len(one) == model.num_experts for one in in_memory.values()),
         "layers": [{"layer": layer, "in_memory": one} for layer, one in in_memory.items()],
-        "accesses": found.accesses,
+        "hits": found.hits,
         "misses": found.misses,
     }

@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class Engine(Protocol):
-    """What the server needs of the inference engine; both functions return at once."""
+    """The part of the inference engine that the server needs; both functions return at once."""
 
     def submit(self, request: GenerationRequest, on_event: EventHandler) -> int:
         """Queue a request and return its id."""

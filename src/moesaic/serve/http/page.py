@@ -9,6 +9,8 @@ import re
 from importlib.resources import files
 from types import MappingProxyType
 
+from moesaic.serve.http.api_model import ApiModel
+
 _TEMPLATE = (files(__package__) / "page.html").read_text(encoding="utf-8")
 
 
@@ -33,15 +35,12 @@ HEADERS = MappingProxyType({
 """Headers of the page: scripts and styles are its own, and requests go to this server alone."""
 
 
-def render(model: str, *, is_chat: bool, needs_key: bool) -> str:
-    """Return the page.
-
-    Args:
-        model: name of the model.
-        is_chat: whether the model has a chat template.
-        needs_key: whether requests need an API key.
-    """
-    body = f'<body data-model="{html.escape(model)}" data-chat="{is_chat}" data-key="{needs_key}">'
-    return _TEMPLATE.replace("<title>", f"<title>{html.escape(model)} - ", 1).replace(
-        "<body>", body, 1
+def render(model: ApiModel, *, needs_key: bool) -> str:
+    """Return the page of a model; with `needs_key` it asks for an API key."""
+    name = html.escape(model.name)
+    body = (
+        f'<body data-model="{name}" data-chat="{model.template is not None}" '
+        f'data-key="{needs_key}" data-context="{model.context}">'
     )
+    page = _TEMPLATE.replace("<title>", f"<title>{name} - ", 1)
+    return page.replace("<body>", body, 1)

@@ -61,7 +61,7 @@ class StreamOptions(_Wire):
     """Settings of a stream."""
 
     include_usage: bool = False
-    """Whether the last chunk has the usage of the request."""
+    """True if the last chunk has the usage of the request."""
 
 
 class _Request(_Wire):
@@ -81,7 +81,7 @@ class _Request(_Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    """Whether the text goes on after an end token; not a field of OpenAI."""
+    """True if the text goes on after an end token; not a field of OpenAI."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -100,7 +100,7 @@ class _Request(_Wire):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import resource
@@ -9,6 +10,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +18,8 @@ from fastapi import FastAPI
 from moesaic.base.errors import ConfigError
 
 _BACKLOG = 2048
+_STUCK_S = 5
+"""Time until connections are closed whose clients read no answer or send no request."""
 _KEEP_ALIVE_S = 30
 """Idle time after which a connection is closed; clients keep theirs for less."""
 
@@ -61,26 +65,32 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def run(
-    app: FastAPI,
-    bound: socket.socket,
-    drain_s: int,
-    on_ready: Callable[[], None],
-    end_process: Callable[[int], None],
-) -> int:
+class Hooks(NamedTuple):
+    """Functions that the server calls."""
+
+    on_ready: Callable[[], None]
+    """Called when clients may connect."""
+    end_answers: Callable[[], None]
+    """Called when the time for open answers is over; they end with an error soon after."""
+    end_process: Callable[[int], None]
+    """Called at a second signal, with the exit status."""
+
+
+def run(app: FastAPI, bound: socket.socket, drain_s: int, hooks: Hooks) -> int:
     """Serve until SIGTERM or SIGINT; return the signal that ended it.
 
-    The first signal lets open answers finish, for up to `drain_s` seconds. A second one calls
-    `end_process` with the exit status.
+    The first signal lets open answers finish, for up to `drain_s` seconds. A second one ends the
+    process.
     """
     _raise_file_limit()
     listen(bound)
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, server_header=False,
         proxy_headers=False, lifespan="on", ws="none", http="h11", loop="asyncio",
-        backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=drain_s,
+        backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=drain_s + _STUCK_S,
     )  # fmt: skip
-    server = _Server(config, on_ready, end_process)
+    server = _Server(config, drain_s, hooks)
     server.run(sockets=[bound])
     return server.ended_by
 
@@ -88,27 +98,29 @@ def run(
 class _Server(uvicorn.Server):
     """A server that a signal ends without killing the process."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        on_ready: Callable[[], None],
-        end_process: Callable[[int], None],
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, drain_s: int, hooks: Hooks) -> None:
         super().__init__(config)
-        self._on_ready, self._end_process = on_ready, end_process
+        self._drain_s, self._hooks = drain_s, hooks
         self.ended_by = 0
         """Number of the signal that ended the server."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to serve, and report it."""
         await super().startup(sockets)
-        self._on_ready()
+        self._hooks.on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the port, and wait for open answers."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._drain_s, self._hooks.end_answers)
+        await super().shutdown(sockets)
+        timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal, end the process at the second."""
         del frame
         if self.should_exit:
-            self._end_process(128 + sig)
+            self._hooks.end_process(128 + sig)
         self.should_exit, self.ended_by = True, sig
 
 
