@@ -191,9 +191,16 @@ def _make_api_model(
 def _find_template(
     prompts: PromptEncoder, on_warning: Callable[[str], None]
 ) -> ChatTemplate | None:
-    """Return the model's chat template; None, and warn, if it has none that works."""
+    """Return the model's chat template; None, and warn, if it has none that works. A missing
+    tokenizer is an error."""
+    from moesaic.models.tokenizer import ByteTokenizer
+
+    off = "/v1/chat/completions is off"
+    if prompts.tokenizer.name == ByteTokenizer.name:
+        on_warning(f"{off}: the bytes tokenizer has no chat template")
+        return None
     try:
         return prompts.template
     except (ConfigError, DataError) as error:
-        on_warning(f"/v1/chat/completions is off: {error}")
+        on_warning(f"{off}: {error}")
         return None
