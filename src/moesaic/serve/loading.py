@@ -141,7 +141,7 @@ def load_model(
         tokens_per_pass: most tokens of one pass.
         max_running: most texts whose next tokens one pass chooses.
     """
-    dtype = PRECISIONS.get(precision) or origin.tensors.dtype("embed.weight")
+    dtype = weights_dtype(origin, precision)
     if dtype == torch.float64 and grouped_mm not in ("auto", "torch") and origin.model.experts:
         raise ConfigError(
             f'grouped_mm = "{grouped_mm}" with weights in fp64, which the Triton kernels do not '
@@ -150,19 +150,12 @@ def load_model(
     if memory is None:
         return ServedModel(_load(origin, device, dtype, grouped_mm))
     _check_device(device, memory)
-    cpu_gemv.prepare(dtype, origin.model.hidden * origin.model.ffn)
-    experts = [one for layer in origin.stored_experts().values() for one in layer]
-    largest = max((buffer_bytes(one) for one in experts), default=0)
-    facts = serving_facts(
-        origin.model, dtype.itemsize, memory_bytes=memory, interpreter_bytes=used_memory_bytes(),
-        read_bytes=READ_THREADS * largest, tokens_per_pass=tokens_per_pass,
-        max_running=max_running, cache_tokens=cache_tokens,
-    )  # fmt: skip
-    check_memory(facts)
-    log = list[BudgetDecision]()
-    budget = decide(divide_memory, facts, log)
-    if budget.num_slots == facts.num_experts:
-        return ServedModel(_load(origin, device, dtype, grouped_mm), log[0])
+    decision = divide_budget(
+        origin, dtype, memory, tokens_per_pass, max_running, cache_tokens=cache_tokens
+    )
+    budget, experts = decision.outcome, _stored_experts(origin)
+    if budget.num_slots == decision.facts.num_experts:
+        return ServedModel(_load(origin, device, dtype, grouped_mm), decision)
     with ExitStack() as stack:
         files = _open_files(origin.model, experts, dtype)
         stack.callback(files.close)
@@ -172,7 +165,40 @@ def load_model(
         places = _make_places(origin.model, cache, dtype)
         model = _load(origin, device, dtype, grouped_mm, places)
         stack.pop_all()
-    return ServedModel(model, log[0], cache, places, _drive_warnings(origin, files))
+    return ServedModel(model, decision, cache, places, _drive_warnings(origin, files))
+
+
+def weights_dtype(origin: Origin, precision: str) -> torch.dtype:
+    """Return the dtype of weights and computation; keep: that of the embedding on file."""
+    return PRECISIONS.get(precision) or origin.tensors.dtype("embed.weight")
+
+
+def divide_budget(
+    origin: Origin,
+    dtype: torch.dtype,
+    memory: int,
+    tokens_per_pass: int,
+    max_running: int,
+    *,
+    cache_tokens: int | None = None,
+) -> BudgetDecision:
+    """Return how a model of `dtype` and its key-value cache divide `memory` bytes; arguments are
+    those of `load_model`. Raise ConfigError if they are too few."""
+    cpu_gemv.prepare(dtype, origin.model.hidden * origin.model.ffn)
+    largest = max((buffer_bytes(one) for one in _stored_experts(origin)), default=0)
+    facts = serving_facts(
+        origin.model, dtype.itemsize, memory_bytes=memory, interpreter_bytes=used_memory_bytes(),
+        read_bytes=READ_THREADS * largest, tokens_per_pass=tokens_per_pass,
+        max_running=max_running, cache_tokens=cache_tokens,
+    )  # fmt: skip
+    check_memory(facts)
+    log = list[BudgetDecision]()
+    decide(divide_memory, facts, log)
+    return log[0]
+
+
+def _stored_experts(origin: Origin) -> list[StoredExpert]:
+    return [one for layer in origin.stored_experts().values() for one in layer]
 
 
 def _check_device(device: torch.device, memory: int) -> None:
