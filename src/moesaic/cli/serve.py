@@ -95,8 +95,8 @@ def _print_forecast(found: ServingForecast, as_json: bool) -> None:
     sizes, budget = found.sizes, found.budget
     if as_json:
         speeds = [one._asdict() for one in found.speeds]
-        parts = {"sizes": sizes._asdict(), "budget": budget._asdict(), "speeds": speeds}
-        screen.print_json(parts)
+        tables = {"sizes": sizes._asdict(), "budget": budget._asdict(), "speeds": speeds}
+        screen.print_json(tables)
         return
     parts = {
         "interpreter": sizes.interpreter_bytes, "dense weights": sizes.dense_bytes,

@@ -45,11 +45,11 @@ def test_a_dry_run_divides_memory(model: Path, capfd: pytest.CaptureFixture[str]
     found = json.loads(capfd.readouterr().out)
     sizes, budget = found["sizes"], found["budget"]
     assert sizes["memory_bytes"] == 8 * 10**9
-    assert budget["num_slots"] == sizes["num_experts"] == 2 * 8
+    assert budget["num_slots"] == sizes["num_experts"] == 32
     assert found["speeds"] == []
     assert main(["serve", str(model), "--dry-run"]) == 0
     text = capfd.readouterr().out
-    assert "experts, 16 of 16" in text
+    assert "experts, 32 of 32" in text
     assert "tokens/s" not in text
 
 
