@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from moesaic.api.engine import load_network, make_engine
 from moesaic.api.start import exit_on_interrupt, exit_process, import_module
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError, DataError
+from moesaic.base.errors import ConfigError, DataError, write_error
+from moesaic.base.events import EventLog
 from moesaic.serve.config import ServeConfig
 from moesaic.serve.prompts import PromptEncoder
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from moesaic.models.hf.origin import Origin
     from moesaic.serve.engine import EngineLimits
     from moesaic.serve.engine_thread import EngineThread
+    from moesaic.serve.expert_reads import RegimeChoice
     from moesaic.serve.http.api_model import ApiModel
     from moesaic.serve.http.app import Service
     from moesaic.serve.loading import ServedModel
@@ -81,10 +84,12 @@ def serve(
         origin = _open(directory, config, on_warning)
         prompts = PromptEncoder(origin, config.tokenizer)
         template = _find_template(prompts, on_warning)
-        with load_network(origin, config) as served:
+        with load_network(origin, config) as served, ExitStack() as stack:
             for warning in served.warnings:
                 on_warning(warning)
             engine = make_engine(served, config, config.max_waiting)
+            if config.events is not None:
+                stack.callback(_log_decisions(served, Path(config.events)).close)
             name = config.name or directory.resolve().name
             model = _make_api_model(name, origin, prompts, template, config, engine.limits)
             facts = ServerFacts(
@@ -100,6 +105,24 @@ def serve(
             finally:
                 thread.close()
     return _INTERRUPTED if ended_by == signal.SIGINT else 0
+
+
+def _log_decisions(served: ServedModel, path: Path) -> EventLog:
+    """Return a log of the engine's decisions, from now on."""
+    try:
+        log = EventLog(path.expanduser())
+    except OSError as error:
+        raise write_error(f"events = {keys.show(str(path))}", error) from None
+    if served.decision is not None:
+        facts, outcome, _ = served.decision
+        log.emit("memory", facts=facts._asdict(), decision=outcome._asdict())
+
+    def record(choice: RegimeChoice) -> None:
+        log.emit("reading", facts=choice.facts._asdict(), decision=choice.outcome._asdict())
+
+    if served.reads is not None:
+        served.reads.on_change = record
+    return log
 
 
 def _make_service(

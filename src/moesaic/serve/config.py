@@ -119,5 +119,8 @@ class ServeConfig(EngineConfig):
     """Texts that wait; further ones are answered with status 429."""
     drain_s: int = Field(default=60, ge=0)
     """Seconds that open answers may take after SIGTERM."""
+    events: str | None = None
+    """File to append decisions to, as JSON lines: how memory is divided, and each time that experts
+    begin to be read in another way; unset: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines on stderr; debug: also a line for each request."""

@@ -13,6 +13,8 @@ from moesaic.nn.experts.places import Places
 from moesaic.policy.serving.regime import PassFacts, RegimeDecision, choose_regime
 from moesaic.store.cache import BlockCache
 
+RegimeChoice = Decision[PassFacts, RegimeDecision]
+
 _LAST_WEIGHT = 0.3
 """Weight of the last pass in running means."""
 
@@ -32,17 +34,21 @@ class ExpertReads:
         """Seconds of computing by the number of tokens, in powers of two."""
         self._read_bytes_per_s = self._miss_share = 0.0
         self._before = cache.stats
-        self.decision: Decision[PassFacts, RegimeDecision] | None = None
+        self.decision: RegimeChoice | None = None
         """The last pass's facts and decision."""
+        self.on_change: Callable[[RegimeChoice], None] | None = None
+        """Called with the facts and the decision of a pass whose regime differs from the last."""
         self.num_passes = dict.fromkeys(("stream", "fetch"), 0)
         """Passes by regime."""
 
     def begin(self, num_tokens: int) -> None:
         """Decide on a pass of `num_tokens`, and start reading if it streams."""
-        log = list[Decision[PassFacts, RegimeDecision]]()
+        log, last = list[RegimeChoice](), self.decision
         regime = decide(self.policy, self._facts(num_tokens), log).regime
         self.decision, self._before = log[0], self._cache.stats
         self.num_passes[regime] += 1
+        if self.on_change is not None and (last is None or last.outcome.regime != regime):
+            self.on_change(log[0])
         streams = regime == "stream"
         for index, one in enumerate(self._places):
             one.segment = index if streams else None

@@ -15,6 +15,7 @@ import pytest
 from tests.unit.serve.test_serve_process import serving
 
 from moesaic.api.engine import Engine
+from moesaic.base.events import read_events
 from moesaic.models.hf.reader import SINGLE_NAME
 from moesaic.testing.served import write_chat_model
 
@@ -40,7 +41,9 @@ def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
     with Engine(model, cache_tokens=1024) as engine:
         expected = [one.text for one in engine.generate(PROMPTS, temperature=0, max_tokens=20)]
     memory = f"{int(least[1]) + 40}MiB"
-    with serving(model, "--memory", memory, "--set", "cache_tokens=1024") as server:
+    events = tmp_path / "events.jsonl"
+    sets = ["--set", "cache_tokens=1024", "--set", f"events={events}"]
+    with serving(model, "--memory", memory, *sets) as server:
 
         def complete(prompt: str) -> str:
             answer = server.client.completions.create(
@@ -53,6 +56,10 @@ def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
         assert not experts["all_in_memory"]
         assert experts["misses"] > 0
         assert 0 < sum(len(layer["in_memory"]) for layer in experts["layers"]) < 4 * 32
+        first, second = list(read_events(events))[:2]
+        assert first["decision"]["num_slots"] < first["facts"]["num_experts"] == 4 * 32
+        assert second["decision"]["regime"] == "fetch"
+        assert second["facts"]["num_slots"] == first["decision"]["num_slots"]
 
         # The file is cut while the server runs: requests fail with its name, the server stays.
         weights = model / SINGLE_NAME

@@ -40,7 +40,7 @@ class Forecast(NamedTuple):
 
     streams: int
     tokens_per_s: float
-    """Of all streams together."""
+    """Tokens of all streams together."""
     compute_s: float
     """Seconds of a pass without waiting for the drive."""
     pass_s: float
@@ -58,7 +58,9 @@ def _forecast(facts: ForecastFacts, streams: int) -> Forecast:
     if facts.model.experts:
         compute_s += _experts_s(facts, streams)
         decision = _reading(facts, streams, compute_s)
-        pass_s = min(decision.fetch_s, decision.stream_s)
+        pass_s = decision.fetch_s
+        if decision.stream_s is not None:
+            pass_s = min(pass_s, decision.stream_s)
     bottleneck: Literal["compute", "drive"] = "drive" if pass_s > 2 * compute_s else "compute"
     return Forecast(streams, streams / pass_s, compute_s, pass_s, bottleneck)
 

@@ -10,7 +10,6 @@ Streaming pays for prompts, whose tokens choose most experts of every layer.
 
 from __future__ import annotations
 
-from math import inf
 from typing import Literal, NamedTuple
 
 Regime = Literal["resident", "stream", "fetch"]
@@ -39,12 +38,12 @@ class PassFacts(NamedTuple):
 
 
 class RegimeDecision(NamedTuple):
-    """The regime of a pass, and the seconds that each way would take: 0 if they are not known,
-    infinite if memory is too small."""
+    """The regime of a pass, and the seconds that each way would take; 0 if they are not known."""
 
     regime: Regime
     fetch_s: float
-    stream_s: float
+    stream_s: float | None
+    """None if memory does not hold two layers."""
 
 
 def choose_regime(facts: PassFacts) -> RegimeDecision:
@@ -64,7 +63,7 @@ def choose_regime(facts: PassFacts) -> RegimeDecision:
     first_layer_s = streamed / facts.layers
     stream_s = first_layer_s + max(facts.compute_s, streamed - first_layer_s)
     if not _can_stream(facts):
-        stream_s = inf
+        return RegimeDecision("fetch", fetch_s, None)
     return RegimeDecision("stream" if stream_s < fetch_s else "fetch", fetch_s, stream_s)
 
 
