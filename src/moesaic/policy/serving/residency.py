@@ -25,9 +25,9 @@ class ExpectedUse(Residency):
 
     A pass visits the layers in order. It uses an expert of a layer with a probability p, which
     follows from recent passes; so its next use is expected 1 / p passes after the last visit of its
-    layer. LRU evicts the experts of the next layers, and LFU follows new texts late. This missed
-    0.83 to 1.02 times as often as the better of both, on routing that small models recorded, with
-    3% to 75% of all experts in memory.
+    layer. LRU evicts the experts of the next layers, and LFU follows new texts late. On
+    routing that small models recorded, this missed 0.83 to 1.02 times as often as the better of
+    both. Memory held 3% to 75% of all experts.
     """
 
     def __init__(self, num_experts: int, num_layers: int) -> None:
