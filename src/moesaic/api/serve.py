@@ -136,10 +136,10 @@ def _make_service(
         used = served.expert_stats
         return ExpertFacts(served.experts_in_memory(), used.hits, used.misses)
 
-    return Service(
-        model, thread, Metrics(model.name, thread.stats), api_key=api_key,
-        experts=None if served.reads is None else experts,
-    )  # fmt: skip
+    if served.reads is None:
+        return Service(model, thread, Metrics(model.name, thread.stats), api_key=api_key)
+    metrics = Metrics(model.name, thread.stats, lambda: served.expert_stats)
+    return Service(model, thread, metrics, experts=experts, api_key=api_key)
 
 
 def _check_packages() -> None:

@@ -56,6 +56,11 @@ def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
         assert not experts["all_in_memory"]
         assert experts["misses"] > 0
         assert 0 < sum(len(layer["in_memory"]) for layer in experts["layers"]) < 4 * 32
+        metrics = urllib.request.urlopen(f"{server.url}/metrics").read().decode()
+        for name in ("hits", "misses", "read_bytes", "stall_seconds"):
+            value = re.search(rf"^moesaic:expert_{name}_total{{.*}} (\S+)$", metrics, re.MULTILINE)
+            assert value is not None
+            assert float(value[1]) > 0
         first, second = list(read_events(events))[:2]
         assert first["decision"]["num_slots"] < first["facts"]["num_experts"] == 4 * 32
         assert second["decision"]["regime"] == "fetch"

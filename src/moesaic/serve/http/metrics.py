@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moesaic.serve.engine import EngineStats
+from moesaic.serve.loading import ExpertStats
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 _LABEL = "model_name"
@@ -37,9 +38,23 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 class Metrics:
     """Metrics of one server, in a registry of its own."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        experts: Callable[[], ExpertStats] | None = None,
+    ) -> None:
+        """Make the metrics of a model.
+
+        Args:
+            model_name: label of all metrics.
+            stats: function that returns the engine's counts.
+            experts: function that returns the use of experts; None: all are in memory.
+        """
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(model_name, stats))
+        if experts is not None:
+            self._registry.register(_ExpertCollector(model_name, experts))
         ProcessCollector(registry=self._registry)
 
         def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
@@ -121,6 +136,29 @@ class _EngineCollector(Collector):
             gauge.add_metric(self._labels, value)
             yield gauge
         for name, meaning, value in counters:
-            counter = CounterMetricFamily(f"vllm:{name}", meaning, labels=[_LABEL])
-            counter.add_metric(self._labels, value)
-            yield counter
+            yield _counter(f"vllm:{name}", meaning, self._labels, value)
+
+
+class _ExpertCollector(Collector):
+    """Metrics of experts that are read from the model's files, read when they are wanted."""
+
+    def __init__(self, model_name: str, stats: Callable[[], ExpertStats]) -> None:
+        self._labels = [model_name]
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present counts."""
+        stats = self._stats()
+        for name, meaning, value in (
+            ("hits", "Experts that passes found in memory.", stats.hits),
+            ("misses", "Experts that were read for a pass.", stats.misses),
+            ("read_bytes", "Bytes of experts read.", stats.read_bytes),
+            ("stall_seconds", "Seconds that passes waited for experts.", stats.stall_s),
+        ):
+            yield _counter(f"moesaic:expert_{name}", meaning, self._labels, value)
+
+
+def _counter(name: str, meaning: str, labels: list[str], value: float) -> Metric:
+    counter = CounterMetricFamily(name, meaning, labels=[_LABEL])
+    counter.add_metric(labels, value)
+    return counter
