@@ -149,11 +149,6 @@ class _NoFile:
     def write(self, block: int, memory: NDArray[np.uint8]) -> None:
         """Write nothing."""
 
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        """Return the same for all contents."""
-        del memory
-        return 0
-
     def close(self) -> None:
         """Close nothing."""
 
@@ -168,7 +163,7 @@ class _Replay:
         self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=0)
         self._num_places = num_places
         self._order = ExpertOrder(self._cache, blocks, self._is_behind)
-        self._skips_repeats = False
+        self._may_repeat, self._skips_repeats = job.memory.residency in _REPEATING, False
         """True if groups of micro-batches that repeat earlier ones are not replayed."""
         self._num_updates = 0
         self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
@@ -181,7 +176,7 @@ class _Replay:
 
     def forecast(self, slots: dict[int, list[int]]) -> CacheStats:
         """Return the traffic of a step after many that use `slots`, which are all."""
-        self._skips_repeats = self._job.memory.residency in _REPEATING
+        self._skips_repeats = self._may_repeat
         with self._cache:
             self._fill()
             before = None

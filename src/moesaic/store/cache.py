@@ -131,9 +131,10 @@ class BlockCache:
         """Return the blocks that slots hold, or will once their reads end, and the changed ones."""
         return frozenset(self._slots), frozenset(self._dirty)
 
-    def checksum(self, block: int) -> int:
-        """Return a checksum of a held block, to find out later if it has changed."""
-        return self._file.checksum(self.memory[self._slots[block]])
+    def is_blank(self, block: int) -> bool:
+        """Return True if a held block is all zeros and was never stored, so no write is needed."""
+        is_new = block not in self._dirty and not self._has_copy(block)
+        return is_new and not self.memory[self._slots[block]].view(np.uint64).any()
 
     @contextmanager
     def hold(self, blocks: Sequence[int]) -> Iterator[dict[int, int]]:

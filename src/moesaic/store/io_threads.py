@@ -36,10 +36,6 @@ class BlockStorage(Protocol):
         """Write `memory`, [stride_bytes], as the block."""
         ...
 
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        """Return a checksum of `memory`, [stride_bytes]."""
-        ...
-
     def close(self) -> None:
         """Free everything."""
         ...

@@ -85,9 +85,6 @@ class Recorder:
         with self.lock:
             self.running.remove(block)
 
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        return 0
-
     def close(self) -> None:
         if self.file:
             self.file.close()

@@ -346,11 +346,9 @@ def test_memory_is_aligned_and_outlives_the_cache_in_views(tmp_path: Path) -> No
     assert cache.memory.ctypes.data % 4096 == 0
     with cache.hold([1]) as slots:
         view = cache.memory[slots[1], :BLOCK_BYTES]
-        before = cache.checksum(1)
     cache.close()
     cache.close()
     assert (view == 1).all()
-    assert before == 0
     assert not (tmp_path / "blocks").exists()
     for call in (cache.flush, lambda: storage.value(1), lambda: cache.expect([1])):
         with pytest.raises(RuntimeError, match="the block cache is closed"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moesaic.facts.expert_blocks import BlockKind
-from moesaic.kernels.norms import block_norms
+from moesaic.kernels.norms import block_norms, zero_norms
 from moesaic.store.cache import BlockCache
 
 
@@ -69,16 +69,17 @@ class Places:
                 self._cache.mark_dirty(block)
 
     @contextmanager
-    def borrow(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> Iterator[Tensor]:
+    def borrow(
+        self, slot: int, kind: BlockKind = BlockKind.PARAMETERS, *, writes: bool = False
+    ) -> Iterator[Tensor]:
         """Yield a block, in one dimension, to read or to write."""
         self._catch_up(slot)
         block = self.block(slot, kind)
         with self._cache.hold([block]) as places:
-            before = self._cache.checksum(block)
             try:
                 yield self.memory[places[block]]
             finally:
-                if self._cache.checksum(block) != before:
+                if writes and not self._cache.is_blank(block):
                     self._cache.mark_dirty(block)
 
     @contextmanager
@@ -120,16 +121,13 @@ class Places:
 
     def pop_norms(self) -> Tensor:
         """Return the norms of the gradients' parts, expert by expert, as `block_norms` does."""
-        norms = [
-            self._norms[slot] if slot in self._norms else self._norm(slot)
-            for slot in range(self.num_slots)
-        ]
-        self._norms.clear()
-        return torch.cat(norms)
+        norms, untouched = self._norms, zero_norms(self.memory[0])
+        self._norms = {}
+        for slot in sorted(self.touched - norms.keys()):
+            norms[slot] = self._norm(slot)
+        return torch.cat([norms.get(slot, untouched) for slot in range(self.num_slots)])
 
     def _norm(self, slot: int) -> Tensor:
-        if slot not in self.touched:
-            return block_norms([torch.zeros_like(self.memory[0])])
         with self._cache.hold([self.block(slot, BlockKind.GRADIENT)]) as places:
             (place,) = places.values()
             return block_norms([self.memory[place]])
