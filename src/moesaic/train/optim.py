@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from moesaic.dist.buckets import FlatView
 from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, TensorShard
-from moesaic.facts.expert_blocks import STATE, BlockKind
+from moesaic.facts.expert_blocks import STATE
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.models.state import LocalParam
 from moesaic.nn.experts.places import Places
@@ -240,12 +240,11 @@ class AdamW:
             self._coming = None
         places.num_updates = self._num_dropped + len(self._updates)
         for slot in sorted(places.touched):
-            with places.hold_blocks(slot, BlockKind) as (values, *moments, grad):
+            with places.update(slot) as found:
+                values, *moments, grad = (places.memory[place] for place in found)
                 if keep_norms:
                     places.keep_norm(slot, grad)
                 self.update([values], [grad], [tuple(moments)], step, lr=lr, clip=clip, decay=True)
-            places.drop_gradient(slot)
-            places.num_applied[slot] = places.num_updates
 
     def _apply_skipped(self, places: Places, slot: int) -> None:
         """Apply the updates that an expert has skipped, with a gradient of zero.

@@ -177,9 +177,7 @@ class ExpertTiers:
             layer: Places(self.cache, first, blocks.experts[layer], width, dtype)
             for layer, first in blocks.first_blocks.items()
         }
-        self._order = ExpertOrder(
-            self.cache, blocks, lambda layer, slot: self.places[layer].is_behind(slot)
-        )
+        self._order = ExpertOrder(self.cache, blocks, self.places)
 
     @property
     def num_micro_batches(self) -> int:

@@ -8,7 +8,7 @@ A block returns to any place with the same bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 from moesaic.facts.expert_blocks import BlockKind
 from moesaic.kernels.norms import block_norms, zero_norms
 from moesaic.store.cache import BlockCache
+from moesaic.store.expert_state import ExpertState
 
 
-class Places:
-    """State of the experts of one bank. A slot is an owned expert's index in its bank."""
+class Places(ExpertState):
+    """State of the experts of one bank, as tensors."""
 
     memory: Tensor
     """All places of the cache, [places, parameters of an expert]."""
@@ -29,51 +30,28 @@ class Places:
         self, cache: BlockCache, first_block: int, num_slots: int, width: int, dtype: torch.dtype
     ) -> None:
         """Name the blocks of `num_slots` experts from `first_block` on, each of `width` numbers."""
-        self.num_slots, self._cache, self._first_block = num_slots, cache, first_block
+        super().__init__(cache, first_block, num_slots)
         self.memory = torch.from_numpy(cache.memory).view(dtype)[:, :width]
         self.leased = Counter[int]()
         """Leases that name each slot, from forward through backward."""
-        self.touched = set[int]()
-        """Slots that have a gradient."""
-        self.num_updates = 0
-        """Updates of the bank's experts so far."""
-        self.num_applied = [0] * num_slots
-        """Updates that each expert has; it skips those for which it has no gradient."""
-        self.apply_skipped: Callable[[int], None] | None = None
-        """The optimizer's function that applies the updates which an expert has skipped."""
         self._norms: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         """Return the number of places of the cache."""
         return self.memory.shape[0]
 
-    def block(self, slot: int, kind: BlockKind = BlockKind.PARAMETERS) -> int:
-        """Return the number of a block; blocks of one kind are neighbours on the drive."""
-        return self._first_block + kind * self.num_slots + slot
-
-    @contextmanager
-    def hold(self, slots: Sequence[int]) -> Iterator[dict[int, int]]:
-        """Load the parameters of `slots`, and yield the place of each; they stay until the end."""
-        for slot in slots:
-            self._catch_up(slot)
-        with self._cache.hold([self.block(slot) for slot in slots]) as places:
-            yield {slot: places[self.block(slot)] for slot in slots}
-
     @contextmanager
     def hold_blocks(self, slot: int, kinds: Iterable[BlockKind]) -> Iterator[list[Tensor]]:
         """Load some blocks of one expert, and yield them to be written."""
-        blocks = [self.block(slot, kind) for kind in kinds]
-        with self._cache.hold(blocks) as places:
-            yield [self.memory[places[block]] for block in blocks]
-            for block in blocks:
-                self._cache.mark_dirty(block)
+        with self.change_kinds(slot, kinds) as places:
+            yield [self.memory[place] for place in places]
 
     @contextmanager
     def borrow(
         self, slot: int, kind: BlockKind = BlockKind.PARAMETERS, *, writes: bool = False
     ) -> Iterator[Tensor]:
         """Yield a block, in one dimension, to read or to write."""
-        self._catch_up(slot)
+        self.catch_up(slot)
         block = self.block(slot, kind)
         with self._cache.hold([block]) as places:
             try:
@@ -89,12 +67,8 @@ class Places:
         if not slots:
             yield {}
             return
-        blocks = {slot: self.block(slot, BlockKind.GRADIENT) for slot in slots}
-        with self._cache.hold(list(blocks.values())) as places:
-            yield {slot: self.memory[places[block]] for slot, block in blocks.items()}
-            for block in blocks.values():
-                self._cache.mark_dirty(block)
-        self.touched.update(slots)
+        with self.change_gradients(slots) as places:
+            yield {slot: self.memory[place] for slot, place in zip(slots, places, strict=True)}
 
     @torch.no_grad()
     def add_gradient(self, slot: int, gradient: Tensor) -> None:
@@ -114,11 +88,6 @@ class Places:
         for slot in sorted(self.touched):
             self._norms[slot] = self._norm(slot)
 
-    def drop_gradient(self, slot: int) -> None:
-        """Remove the gradient of one expert."""
-        self.touched.remove(slot)
-        self._cache.discard(self.block(slot, BlockKind.GRADIENT))
-
     def pop_norms(self) -> Tensor:
         """Return the norms of the gradients' parts, expert by expert, as `block_norms` does."""
         norms, untouched = self._norms, zero_norms(self.memory[0])
@@ -128,19 +97,9 @@ class Places:
         return torch.cat([norms.get(slot, untouched) for slot in range(self.num_slots)])
 
     def _norm(self, slot: int) -> Tensor:
-        with self._cache.hold([self.block(slot, BlockKind.GRADIENT)]) as places:
-            (place,) = places.values()
+        with self.hold_gradient(slot) as place:
             return block_norms([self.memory[place]])
 
     def close(self) -> None:
         """Let go of the cache's memory and of the optimizer."""
         self.memory, self.apply_skipped = self.memory.new_empty(0, self.memory.shape[1]), None
-
-    def is_behind(self, slot: int) -> bool:
-        """Return whether an expert has skipped updates."""
-        return self.num_applied[slot] < self.num_updates
-
-    def _catch_up(self, slot: int) -> None:
-        if self.is_behind(slot):
-            assert self.apply_skipped is not None
-            self.apply_skipped(slot)
