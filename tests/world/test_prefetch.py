@@ -13,6 +13,7 @@ from layouts import plain
 from test_block_order import GatherCounter
 from test_tiers import merged, smallest
 
+from moesaic.dist.checkpoint.staging import Staging, live_values
 from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import STATE, BlockKind
 from moesaic.facts.job import Job
@@ -178,3 +179,30 @@ def test_only_changed_state_is_written(
         if period and number % period == 0:
             assert not one["after"]
             assert one["written"]
+
+
+def saved(world: World, job: Job) -> list[tuple[int, int, list[bytes]]]:
+    """Return reads, misses and values of a save that reads ahead, and of one that does not."""
+    run, found = make_run(world, job), []
+    assert run.part.tiers is not None
+    run.step(RandomSamples(job.model.vocab, job.data.sequence))
+    cache, state = run.part.tiers.cache, run.state()
+    files = Staging(world.rank, world.device, 1 << 20).plan_files(state.shards).files
+    for expect_reads in (state.expect_reads, None):
+        cache.take_stats()
+        state.expect_reads = expect_reads
+        values = [bytes(one) for file in files for one in live_values(file, state)]
+        stats = cache.take_stats()
+        found.append((stats.reads, stats.misses, values))
+    run.close()
+    return found
+
+
+def test_a_save_reads_ahead(ranks: RankPool, tmp_path: Path) -> None:
+    tables = {"model": {"layers": 4, "experts": 32}}
+    (found,) = ranks.run(1, saved, with_budget(tables, tmp_path, 40, 1))
+    (reads, misses, values), (on_demand, all_misses, same_values) = found
+    assert values == same_values
+    assert min(reads, on_demand) > 300
+    assert on_demand == all_misses
+    assert misses < 0.1 * reads

@@ -242,7 +242,7 @@ def _with_cache_fallback(
     """Return `transfer(data)`; use the page cache if direct I/O is refused.
 
     Direct I/O stays off only if it refuses aligned data, so that the disk requires another
-    alignment. What a short transfer has left may not be aligned."""
+    alignment. The rest of a short transfer may not be aligned."""
     was_direct, stays_off = is_direct(file), False
     try:
         return transfer(data)
