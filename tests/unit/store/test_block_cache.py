@@ -57,7 +57,7 @@ def test_transfers_do_not_depend_on_time(
 
     monkeypatch.setattr(IOThreads, "submit", recording)
     submitted: list[list[tuple[object, ...]]] = []
-    for delay_s, num_threads in ((0, 1), (0, 4), (0.001, 1), (0.001, 4), (None, 4)):
+    for delay_s, num_threads in ((0, 0), (0, 1), (0, 4), (0.001, 1), (0.001, 4), (None, 4)):
         submitted.append([])
         file = None if delay_s is None else new_file(tmp_path)
         storage = Recorder(file, delay_s or 0)
