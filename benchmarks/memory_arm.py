@@ -101,7 +101,7 @@ class FastSource:
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write values into `shards` in place."""
         for shard in shards:
-            with shard.borrow() as tensor:
+            with shard.borrow(writes=True) as tensor:
                 if shard.kind != PARAMETER:
                     tensor.zero_()
                 elif len(shard.shape) == 1:

@@ -8,7 +8,7 @@ Checkpoints and validation are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from moesaic.policy.plan.budget import (
 from moesaic.policy.residency import ResidencyFacts, make_residency
 from moesaic.store.cache import BlockCache, CacheStats
 from moesaic.store.expert_order import ExpertOrder
+from moesaic.store.expert_state import ExpertState
 
 _FORECAST_STEPS = 3
 """Most steps until the traffic of a step repeats."""
@@ -163,11 +164,15 @@ class _Replay:
         self._residency = make_residency(job.memory.residency)
         self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=0)
         self._num_places = num_places
-        self._order = ExpertOrder(self._cache, blocks, self._is_behind)
-        self._skips_repeats = False
+        self._states = {
+            layer: ExpertState(self._cache, blocks.first_blocks[layer], number)
+            for layer, number in blocks.experts.items()
+        }
+        for state in self._states.values():
+            state.apply_skipped = partial(_apply_skipped, state)
+        self._order = ExpertOrder(self._cache, blocks, self._states)
+        self._may_repeat, self._skips_repeats = job.memory.residency in _REPEATING, False
         """True if groups of micro-batches that repeat earlier ones are not replayed."""
-        self._num_updates = 0
-        self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
 
     def run(self, steps: Sequence[tuple[int, dict[int, list[int]]]]) -> list[CacheStats]:
         """Return the traffic of each step."""
@@ -177,7 +182,7 @@ class _Replay:
 
     def forecast(self, slots: dict[int, list[int]]) -> CacheStats:
         """Return the traffic of a step after many that use `slots`, which are all."""
-        self._skips_repeats = self._job.memory.residency in _REPEATING
+        self._skips_repeats = self._may_repeat
         with self._cache:
             self._fill()
             before = None
@@ -190,11 +195,13 @@ class _Replay:
 
     def _fill(self) -> None:
         """Make the accesses of initial values."""
-        for layer, number in self._blocks.experts.items():
+        for state in self._states.values():
             for kind in STATE:
-                for slot in range(number):
+                for slot in range(state.num_slots):
                     for _ in ("gate", "up", "down"):
-                        self._hold(layer, [slot], [kind], dirty=kind is BlockKind.PARAMETERS)
+                        with self._cache.hold([state.block(slot, kind)]) as held:
+                            for block in held if kind is BlockKind.PARAMETERS else ():
+                                self._cache.mark_dirty(block)
         self._cache.take_stats()
 
     def _step(self, number: int, slots: dict[int, list[int]]) -> CacheStats:
@@ -210,8 +217,9 @@ class _Replay:
             ends.append(contents)
         self._group(number, slots, is_last=True)
         if not self._blocks.updates_early:
-            self._update_late(slots, number)
-        self._num_updates = number
+            self._order.begin_update()
+            for state in self._states.values():
+                _update(state, number)
         if self._period and number % self._period == 0:
             self._cache.flush()
         traffic.append(self._cache.take_stats())
@@ -228,61 +236,50 @@ class _Replay:
         for layer in [1 << 30, *reversed(layers), -1]:
             self._backward_block(layer, slots)
             if is_last and layer in slots:
-                self._end_layer(layer, slots[layer], number)
+                self._end_layer(self._states[layer], number)
 
     def _forward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
         self._order.begin_forward(layer)
-        for _ in range(self._blocks.num_micro_batches):
-            self._forward(layer, slots.get(layer, ()))
+        if layer in slots:
+            for _ in range(self._blocks.num_micro_batches):
+                self._forward(self._states[layer], slots[layer])
 
     def _backward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
         self._order.begin_backward(layer, slots.get(layer))
-        for _ in range(self._blocks.num_micro_batches):
-            self._backward(layer, slots.get(layer, ()))
+        if layer in slots:
+            for _ in range(self._blocks.num_micro_batches):
+                self._backward(self._states[layer], slots[layer])
 
-    def _end_layer(self, layer: int, used: Sequence[int], number: int) -> None:
+    def _end_layer(self, state: ExpertState, number: int) -> None:
         if self._blocks.updates_early:
-            self._update(layer, used, number)
+            _update(state, number)
             return
-        for slot in used:
-            self._hold(layer, [slot], [BlockKind.GRADIENT])  # For the norm.
+        for slot in sorted(state.touched):  # For the norm.
+            with state.hold_gradient(slot):
+                pass
 
-    def _update_late(self, slots: dict[int, list[int]], number: int) -> None:
-        self._order.begin_update()
-        for layer, used in slots.items():
-            self._update(layer, used, number)
-
-    def _forward(self, layer: int, slots: Sequence[int]) -> None:
+    def _forward(self, state: ExpertState, slots: Sequence[int]) -> None:
         for wave in waves(slots, self._num_places):
-            for slot in wave:
-                if self._is_behind(layer, slot):
-                    self._hold(layer, [slot], STATE, dirty=True)
-                    self._num_applied[layer][slot] = self._num_updates
-            self._hold(layer, wave, [BlockKind.PARAMETERS])
+            with state.hold(wave):
+                pass
 
-    def _backward(self, layer: int, slots: Sequence[int]) -> None:
+    def _backward(self, state: ExpertState, slots: Sequence[int]) -> None:
         if self._blocks.recomputes:
-            self._forward(layer, slots)
+            self._forward(state, slots)
         for wave in waves(slots, self._num_places):
-            gradients = partial(self._hold, layer, wave, [BlockKind.GRADIENT], dirty=True)
-            self._hold(layer, wave, [BlockKind.PARAMETERS], inside=gradients)
+            with state.hold(wave), state.change_gradients(wave):
+                pass
 
-    def _update(self, layer: int, slots: Sequence[int], number: int) -> None:
-        for slot in slots:
-            self._hold(layer, [slot], list(BlockKind), dirty=True)
-            self._cache.discard(self._blocks.block(layer, slot, BlockKind.GRADIENT))
-            self._num_applied[layer][slot] = number
 
-    def _is_behind(self, layer: int, slot: int) -> bool:
-        return self._num_applied[layer][slot] < self._num_updates
+def _update(state: ExpertState, number: int) -> None:
+    """Take update `number` of the experts with a gradient."""
+    state.num_updates = number
+    for slot in sorted(state.touched):
+        with state.update(slot):
+            pass
 
-    def _hold(
-        self, layer: int, slots: Sequence[int], kinds: Sequence[BlockKind], *, dirty: bool = False,
-        inside: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        wanted = [self._blocks.block(layer, slot, kind) for slot in slots for kind in kinds]
-        with self._cache.hold(wanted):
-            if inside is not None:
-                inside()
-            for block in wanted if dirty else ():
-                self._cache.mark_dirty(block)
+
+def _apply_skipped(state: ExpertState, slot: int) -> None:
+    state.num_applied[slot] = state.num_updates
+    with state.change_kinds(slot, STATE):
+        pass

@@ -240,11 +240,21 @@ def _read_all(file: FileIO, buffer: memoryview) -> int:
 def _with_cache_fallback(
     file: FileIO, transfer: Callable[[memoryview], int], data: memoryview
 ) -> int:
-    """Return `transfer(data)`; use the page cache if the disk requires another alignment."""
+    """Return `transfer(data)`; use the page cache if direct I/O is refused.
+
+    Direct I/O stays off only if it refuses aligned data, so that the disk requires another
+    alignment. The rest of a short transfer may not be aligned."""
+    was_direct, stays_off = is_direct(file), False
     try:
         return transfer(data)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     set_direct_io(file, False)
-    return transfer(data)
+    try:
+        count = transfer(data)
+        stays_off = not (_as_array(data).ctypes.data | len(data)) % ALIGNMENT
+    finally:
+        if was_direct and not stays_off:
+            set_direct_io(file, True)
+    return count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
 
@@ -33,15 +33,15 @@ Used = Mapping[int, Sequence[int]]
 """Slots with tokens by layer."""
 
 
-class Pass(Enum):
-    """Kind of a pass through a layer."""
+class Pass(IntEnum):
+    """Kind of a pass through a layer, in the order of a step."""
 
-    FORWARD = auto()
-    BACKWARD = auto()
+    FORWARD = 0
+    BACKWARD = 1
     """Backward, and the early update or the norm of the gradients."""
-    UPDATE = auto()
+    UPDATE = 2
     """Update after all layers."""
-    NEXT_FORWARD = auto()
+    NEXT_FORWARD = 3
     """Forward of the next group of micro-batches, by what is known of it."""
 
 
@@ -97,23 +97,16 @@ class ExpertBlocks:
             behind: slots by layer that have skipped updates, which need their whole state.
             is_last_group: an update follows the passes of this group of micro-batches.
         """
-        layers = list(self.experts)
-        order = {
-            (Pass.FORWARD, layer): list(self._forward(layer, used[layer], behind[layer]))
-            for layer in layers
-        }
-        later = {
-            key: accesses
-            for layer in layers
-            for key, accesses in self.later_order(
-                layer, used[layer], is_last_group=is_last_group
-            ).items()
-        }
-        for kind in (Pass.BACKWARD, Pass.UPDATE, Pass.NEXT_FORWARD):
-            for layer in reversed(layers) if kind is Pass.BACKWARD else layers:
-                if (kind, layer) in later:
-                    order[kind, layer] = later[kind, layer]
-        return order
+        order, later = Order(), Order()
+        for layer, slots in used.items():
+            order[Pass.FORWARD, layer] = list(self._forward(layer, slots, behind[layer]))
+            later |= self.later_order(layer, slots, is_last_group=is_last_group)
+
+        def place(key: tuple[Pass, int]) -> tuple[int, int]:
+            kind, layer = key
+            return kind, -layer if kind is Pass.BACKWARD else layer
+
+        return order | {key: later[key] for key in sorted(later, key=place)}
 
     def later_order(self, layer: int, slots: Sequence[int], *, is_last_group: bool) -> Order:
         """Return the accesses of one layer that follow its forward passes over `slots`."""
@@ -129,16 +122,11 @@ class ExpertBlocks:
 
     def validation_order(self, used: Used, behind: Mapping[int, Collection[int]]) -> Order:
         """Return the accesses of a validation batch and of the next forward passes."""
-        one = replace(self, num_micro_batches=1)
-        forward = {
-            (Pass.FORWARD, layer): list(one._forward(layer, used[layer], behind[layer]))
-            for layer in self.experts
-        }
-        coming = {
-            (Pass.NEXT_FORWARD, layer): list(self._forward(layer, used[layer]))
-            for layer in self.experts
-        }
-        return forward | coming
+        order, later, one = Order(), Order(), replace(self, num_micro_batches=1)
+        for layer, slots in used.items():
+            order[Pass.FORWARD, layer] = list(one._forward(layer, slots, behind[layer]))
+            later[Pass.NEXT_FORWARD, layer] = list(self._forward(layer, slots))
+        return order | later
 
     def update_order(self, layer: int, slots: Sequence[int]) -> list[int]:
         """Return the accesses of an update of one layer."""

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.store.checksum import block_checksum
 from moesaic.store.expected import ExpectedAccesses
 from moesaic.store.io_threads import BlockStorage, IOThreads
 
@@ -136,9 +135,10 @@ class BlockCache:
         thread may call this."""
         return frozenset(self._slots), frozenset(self._dirty)
 
-    def checksum(self, block: int) -> int:
-        """Return a checksum of a held block, to find out later if it has changed."""
-        return block_checksum(self.memory[self._slots[block]])
+    def is_blank(self, block: int) -> bool:
+        """Return True if a held block is all zeros and was never stored, so no write is needed."""
+        is_new = block not in self._dirty and not self._has_copy(block)
+        return is_new and not self.memory[self._slots[block]].view(np.uint64).any()
 
     @contextmanager
     def hold(self, blocks: Sequence[int]) -> Iterator[dict[int, int]]:

@@ -5,26 +5,27 @@ Training and the replay of a memory budget share it, so both read ahead alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from moesaic.facts.expert_blocks import ExpertBlocks, Order, Pass
 from moesaic.store.cache import BlockCache
+from moesaic.store.expert_state import ExpertState
 
 
 class ExpertOrder:
     """Order in which a rank's passes through the layers access its expert state."""
 
     def __init__(
-        self, cache: BlockCache, blocks: ExpertBlocks, is_behind: Callable[[int, int], bool]
+        self, cache: BlockCache, blocks: ExpertBlocks, states: Mapping[int, ExpertState]
     ) -> None:
         """Begin without expectations.
 
         Args:
             cache: cache of the expert state.
             blocks: the blocks of expert state.
-            is_behind: returns True if a slot of a layer has skipped updates.
+            states: state of the experts of each layer.
         """
-        self._cache, self._blocks, self._is_behind = cache, blocks, is_behind
+        self._cache, self._blocks, self._states = cache, blocks, states
         self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
         """Slots that each layer used in its last pass; at first all."""
         self._is_last_group = True
@@ -75,7 +76,7 @@ class ExpertOrder:
 
     def _behind(self) -> dict[int, set[int]]:
         return {
-            layer: {slot for slot in slots if self._is_behind(layer, slot)}
+            layer: {slot for slot in slots if self._states[layer].is_behind(slot)}
             for layer, slots in self._used.items()
         }
 

@@ -81,7 +81,7 @@ class LowBitAdamW(AdamW):
         for item in (item for one in flat_params if one.has_weight_decay for item in one.params):
             shards = zip(item.parameter_shards(rank), item.grad_shards(rank), strict=True)
             for values, lent_grad in shards:
-                with lent_grad.borrow() as grad:
+                with lent_grad.borrow(writes=True) as grad:
                     self.update_matrix(values, grad, step, lr=lr, clip=clip)
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class LowBitAdamW(AdamW):
         """Apply one step to a matrix in place, a chunk of rows at a time; see `update`."""
         stored, (num_rows, columns) = self.moments[values.name], values.size
         rows = max(self._chunk_elements // max(columns, 1), 1)
-        with values.borrow() as tensor:
+        with values.borrow(writes=True) as tensor:
             for start in range(0, num_rows, rows):
                 rows_slice = slice(start, start + rows)
                 chunk = [moment[rows_slice] for moment in stored]

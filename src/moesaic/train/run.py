@@ -92,7 +92,11 @@ class Run(Generic[ObjectiveT, StatsT]):
             for part in self.parts
             if part.external_snapshot is not None
         }
-        return State([*shards, *self.objective.state_shards()], dict(self.counters), snapshots)
+        tiers = next((part.tiers for part in self.parts if part.tiers is not None), None)
+        return State(
+            [*shards, *self.objective.state_shards()], dict(self.counters), snapshots,
+            None if tiers is None else tiers.expect_reads,
+        )  # fmt: skip
 
     def step(self, samples: Any) -> StatsT:
         """Take one optimizer step on the next global batch of `samples`."""

@@ -9,7 +9,7 @@ cache, and on the drive if they do not fit.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +21,12 @@ from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.collectives import all_gather
+from moesaic.dist.state import TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import ExpertBlocks
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
+from moesaic.nn.experts.bank import MatrixLender
 from moesaic.nn.experts.places import StatePlaces
 from moesaic.policy.plan.budget import (
     Budget,
@@ -175,9 +177,7 @@ class ExpertTiers:
             layer: StatePlaces(self.cache, first, blocks.experts[layer], width, dtype)
             for layer, first in blocks.first_blocks.items()
         }
-        self._order = ExpertOrder(
-            self.cache, blocks, lambda layer, slot: self.places[layer].is_behind(slot)
-        )
+        self._order = ExpertOrder(self.cache, blocks, self.places)
 
     @property
     def num_micro_batches(self) -> int:
@@ -230,6 +230,11 @@ class ExpertTiers:
         """Read ahead for the update of experts that were not updated behind their backward."""
         if not self._blocks.updates_early:
             self._order.begin_update()
+
+    def expect_reads(self, shards: Iterable[TensorShard]) -> None:
+        """Read ahead for borrowing `shards` in this order."""
+        lenders = (shard.lender for shard in shards)
+        self.cache.expect([one.block for one in lenders if isinstance(one, MatrixLender)])
 
     def end_step(self) -> TierStats:
         """Write changed blocks if it is due, and return the traffic of the step."""

@@ -20,7 +20,6 @@ from storages import (
 )
 
 from moesaic.store.cache import BlockCache, Residency
-from moesaic.store.checksum import block_checksum
 from moesaic.store.io_threads import IOThreads
 
 pytestmark = pytest.mark.timeout(60)
@@ -65,7 +64,7 @@ def test_transfers_do_not_depend_on_time(
 
     monkeypatch.setattr(IOThreads, "submit", recording)
     submitted: list[list[tuple[object, ...]]] = []
-    for delay_s, num_threads in ((0, 1), (0, 4), (0.001, 1), (0.001, 4), (None, 4)):
+    for delay_s, num_threads in ((0, 0), (0, 1), (0, 4), (0.001, 1), (0.001, 4), (None, 4)):
         submitted.append([])
         file = None if delay_s is None else new_file(tmp_path)
         storage = Recorder(file, delay_s or 0)
@@ -354,12 +353,9 @@ def test_memory_is_aligned_and_outlives_the_cache_in_views(tmp_path: Path) -> No
     assert cache.memory.ctypes.data % 4096 == 0
     with cache.hold([1]) as slots:
         view = cache.memory[slots[1], :BLOCK_BYTES]
-        before, other = cache.checksum(1), cache.memory[slots[1]] + 1
-        assert before != block_checksum(other)
     cache.close()
     cache.close()
     assert (view == 1).all()
-    assert before == block_checksum(np.full(storage.stride_bytes, 1, np.uint8))
     assert not (tmp_path / "blocks").exists()
     for call in (cache.flush, lambda: storage.value(1), lambda: cache.expect([1])):
         with pytest.raises(RuntimeError, match="the block cache is closed"):

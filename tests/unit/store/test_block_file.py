@@ -199,6 +199,38 @@ def test_a_disk_of_another_alignment_uses_the_page_cache(
     file.close()
 
 
+def test_a_short_transfer_leaves_direct_io_on(
+    file: BlockFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rest is not aligned, and goes through the page cache."""
+    if not file.is_direct:
+        pytest.skip("the file system of the test has no direct I/O")
+    pwritev = os.pwritev
+    with file.path.open("rb+", buffering=0) as plain:
+
+        def short(fd: int, buffers: list[memoryview], at: int) -> int:
+            if at % 4096:
+                return pwritev(fd, buffers, at)
+            return pwritev(plain.fileno(), [buffers[0][:100]], at)
+
+        monkeypatch.setattr(os, "pwritev", short)
+        file.write(1, buffer(file, 10))
+    assert file.is_direct
+    memory = buffer(file)
+    file.read(1, memory)
+    assert np.array_equal(memory, buffer(file, 10))
+
+
+def test_a_refusal_for_another_reason_leaves_direct_io_on(
+    file: BlockFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_direct = file.is_direct
+    monkeypatch.setattr(os, "preadv", failing(errno.EINVAL))
+    with pytest.raises(StoreError, match=os.strerror(errno.EINVAL)):
+        file.read(1, buffer(file))
+    assert file.is_direct == was_direct
+
+
 def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

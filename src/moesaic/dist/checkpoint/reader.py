@@ -261,7 +261,7 @@ class Checkpoint:
     def _copy_out(self, name: str, copies: Sequence[_Copy]) -> None:
         tensors = self._read_values(name, [(copy.record, copy.dtype) for copy in copies])
         for copy, values in zip(copies, tensors, strict=True):
-            with copy.shard.borrow() as tensor:
+            with copy.shard.borrow(writes=True) as tensor:
                 tensor[copy.target].copy_(values[copy.source])
 
     def _read_values(

@@ -106,7 +106,7 @@ class Origin:
         for shard in shards:
             whole = self.tensors.read(shard.name)
             box = zip(shard.offset, shard.size, strict=True)
-            with shard.borrow() as tensor:
+            with shard.borrow(writes=True) as tensor:
                 tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
 
 

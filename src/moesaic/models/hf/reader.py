@@ -129,7 +129,7 @@ class HFSource:
             if shard.kind != PARAMETER:
                 raise ValueError(f"{shard.key}: a model directory holds parameters only")
             if shard.num_elements:
-                with shard.borrow() as tensor:
+                with shard.borrow(writes=True) as tensor:
                     tensor.copy_(self._read_box(shard.name, shard.offset, shard.size))
         self._open_file = None
 

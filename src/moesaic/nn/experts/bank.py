@@ -12,7 +12,8 @@ pass and its backward use experts through a lease.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -34,9 +35,6 @@ from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 
 ExpertFunction = Callable[[Tensor, Permutation, Tensor | None], Tensor]
 """Function of tokens, their permutation, and optional weights, that returns experts' results."""
-
-BorrowMatrix = Callable[[], AbstractContextManager[Tensor]]
-"""Function that lends one matrix, to read or to write."""
 
 
 class ExpertBank(nn.Module):
@@ -162,29 +160,23 @@ class ExpertBank(nn.Module):
         """Yield (expert, "gate" | "up" | "down", view) for every matrix in `rows`, which have the
         layout of the experts' parameters by slot."""
         for slot, expert in enumerate(self.experts):
-            for matrix, view in self._views(rows[slot]).items():
+            for matrix, view in self.views(rows[slot]).items():
                 yield expert, matrix, view
 
-    def _views(self, row: Tensor) -> dict[str, Tensor]:
+    def views(self, row: Tensor) -> dict[str, Tensor]:
         """Return the matrices of one expert's parameters."""
         gate_up, down = (views[0] for views in arena_views(row[None], self.ffn))
         return {"gate": gate_up[: self.ffn], "up": gate_up[self.ffn :], "down": down}
 
-    @contextmanager
-    def _borrow_matrix(self, slot: int, kind: BlockKind, matrix: str) -> Iterator[Tensor]:
-        assert self.places is not None
-        with self.places.borrow(slot, kind) as row:
-            yield self._views(row)[matrix]
-
     def borrowed_matrices(
         self, kind: BlockKind
-    ) -> Iterator[tuple[int, str, tuple[int, int], BorrowMatrix]]:
-        """Yield (expert, matrix, shape, function that lends it) for every matrix in the blocks of
-        `kind`."""
+    ) -> Iterator[tuple[int, str, tuple[int, int], MatrixLender]]:
+        """Yield (expert, matrix, shape, lender) for every matrix in the blocks of `kind`."""
+        assert self.places is not None
         gate, down = (self.ffn, self.hidden), (self.hidden, self.ffn)
         for slot, expert in enumerate(self.experts):
             for matrix, shape in (("gate", gate), ("up", gate), ("down", down)):
-                yield expert, matrix, shape, partial(self._borrow_matrix, slot, kind, matrix)
+                yield expert, matrix, shape, MatrixLender(self, self.places, slot, kind, matrix)
 
     def global_shape_and_offset(
         self, matrix: str, local_shape: Sequence[int]
@@ -195,3 +187,26 @@ class ExpertBank(nn.Module):
         offset[shard_dim] = self.tp.rank * shape[shard_dim]
         shape[shard_dim] *= self.tp.size
         return tuple(shape), tuple(offset)
+
+
+@dataclass(frozen=True)
+class MatrixLender:
+    """Function that lends one matrix of an expert's block to read, or to write."""
+
+    bank: ExpertBank
+    places: Places
+    slot: int
+    kind: BlockKind
+    matrix: str
+
+    @property
+    def block(self) -> int:
+        """Block of the matrix."""
+        return self.places.block(self.slot, self.kind)
+
+    @contextmanager
+    def __call__(self, writes: bool) -> Iterator[Tensor]:
+        """Lend the matrix until the context ends."""
+        assert isinstance(self.places, StatePlaces), "inference does not change experts"
+        with self.places.borrow(self.slot, self.kind, writes=writes) as row:
+            yield self.bank.views(row)[self.matrix]

@@ -50,7 +50,7 @@ def make_banks(tmp_path: Path) -> Iterator[MakeBanks]:
                 assert few.adapters is not None
                 few.adapters.arena.data.copy_(full.adapters.arena.data)
             for slot, source in enumerate(full.arena):
-                with places_of(few).borrow(slot) as target, torch.no_grad():
+                with places_of(few).borrow(slot, writes=True) as target, torch.no_grad():
                     target.copy_(source)
             return full, few
 
@@ -96,7 +96,7 @@ def test_evicted_experts_return_with_the_same_bits(
         with places.borrow(slot) as row:
             assert torch.equal(row, full.arena[slot])
             assert is_in_memory(places, slot)
-    with places.borrow(3) as row, torch.no_grad():
+    with places.borrow(3, writes=True) as row, torch.no_grad():
         row.neg_()
     for slot in (0, 1, 2, 3):
         with places.borrow(slot) as row:
@@ -108,10 +108,10 @@ def test_evicted_experts_return_with_the_same_bits(
 def test_changed_signs_of_zeros_are_kept(
     make_banks: MakeBanks, dtype: torch.dtype, changed: int
 ) -> None:
-    """The checksum, which finds the changed blocks, sees even the highest bits of words."""
+    """A block of zeros is not written, but one of negative zeros is."""
     places = places_of(make_banks(2, dtype)[1])
     for slot in range(6):
-        with places.borrow(slot, BlockKind.FIRST_MOMENT) as row:
+        with places.borrow(slot, BlockKind.FIRST_MOMENT, writes=True) as row:
             row[:changed] = -0.0
     for slot in range(6):
         with places.borrow(slot, BlockKind.FIRST_MOMENT) as row:
