@@ -21,6 +21,7 @@ from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import cpu_gemv
+from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
 from moesaic.models.hf.reader import DTYPES
@@ -202,6 +203,7 @@ def _load(
     if places is not None:
         shards = [shard for shard in shards if ".moe.experts." not in shard.name]
     origin.fill(shards)
+    devices.release_freed_memory()
     return model.eval()
 
 

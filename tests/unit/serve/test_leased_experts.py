@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -323,3 +326,36 @@ def test_a_model_that_fits_is_in_memory(model_path: Path) -> None:
         assert served.experts_in_memory() == {layer: list(range(8)) for layer in range(3)}
         assert served.expert_stats == ExpertStats()
         assert all(bank.places is None for _, bank in served.model.expert_banks())
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """Yield a control group of version 1, whose limit the process sets."""
+    if not ((GROUPS / "memory.limit_in_bytes").exists() and os.access(GROUPS, os.W_OK)):
+        pytest.skip("this process may not make a memory control group of version 1")
+    path = GROUPS / f"moesaic-test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    path.rmdir()
+
+
+def test_a_process_stays_below_its_memory(tmp_path: Path, control_group: Path) -> None:
+    """The kernel would kill it; page cache counts, too."""
+    config = config_of("tiny-qwen3").model_copy(
+        update={"hidden": 256, "ffn": 512, "layers": 6, "experts": 16}
+    )
+    write_random(tmp_path / "model", config, torch.bfloat16)
+    script, limit = Path(__file__).with_name("limited_process.py"), "memory.limit_in_bytes"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "model"), str(control_group / limit)],
+        preexec_fn=lambda: (control_group / "cgroup.procs").write_text(str(os.getpid())),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak"] <= found["memory"]
+    assert 2 <= found["slots"] == found["in_memory"] < found["experts"] == 96
+    assert found["misses"] > found["slots"]
