@@ -26,7 +26,7 @@ def peak_bytes() -> int:
 
 def main(directory: Path, limit: Path) -> None:
     devices.activate(CPU)
-    origin = open_origin(directory, reads_once=True)
+    origin = open_origin(directory)
     try:
         load_model(origin, CPU, memory=1 << 20)
     except ConfigError as error:
