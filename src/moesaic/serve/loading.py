@@ -53,6 +53,7 @@ class ExpertStats(NamedTuple):
     misses: int = 0
     """Experts that were read for a pass."""
     read_bytes: int = 0
+    """Bytes read from the files of experts."""
     read_s: float = 0.0
     """Seconds of reading, summed over threads."""
     stall_s: float = 0.0
@@ -66,16 +67,14 @@ class ServedModel:
         self,
         model: LanguageModel,
         decision: BudgetDecision | None = None,
+        files: ExpertFiles | None = None,
         cache: BlockCache | None = None,
         places: Mapping[int, Places] | None = None,
-        warnings: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.decision = decision
         """Division of the memory budget; None without one."""
-        self.warnings = list(warnings)
-        """Messages for the user."""
-        self._cache, self._places = cache, places or {}
+        self._files, self._cache, self._places = files, cache, places or {}
 
     def __enter__(self) -> Self:
         return self
@@ -87,13 +86,23 @@ class ServedModel:
         self.close()
 
     @property
+    def warnings(self) -> list[str]:
+        """Messages for the user about the drive."""
+        if self._files is None or self._files.is_direct:
+            return []
+        return [
+            "the model's drive has no direct I/O, so the page cache takes memory beyond the "
+            "budget: move the model to ext4 or xfs"
+        ]
+
+    @property
     def expert_stats(self) -> ExpertStats:
         """Use of experts since loading; any thread may ask."""
-        if self._cache is None:
+        if self._files is None or self._cache is None:
             return ExpertStats()
         found = self._cache.stats
         hits = found.accesses - found.reads
-        return ExpertStats(hits, found.reads, found.read_bytes, found.read_s, found.stall_s)
+        return ExpertStats(hits, found.reads, self._files.read_bytes, found.read_s, found.stall_s)
 
     def experts_in_memory(self) -> dict[int, list[int]]:
         """Return the experts in memory by layer; any thread may ask."""
@@ -168,7 +177,7 @@ def load_model(
         places = _make_places(origin.model, cache, dtype)
         model = _load(origin, device, dtype, grouped_mm, places)
         stack.pop_all()
-    return ServedModel(model, log[0], cache, places, _drive_warnings(origin, files))
+    return ServedModel(model, log[0], files, cache, places)
 
 
 def _check_device(device: torch.device, memory: int) -> None:
@@ -220,12 +229,3 @@ def _make_places(model: ModelConfig, cache: BlockCache, dtype: torch.dtype) -> d
         layer: Places(cache, index * number, number, width, dtype)
         for index, layer in enumerate(model.expert_layers)
     }
-
-
-def _drive_warnings(origin: Origin, files: ExpertFiles) -> list[str]:
-    if files.is_direct:
-        return []
-    return [
-        f"'{origin.path}' has no direct I/O, so the page cache takes memory beyond the budget: "
-        "move the model to ext4 or xfs"
-    ]

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moesaic.base import direct_io
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.base.safetensors_file import read_entries
@@ -161,7 +162,7 @@ def test_leased_experts_change_no_bit(
         stats = served.expert_stats
         assert stats.misses > num_slots
         assert stats.hits > 0 or num_slots == 2
-        assert stats.read_bytes >= stats.misses * 3 * 32 * 48 * 2
+        assert stats.read_bytes >= stats.misses * 3 * 32 * 48 * 4  # The files are fp32.
         in_memory = served.experts_in_memory()
         assert list(in_memory) == list(plain.config.expert_layers)
         assert 1 <= sum(len(experts) for experts in in_memory.values()) <= num_slots
@@ -359,3 +360,14 @@ def test_a_process_stays_below_its_memory(tmp_path: Path, control_group: Path) -
     assert found["peak"] <= found["memory"]
     assert 2 <= found["slots"] == found["in_memory"] < found["experts"] == 96
     assert found["misses"] > found["slots"]
+
+
+def test_a_drive_without_direct_io_is_warned_of(
+    model_path: Path, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = passes(load_model(open_origin(model_path), CPU).model)
+    monkeypatch.setattr(direct_io, "set_direct_io", lambda file, direct: None)
+    served = lease(model_path, 2)
+    (warning,) = served.warnings
+    assert "no direct I/O" in warning
+    assert equal(passes(served.model), expected)
