@@ -79,6 +79,13 @@ def _keep_freed_memory() -> None:
         library.mallopt(_TRIM_THRESHOLD, -1)
 
 
+def release_freed_memory() -> None:
+    """Give memory that the C library keeps for the next tensor back to the system."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # Only glibc has it.
+        library.malloc_trim(0)
+
+
 def collective_backend(device: torch.device) -> str:
     """Return the collective backend of `device`."""
     return "nccl" if device.type == "cuda" else "gloo"

@@ -21,6 +21,7 @@ from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import cpu_gemv
+from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
 from moesaic.models.hf.reader import DTYPES
@@ -49,10 +50,11 @@ class ExpertStats(NamedTuple):
     """Use of experts since loading; all zero where all of them are in memory."""
 
     hits: int = 0
-    """Experts that passes found in memory, once for each pass and layer."""
+    """Experts that passes found in memory or read ahead, once for each pass and layer."""
     misses: int = 0
-    """Experts that were read for a pass."""
+    """Experts for which passes had to wait."""
     read_bytes: int = 0
+    """Bytes read from the files of experts."""
     read_s: float = 0.0
     """Seconds of reading, summed over threads."""
     stall_s: float = 0.0
@@ -66,9 +68,9 @@ class ServedModel:
         self,
         model: LanguageModel,
         decision: BudgetDecision | None = None,
+        files: ExpertFiles | None = None,
         cache: BlockCache | None = None,
         places: Mapping[int, Places] | None = None,
-        warnings: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.reads: ExpertReads | None = None
@@ -77,9 +79,7 @@ class ServedModel:
             self.reads = ExpertReads(cache, places, model.config.top_k, READ_THREADS)
         self.decision = decision
         """Division of the memory budget; None without one."""
-        self.warnings = list(warnings)
-        """Messages for the user."""
-        self._cache, self._places = cache, places or {}
+        self._files, self._cache, self._places = files, cache, places or {}
 
     def __enter__(self) -> Self:
         return self
@@ -91,13 +91,23 @@ class ServedModel:
         self.close()
 
     @property
+    def warnings(self) -> list[str]:
+        """Messages for the user about the drive."""
+        if self._files is None or self._files.is_direct:
+            return []
+        return [
+            "the model's drive has no direct I/O, so the page cache takes memory beyond the "
+            "budget: move the model to ext4 or xfs"
+        ]
+
+    @property
     def expert_stats(self) -> ExpertStats:
         """Use of experts since loading; any thread may ask."""
-        if self._cache is None:
+        if self._files is None or self._cache is None:
             return ExpertStats()
         found = self._cache.stats
-        hits = found.accesses - found.reads
-        return ExpertStats(hits, found.reads, found.read_bytes, found.read_s, found.stall_s)
+        hits = found.accesses - found.misses
+        return ExpertStats(hits, found.misses, self._files.read_bytes, found.read_s, found.stall_s)
 
     def experts_in_memory(self) -> dict[int, list[int]]:
         """Return the experts in memory by layer; any thread may ask."""
@@ -165,7 +175,7 @@ def load_model(
         places = _make_places(origin.model, cache, dtype)
         model = _load(origin, device, dtype, grouped_mm, places)
         stack.pop_all()
-    return ServedModel(model, decision, cache, places, _drive_warnings(origin, files))
+    return ServedModel(model, decision, files, cache, places)
 
 
 def weights_dtype(origin: Origin, precision: str) -> torch.dtype:
@@ -233,6 +243,7 @@ def _load(
     if places is not None:
         shards = [shard for shard in shards if ".moe.experts." not in shard.name]
     origin.fill(shards)
+    devices.release_freed_memory()
     return model.eval()
 
 
@@ -249,12 +260,3 @@ def _make_places(model: ModelConfig, cache: BlockCache, dtype: torch.dtype) -> d
         layer: Places(cache, index * number, number, width, dtype)
         for index, layer in enumerate(model.expert_layers)
     }
-
-
-def _drive_warnings(origin: Origin, files: ExpertFiles) -> list[str]:
-    if files.is_direct:
-        return []
-    return [
-        f"'{origin.path}' has no direct I/O, so the page cache takes memory beyond the budget: "
-        "move the model to ext4 or xfs"
-    ]

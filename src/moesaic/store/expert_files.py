@@ -134,7 +134,9 @@ class ExpertFiles:
         """Bytes of a block in memory, rounded up for direct I/O."""
         self._checksums: list[int | None] = [None] * len(experts)
         """Checksums of the first readings, by block."""
-        self._buffers = threading.local()
+        self._buffers, self._lock = threading.local(), threading.Lock()
+        self.read_bytes = 0
+        """Bytes read so far from the files."""
         self._files: dict[Path, _OpenFile] = {}
         with ExitStack() as stack:
             for path in {part.file for expert in experts for part in expert.parts}:
@@ -231,6 +233,8 @@ class ExpertFiles:
                 f"'{one.path}' cannot be read ({error.strerror}) at byte {one.start}, which has "
                 f"{expert.describe(one.path)}: {_REMEDY}"
             ) from error
+        with self._lock:
+            self.read_bytes += count
         if count < needed:
             raise StoreError(f"'{one.path}' ends within {expert.describe(one.path)}: {_REMEDY}")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moesaic.base import direct_io
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.base.safetensors_file import read_entries
@@ -158,7 +162,7 @@ def test_leased_experts_change_no_bit(
         stats = served.expert_stats
         assert stats.misses > num_slots
         assert stats.hits > 0 or num_slots == 2
-        assert stats.read_bytes >= stats.misses * 3 * 32 * 48 * 2
+        assert stats.read_bytes >= stats.misses * 3 * 32 * 48 * 4  # The files are fp32.
         in_memory = served.experts_in_memory()
         assert list(in_memory) == list(plain.config.expert_layers)
         assert 1 <= sum(len(experts) for experts in in_memory.values()) <= num_slots
@@ -323,3 +327,47 @@ def test_a_model_that_fits_is_in_memory(model_path: Path) -> None:
         assert served.experts_in_memory() == {layer: list(range(8)) for layer in range(3)}
         assert served.expert_stats == ExpertStats()
         assert all(bank.places is None for _, bank in served.model.expert_banks())
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """Yield a control group of version 1, whose limit the process sets."""
+    if not ((GROUPS / "memory.limit_in_bytes").exists() and os.access(GROUPS, os.W_OK)):
+        pytest.skip("this process may not make a memory control group of version 1")
+    path = GROUPS / f"moesaic-test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    path.rmdir()
+
+
+def test_a_process_stays_below_its_memory(tmp_path: Path, control_group: Path) -> None:
+    """The kernel would kill it; page cache counts, too."""
+    config = config_of("tiny-qwen3").model_copy(
+        update={"hidden": 256, "ffn": 512, "layers": 6, "experts": 16}
+    )
+    write_random(tmp_path / "model", config, torch.bfloat16)
+    script, limit = Path(__file__).with_name("limited_process.py"), "memory.limit_in_bytes"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "model"), str(control_group / limit)],
+        preexec_fn=lambda: (control_group / "cgroup.procs").write_text(str(os.getpid())),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak"] <= found["memory"]
+    assert 2 <= found["slots"] == found["in_memory"] < found["experts"] == 96
+    assert found["misses"] > found["slots"]
+
+
+def test_a_drive_without_direct_io_is_warned_of(
+    model_path: Path, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = passes(load_model(open_origin(model_path), CPU).model)
+    monkeypatch.setattr(direct_io, "set_direct_io", lambda file, direct: None)
+    served = lease(model_path, 2)
+    (warning,) = served.warnings
+    assert "no direct I/O" in warning
+    assert equal(passes(served.model), expected)

@@ -124,6 +124,22 @@ def test_a_hold_waits_for_its_own_blocks_only(tmp_path: Path) -> None:
     storage.cache.close()
 
 
+def test_requested_blocks_are_there_one_by_one(tmp_path: Path) -> None:
+    storage = Gated(tmp_path, 4)
+    cache = storage.cache
+    assert storage.value(3) == 3
+    gates = {block: storage.shut(block) for block in (7, 9)}
+    with cache.request([9, 3, 7]) as slots:
+        left = set(slots)
+        for block in (3, 7, 9):
+            if block != 3:
+                gates[block].set()
+            assert cache.wait_for_any(left) == [block]
+            assert (cache.memory[slots[block]] == block).all()
+            left.remove(block)
+    cache.close()
+
+
 def test_all_missing_blocks_are_read_at_once(tmp_path: Path) -> None:
     class Meeting(Recorder):
         barrier = threading.Barrier(1)

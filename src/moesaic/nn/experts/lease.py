@@ -238,7 +238,7 @@ class PlacesLease(Lease):
         if not index_of_slot:  # One range without rows.
             ranges[0] = replace(ranges[0], places=slice(0, 0))
             compute(0)
-        for slots in self._places.waves(list(index_of_slot)) if index_of_slot else ():
+        for slots in self._places.waves(list(index_of_slot)):
             with self._places.request(slots) as place_of_slot, self._hold_gradients(slots):
                 for slot, place in place_of_slot.items():
                     index = index_of_slot[slot]

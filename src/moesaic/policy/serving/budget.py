@@ -29,6 +29,9 @@ _CONTEXTS = 8
 """Longest texts whose key-value positions are kept at most, unless the caller says how many."""
 _CACHE_FRACTION = 4
 """The cache takes at most one part in this many of what experts and cache divide."""
+_GROWTH_BYTES = 128 << 20
+"""Bytes that libraries take later for compiled kernels, and freed memory that the C library keeps.
+"""
 _UNIT = 16 << 20
 """The interpreter's bytes are rounded up to this, because they differ between starts."""
 
@@ -39,7 +42,7 @@ class ServingFacts(NamedTuple):
     memory_bytes: int
     """The budget."""
     interpreter_bytes: int
-    """Taken by the interpreter and its libraries."""
+    """Taken by the interpreter and its libraries, now and later."""
     dense_bytes: int
     """Weights that are not experts."""
     pass_bytes: int
@@ -118,7 +121,7 @@ def serving_facts(
     mask_bytes = ATTENTION_QUERY_BLOCK * (2 * item_bytes + 2)
     return ServingFacts(
         memory_bytes,
-        _round_up(interpreter_bytes, _UNIT),
+        _round_up(interpreter_bytes + _GROWTH_BYTES, _UNIT),
         numbers * item_bytes + biases * BIAS_BYTES,
         _pass_bytes(model, item_bytes, tokens_per_pass, max_running),
         read_bytes,
