@@ -50,9 +50,9 @@ class ExpertStats(NamedTuple):
     """Use of experts since loading; all zero where all of them are in memory."""
 
     hits: int = 0
-    """Experts that passes found in memory or read ahead, once for each pass and layer."""
+    """Experts that passes used without a read, once for each pass and layer."""
     misses: int = 0
-    """Experts for which passes had to wait."""
+    """Experts that were read, for a pass or ahead of one."""
     read_bytes: int = 0
     """Bytes read from the files of experts."""
     read_s: float = 0.0
@@ -106,8 +106,8 @@ class ServedModel:
         if self._files is None or self._cache is None:
             return ExpertStats()
         found = self._cache.stats
-        hits = found.accesses - found.misses
-        return ExpertStats(hits, found.misses, self._files.read_bytes, found.read_s, found.stall_s)
+        hits = max(found.accesses - found.reads, 0)
+        return ExpertStats(hits, found.reads, self._files.read_bytes, found.read_s, found.stall_s)
 
     def experts_in_memory(self) -> dict[int, list[int]]:
         """Return the experts in memory by layer; any thread may ask."""

@@ -71,6 +71,16 @@ class Places(CachedExperts):
         while left:
             yield [left.pop(block) for block in sorted(self._cache.wait_for_any(left))]
 
+    @contextmanager
+    def borrow(
+        self, slot: int, kind: BlockKind = BlockKind.PARAMETERS, *, writes: bool = False
+    ) -> Iterator[Tensor]:
+        """Yield a block, in one dimension, to read."""
+        assert not writes, "inference does not change experts"
+        block = self.block(slot, kind)
+        with self._cache.hold([block]) as places:
+            yield self.memory[places[block]]
+
     def close(self) -> None:
         """Let go of the cache's memory."""
         self.memory = self.memory.new_empty(0, self.memory.shape[1])
