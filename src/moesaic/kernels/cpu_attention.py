@@ -74,7 +74,7 @@ def _compile_kernel() -> Kernel:
     import numba  # Importing takes a second, so only callers that need it pay.
 
     # Allow reordered sums, so that they vectorize; NaN and infinity still propagate.
-    compiled = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+    compiled: Any = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
     read = make_bf16_to_fp32()
     score, normalise, add_values = (
         compiled(function) for function in (_make_score(read), _softmax, _make_add_values(read))
