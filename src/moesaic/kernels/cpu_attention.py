@@ -36,9 +36,10 @@ def is_supported(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def prepare() -> None:
-    """Compile the kernel."""
-    _compile_kernel()
+def prepare(dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernel, if it is ever used for a pool of this dtype on this device."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        _compile_kernel()
 
 
 def attend_ranges(
