@@ -36,9 +36,10 @@ def is_supported(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def prepare() -> None:
-    """Compile the kernel."""
-    _compile_kernel()
+def prepare(dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernel, if it is ever used for a pool of this dtype on this device."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        _compile_kernel()
 
 
 def attend_ranges(
@@ -74,7 +75,7 @@ def _compile_kernel() -> Kernel:
     import numba  # Importing takes a second, so only callers that need it pay.
 
     # Allow reordered sums, so that they vectorize; NaN and infinity still propagate.
-    compiled = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+    compiled: Any = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
     read = make_bf16_to_fp32()
     score, normalise, add_values = (
         compiled(function) for function in (_make_score(read), _softmax, _make_add_values(read))

@@ -22,6 +22,7 @@ from torch import Tensor
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError, MoesaicError, StoreError
 from moesaic.facts.job import ModelConfig
+from moesaic.kernels import cpu_attention
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.attention_backends import AttentionMetadata, Segment
 from moesaic.nn.inputs import Inputs
@@ -153,6 +154,7 @@ class InferenceEngine:
             weight.device,
             PagedCache(model.config, num_pages, limits.page_tokens, weight.detach()),
         )
+        cpu_attention.prepare(weight.dtype, weight.device)  # Else the first token waits for it.
         self._pages = self._cache.pages
         self._lock, self._ids = Lock(), count(1)
         self._live = dict[int, RequestState]()
