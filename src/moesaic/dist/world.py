@@ -62,7 +62,7 @@ class World:
     store: Store
     group: Group | None = None
     ranks: Sequence[int] = ()
-    """Ranks of torch's default process group, in the order of this world's."""
+    """Ranks in torch's default process group, by rank of this world."""
     is_subset: bool = False
     """True for some ranks of a world, see `subset`."""
     _groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
@@ -181,13 +181,12 @@ class World:
     ) -> World | None:
         """Return the world of some `ranks`, numbered from 0; None on the other ranks.
 
-        Collective over this world, which creates all groups. torch can create a group by its
-        members alone, but names it after the number of groups that each has, which differs between
-        overlapping subsets; and NCCL splits its communicator by a collective of all ranks. The
-        subset ends with this world.
+        Collective over this world: all ranks make the same subsets, in the same order, because
+        torch names a group by how many a rank has made, and NCCL splits a communicator of all
+        ranks. The subset ends with this world. It has no subsets of its own.
 
         Args:
-            ranks: ranks of this world, ascending. All of them are this world itself.
+            ranks: ranks of this world, ascending; all of them give this world itself.
             partitions: sets of ranks of the subset, each with its purpose, that `partition` will be
                 called with.
         """
