@@ -95,7 +95,8 @@ def memory(
         activations_bytes=0,
     )
     builder = BlockBuilder(params, Sizes(job, plan, rank, on_cpu), loads)
-    return _StepMemory(builder, lasting).run(group_size)
+    together = (group_size or job.train.micro_batches) if job.is_by_block else 0
+    return _StepMemory(builder, lasting, together).run()
 
 
 @dataclass
@@ -116,8 +117,9 @@ class _Stage:
 class _StepMemory:
     """Walk over one step of a rank, which records the peak."""
 
-    def __init__(self, builder: BlockBuilder, lasting: Memory) -> None:
-        params = builder.params
+    def __init__(self, builder: BlockBuilder, lasting: Memory, together: int) -> None:
+        params, self.together = builder.params, together
+        """Micro-batches that pass through a block together; 0 if each passes through the model."""
         self.params, self.plan, self.sizes = params, params.plan, builder.sizes
         self.recomputes = self.plan.recomputes(params.job)
         self.holds_experts = params.job.memory is None
@@ -130,14 +132,13 @@ class _StepMemory:
         self.captured: Counter[str] = Counter()
         """Bytes of gradients per module that a split backward keeps."""
         self.dense_bytes: Counter[str] = Counter()
-        """Bytes of the dense parameters of each module, which FSDP gathers; "" for embedding and
-        head."""
+        """Bytes of the dense parameters of each module, which FSDP gathers, in model order."""
         for block in builder.blocks():
-            name, layer = block.spec.model_block, block.spec.layer
+            name = block.spec.model_block
             self.saved[name] += block.saved_bytes
             self.captured[name] += block.captured_bytes
             elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
-            self.dense_bytes["" if layer is None else name] += elements * self.sizes.stored_bytes
+            self.dense_bytes[name] += elements * self.sizes.stored_bytes
         trained = [p for p in params.experts_in_memory if params.is_trained(p)]
         self.arena_bytes = self.sizes.stored_bytes * sum(
             p.size for p in trained if p.layer == trained[0].layer
@@ -147,6 +148,8 @@ class _StepMemory:
         self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
         """Bytes of the embedding's gradient."""
         self.reductions = gradient_reductions(params)
+        # FSDP reduces embedding and head together, at the end, unless they are walked apart.
+        self.is_head_late = self.is_sharded and self.plan.pp == 1 and not together
         self.current = self.made = 0
         """Bytes of activations and buffers, and of gradients, at present."""
         self.peak = lasting
@@ -155,47 +158,50 @@ class _StepMemory:
         """Return when backward of some modules allocates gradients, and their bytes.
 
         Times count down from infinity for the head over the indices of layers to -1 for the
-        embedding. A bucket of several gradients is allocated with its first one. Pipelines keep
-        gradients unsharded until the last backward.
+        embedding. A bucket of several gradients is allocated with its first one. FSDP allocates
+        shards after the block; pipelines keep gradients unsharded until the last backward.
         """
         num_shards = 1 if self.plan.pp > 1 else self.plan.dp_shard
-        own_bytes: Counter[str] = Counter()
-        for spec in self.params.blocks:
-            if spec.model_block in names:
-                own_bytes[spec.name] = self.sizes.stored_bytes * sum(
-                    p.size if p.expert is not None else local_size(p, num_shards)
-                    for p in spec.parameters
-                    if self.params.is_trained(p) and (p.expert is None or self.holds_experts)
-                )
-        found = list[tuple[float, int]]()
+        allocated: Counter[float] = Counter()
+        for spec in (spec for spec in self.params.blocks if spec.model_block in names):
+            time = self._time(spec.name)
+            for p in filter(self.params.is_trained, spec.parameters):
+                if p.expert is None:
+                    num_bytes = local_size(p, num_shards) * self.sizes.stored_bytes
+                    allocated[time - self.is_sharded / 2] += num_bytes
+                elif self.holds_experts:
+                    allocated[time] += p.size * self.sizes.stored_bytes
         for reduction in self.reductions:
             for bucket in reduction.buckets if reduction.overlaps_backward else ():
                 members = [reduction.gradients[at] for at in bucket.members]
                 if len(members) > 1:
-                    found.append((self._time(members[0].block), bucket.num_bytes))
+                    allocated[self._time(members[0].block)] += bucket.num_bytes
                     for gradient in members:
-                        own_bytes[gradient.block] -= gradient.num_bytes
-        return found + [(self._time(name), size) for name, size in own_bytes.items()]
+                        allocated[self._time(gradient.block)] -= gradient.num_bytes
+        return list(allocated.items())
 
     def _time(self, block: str) -> float:
         if block.startswith("layers."):
             return int(block.split(".")[1])
-        # FSDP reduces embedding and head together, at the end.
-        is_late = block == "embed" or (self.is_sharded and self.plan.pp == 1)
-        return -1.0 if is_late else math.inf
+        return -1.0 if block == "embed" or self.is_head_late else math.inf
 
     def _gathered_bytes(self, index: float) -> int:
         """Return bytes of FSDP's buffers while backward is in layer `index`.
 
         These are embedding, head and the layer, the prefetched next layer, and the reduce-scatter
-        of the layer before. In a pipeline all parameters stay gathered.
+        of the layer before. In a pipeline all parameters stay gathered. Block by block, these are
+        the layer, its unsharded gradients, and the prefetched next block.
         """
         if not self.is_sharded:
             return 0
         if self.plan.pp > 1:
             return sum(self.dense_bytes.values())
         near = [f"layers.{index + offset}" for offset in (-1, 0, 1)]
-        return sum(self.dense_bytes.get(name, 0) for name in ("", *near))
+        if self.together:
+            near = ["embed" if index == 0 else near[0], *near[1:2] * min(self.together, 2)]
+        else:
+            near += ["embed", "head"]
+        return sum(self.dense_bytes.get(name, 0) for name in near)
 
     def _working_bytes(self, index: int) -> int:
         """Return bytes of temporaries in backward of the larger half of layer `index`, less freed
@@ -209,7 +215,7 @@ class _StepMemory:
         expert_bytes = _expert_backward_bytes(s, self.routed[index])
         return self.stream_bytes + self.arena_bytes + expert_bytes
 
-    def run(self, group_size: int | None) -> Memory:
+    def run(self) -> Memory:
         """Walk over the step, and return the memory at its peak."""
         plan, micro_batches = self.plan, self.params.job.train.micro_batches
         names, pp_rank = stage_blocks(plan, self.sizes.model), plan.pp_rank(self.params.rank)
@@ -217,7 +223,7 @@ class _StepMemory:
         if plan.pp > 1:
             self._run_pipeline(stages, micro_batches)
             return self.peak
-        together = (group_size or micro_batches) if self.params.job.is_by_block else 1
+        together = max(self.together, 1)
         saved = {name: together * num_bytes for name, num_bytes in stages[0].saved.items()}
         stages[0].saved = saved
         for _ in range(min(micro_batches // together, 2)):  # Later ones are like the second.
@@ -286,6 +292,8 @@ class _StepMemory:
         self.current += sum(stage.saved.values()) + sent_bytes
         # Forward has prefetched no layer after the last one.
         gathered = self._gathered_bytes(stage.layers[-1] + 1 if stage.layers else math.inf)
+        if self.together:
+            gathered = self.is_sharded * self.dense_bytes["head"]
         logits = _logits_bytes(self.sizes) if stage.is_last else 0
         self._record(self.made, self.current, gathered, logits)
 
@@ -306,16 +314,22 @@ class _StepMemory:
             table = self.table_bytes
             if not s.gathers_tied_embedding:
                 table *= s.plan.embedding_shards
-            held = (s.model.tied or self.is_sharded) * table
+            held = (s.model.tied or self.is_head_late) * table
             at_head = self._gradients_at(stage, 1e9)
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
                 self._record(at_head + table, base, working=s.stream_elements * s.compute_bytes)
+        # Block by block, results and their gradients stay until the block is done.
+        base += 2 * self.together * self.stream_bytes
         for index in reversed(stage.layers):
             name, working = f"layers.{index}", self._working_bytes(index)
             if self.recomputes:
                 working += self.saved[name] - self.stream_bytes
             gradients = self._gradients_at(stage, index) + held
             self._record(gradients, base, self._gathered_bytes(index), working)
+            if self.together > 1:  # The second micro-batch adds to the gradients of the first.
+                freed = stage.saved[name] // self.together - self.stream_bytes
+                gradients = self._gradients_at(stage, index - 0.5) + held
+                self._record(gradients, base - freed, self._gathered_bytes(index), working)
             base -= stage.saved[name]
         if stage.is_first:
             gradients = self._gradients_at(stage, -1.0) + held
