@@ -185,32 +185,30 @@ class _StepMemory:
             return int(block.split(".")[1])
         return -1.0 if block == "embed" or self.is_head_late else math.inf
 
-    def _gathered_bytes(self, index: float) -> int:
+    def _gathered_bytes(self, index: int = 0) -> int:
         """Return bytes of FSDP's buffers while backward is in layer `index`.
 
         These are embedding, head and the layer, the prefetched next layer, and the reduce-scatter
         of the layer before. In a pipeline all parameters stay gathered. Block by block, these are
-        the layer, its unsharded gradients, and the prefetched next block.
+        the layer and the prefetched next block.
         """
         if not self.is_sharded:
             return 0
-        if self.plan.pp > 1:
-            return sum(self.dense_bytes.values())
-        near = [f"layers.{index + offset}" for offset in (-1, 0, 1)]
+        names = [*self.dense_bytes]
         if self.together:
-            near = ["embed" if index == 0 else near[0], *near[1:2] * min(self.together, 2)]
-        else:
-            near += ["embed", "head"]
-        return sum(self.dense_bytes.get(name, 0) for name in near)
+            names = names[index : index + 2]
+        elif self.plan.pp == 1:
+            names = [*{*names[index : index + 3], "embed", "head"}]
+        return sum(self.dense_bytes[name] for name in names)
 
-    def _working_bytes(self, index: int) -> int:
+    def _working_bytes(self, index: int, *, adds: bool) -> int:
         """Return bytes of temporaries in backward of the larger half of layer `index`, less freed
-        activations."""
+        activations. `adds`: whether gradients are added to those of other micro-batches."""
         s = self.sizes
         if index not in self.routed:
             # Three gradients around a matmul, but not its result, and the next weight's gradient.
             inner = s.model.ffn_width(index) // s.tp
-            weight_bytes = inner * s.model.hidden * s.stored_bytes
+            weight_bytes = (not adds) * inner * s.model.hidden * s.stored_bytes
             return self.stream_bytes + weight_bytes + 2 * s.tokens * inner * s.compute_bytes
         expert_bytes = _expert_backward_bytes(s, self.routed[index])
         return self.stream_bytes + self.arena_bytes + expert_bytes
@@ -247,13 +245,13 @@ class _StepMemory:
             elif kind == "input":
                 self.current += (not stage.is_first) * stage.captured_bytes
                 norm_bytes = 6 * self.stream_bytes  # Temporaries of a norm and its gradients.
-                self._record(self.made, self.current, self._gathered_bytes(math.inf), norm_bytes)
+                self._record(self.made, self.current, self._gathered_bytes(), norm_bytes)
             else:
                 num_bytes = sum(stage.saved.values())
                 if kind == "backward" or stage.is_first:  # The first stage has no input half.
                     self._backward(stage)
                 else:
-                    gathered = self._gathered_bytes(math.inf)
+                    gathered = self._gathered_bytes()
                     self._record(self.made, self.current, gathered, self.arena_bytes)
                     self._make_gradients(stage)
                     num_bytes += stage.captured_bytes
@@ -291,11 +289,12 @@ class _StepMemory:
         sent_bytes = (not stage.is_last) * self.stream_bytes
         self.current += sum(stage.saved.values()) + sent_bytes
         # Forward has prefetched no layer after the last one.
-        gathered = self._gathered_bytes(stage.layers[-1] + 1 if stage.layers else math.inf)
-        if self.together:
-            gathered = self.is_sharded * self.dense_bytes["head"]
+        gathered = self._gathered_bytes(len(stage.layers) + (self.together > 0))
         logits = _logits_bytes(self.sizes) if stage.is_last else 0
         self._record(self.made, self.current, gathered, logits)
+        if self.together and self.is_sharded:  # Gloo copies the layer that backward gathers next.
+            arriving = self.dense_bytes[f"layers.{stage.layers[-1]}"]
+            self._record(self.made, self.current, gathered + 2 * arriving)
 
     def _gradients_at(self, stage: _Stage, time: float) -> int:
         """Return bytes of gradients while backward is at `time`, those made before included."""
@@ -321,19 +320,20 @@ class _StepMemory:
         # Block by block, results and their gradients stay until the block is done.
         base += 2 * self.together * self.stream_bytes
         for index in reversed(stage.layers):
-            name, working = f"layers.{index}", self._working_bytes(index)
-            if self.recomputes:
-                working += self.saved[name] - self.stream_bytes
-            gradients = self._gradients_at(stage, index) + held
-            self._record(gradients, base, self._gathered_bytes(index), working)
-            if self.together > 1:  # The second micro-batch adds to the gradients of the first.
+            name, gathered = f"layers.{index}", self._gathered_bytes(index)
+            recomputed = self.recomputes * (self.saved[name] - self.stream_bytes)
+            working = recomputed + self._working_bytes(index, adds=not stage.gradients)
+            self._record(self._gradients_at(stage, index) + held, base, gathered, working)
+            if self.together > 1:  # The second micro-batch adds to gradients that FSDP gathers.
                 freed = stage.saved[name] // self.together - self.stream_bytes
+                gathered += self.is_sharded * self.dense_bytes[name]
+                working = recomputed + self._working_bytes(index, adds=True)
                 gradients = self._gradients_at(stage, index - 0.5) + held
-                self._record(gradients, base - freed, self._gathered_bytes(index), working)
+                self._record(gradients, base - freed, gathered, working)
             base -= stage.saved[name]
         if stage.is_first:
             gradients = self._gradients_at(stage, -1.0) + held
-            gathered = self._gathered_bytes(math.inf) if self.plan.pp > 1 else 0
+            gathered = self._gathered_bytes() if self.plan.pp > 1 else 0
             self._record(gradients, base, gathered, self.table_bytes)
         self._make_gradients(stage)
 
