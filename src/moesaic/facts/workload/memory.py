@@ -341,13 +341,13 @@ class _StepMemory:
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
     """Return peak bytes beside the gradient of the experts, less freed activations.
 
-    A CPU computes slots in chunks that fit the cache.
+    A CPU computes slots in chunks that fit the cache, or one by one if they are on a drive.
     """
     hidden, ffn, chunk = s.model.hidden, s.expert_width, routed.split_chunks()[0]
     rows = at_once = sum(chunk.slot_tokens)
     if s.on_cpu:
         largest = max(*chunk.slot_tokens, 1)
-        limit = EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
+        limit = (s.job.memory is None) * EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
         at_once = min(rows, max(limit // largest, 1) * largest)
     if routed.is_all_to_all:
         elements = (rows - chunk.num_sent) * hidden
