@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +79,27 @@ def test_some_of_the_ranks_equal_a_world_of_their_own(ranks: RankPool) -> None:
     assert apart[0] == last[0] == both[0][0]
     found = put_together([shards for _, shards in (apart, last)])
     assert worst_element(found, put_together([shards for _, shards in both])) == 0.0
+
+
+def leave_with_subsets(world: World) -> list[int]:
+    """Return the threads of this process after each of some worlds, whose subsets stay."""
+    store, plan = world.store, plan_from_layout(tiny_job().layout, tiny_job().model, 2)
+    world.leave()
+    numbers, kept = [], []
+    for generation in range(3):
+        again = World.join(world.rank, world.size, store, generation=200 + generation)
+        for ranks in ((0, 2), (1, 2)):
+            kept.append(PartPlacement(f"{ranks}.", plan, ranks).subset(again))
+        again.leave()
+        assert all(one is None or one.group is None for one in kept)
+        numbers.append(len(list(Path("/proc/self/task").iterdir())))
+    return numbers
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_subsets_end_with_their_world(ranks: RankPool) -> None:
+    for first, *later in ranks.run(3, leave_with_subsets):
+        assert later == [first, first]
 
 
 def convert_state(world: World, first: dict[str, Any], then: dict[str, Any]) -> Any:

@@ -445,6 +445,8 @@ def refuse_placements(world: World) -> None:
         world.subset([3], [])
     with pytest.raises(ValueError, match=r"ranks = \[\]"):
         world.subset([], [])
+    with pytest.raises(ValueError, match=r"ranks \[.*\] make another subset than rank"):
+        world.subset([0, 1] if world.rank else [1, 2], [])
     own = world.subset([0, 2], [])
     assert (own is None) == (world.rank == 1)
     if own is not None:
@@ -468,7 +470,9 @@ def refuse_placements(world: World) -> None:
             _ = run.part
     for prefix in ("", "head.", "head.new."):
         placements = [placement, place_part(prefix, [0])]
-        with pytest.raises(ValueError, match=r'the prefix "head\..*" of a part starts with that of'):
+        with pytest.raises(
+            ValueError, match=r'the prefix "head\..*" of a part starts with that of'
+        ):
             Run(job, world, placements, [], objective, walk, world.group)
 
 

@@ -41,8 +41,8 @@ class Memory:
     moments_bytes: int
     staging_bytes: int
     """Copy that checkpoints are written from; 0 where it is in separate host memory."""
-    gradients_bytes: int
-    activations_bytes: int
+    gradients_bytes: int = 0
+    activations_bytes: int = 0
     """Activations saved for backward, over all micro-batches in flight."""
     gathered_bytes: int = 0
     """FSDP's gathered parameters, and gradients before reduce-scatter."""
@@ -91,12 +91,10 @@ def memory(
         + sum(p.size for p in params.biases) * BIAS_BYTES,
         moments_bytes=params.moments_bytes(),
         staging_bytes=params.checkpoint_bytes() if has_staging else 0,
-        gradients_bytes=0,
-        activations_bytes=0,
     )
     builder = BlockBuilder(params, Sizes(job, plan, rank, on_cpu), loads)
-    together = (group_size or job.train.micro_batches) if job.is_by_block else 0
-    return _StepMemory(builder, lasting, together).run()
+    group_size = (group_size or job.train.micro_batches) if job.is_by_block else 1
+    return _StepMemory(builder, lasting, group_size).run()
 
 
 @dataclass
@@ -117,16 +115,15 @@ class _Stage:
 class _StepMemory:
     """Walk over one step of a rank, which records the peak."""
 
-    def __init__(self, builder: BlockBuilder, lasting: Memory, together: int) -> None:
-        params, self.together = builder.params, together
-        """Micro-batches that pass through a block together; 0 if each passes through the model."""
-        self.params, self.plan, self.sizes = params, params.plan, builder.sizes
+    def __init__(self, builder: BlockBuilder, lasting: Memory, group_size: int) -> None:
+        params, s = builder.params, builder.sizes
+        self.params, self.plan, self.sizes = params, params.plan, s
+        self.group_size, self.is_by_block = group_size, params.job.is_by_block
         self.recomputes = self.plan.recomputes(params.job)
         self.holds_experts = params.job.memory is None
         self.routed, self.is_sharded = builder.routed, self.plan.dp_shard > 1
-        self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
-        rotary_elements = self.sizes.tokens * self.sizes.model.rotary_dim
-        self.angle_bytes = rotary_elements * self.sizes.stored_bytes
+        self.stream_bytes = s.stream_elements * s.stored_bytes
+        self.angle_bytes = s.tokens * s.model.rotary_dim * s.stored_bytes
         self.saved: Counter[str] = Counter()
         """Bytes that autograd saves per module."""
         self.captured: Counter[str] = Counter()
@@ -138,18 +135,17 @@ class _StepMemory:
             self.saved[name] += block.saved_bytes
             self.captured[name] += block.captured_bytes
             elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
-            self.dense_bytes[name] += elements * self.sizes.stored_bytes
+            self.dense_bytes[name] += elements * s.stored_bytes
         trained = [p for p in params.experts_in_memory if params.is_trained(p)]
-        self.arena_bytes = self.sizes.stored_bytes * sum(
-            p.size for p in trained if p.layer == trained[0].layer
-        )
+        arena_elements = sum(p.size for p in trained if p.layer == trained[0].layer)
+        self.arena_bytes = arena_elements * s.stored_bytes
         """Bytes of the gradient of one layer's experts."""
         has_table = any(p.layer is None and params.is_trained(p) for p in params.dense)
-        self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
+        self.table_bytes = has_table * s.table_elements * s.stored_bytes
         """Bytes of the embedding's gradient."""
         self.reductions = gradient_reductions(params)
         # FSDP reduces embedding and head together, at the end, unless they are walked apart.
-        self.is_head_late = self.is_sharded and self.plan.pp == 1 and not together
+        self.is_head_late = self.is_sharded and self.plan.pp == 1 and not self.is_by_block
         self.current = self.made = 0
         """Bytes of activations and buffers, and of gradients, at present."""
         self.peak = lasting
@@ -195,7 +191,7 @@ class _StepMemory:
         if not self.is_sharded:
             return 0
         names = [*self.dense_bytes]
-        if self.together:
+        if self.is_by_block:
             names = names[index : index + 2]
         elif self.plan.pp == 1:
             names = [*{*names[index : index + 3], "embed", "head"}]
@@ -210,8 +206,11 @@ class _StepMemory:
             inner = s.model.ffn_width(index) // s.tp
             weight_bytes = (not adds) * inner * s.model.hidden * s.stored_bytes
             return self.stream_bytes + weight_bytes + 2 * s.tokens * inner * s.compute_bytes
-        expert_bytes = _expert_backward_bytes(s, self.routed[index])
-        return self.stream_bytes + self.arena_bytes + expert_bytes
+        num_bytes = self.stream_bytes + _expert_backward_bytes(s, self.routed[index])
+        if self.holds_experts:
+            return num_bytes + self.arena_bytes
+        # One expert's gradient at a time joins the others.
+        return num_bytes + adds * 3 * s.expert_width * s.model.hidden * s.stored_bytes
 
     def run(self) -> Memory:
         """Walk over the step, and return the memory at its peak."""
@@ -221,11 +220,8 @@ class _StepMemory:
         if plan.pp > 1:
             self._run_pipeline(stages, micro_batches)
             return self.peak
-        together = max(self.together, 1)
-        saved = {name: together * num_bytes for name, num_bytes in stages[0].saved.items()}
-        stages[0].saved = saved
-        for _ in range(min(micro_batches // together, 2)):  # Later ones are like the second.
-            self.current = together * self.angle_bytes
+        for _ in range(min(micro_batches // self.group_size, 2)):  # Later ones are like the second.
+            self.current = self.group_size * self.angle_bytes
             self._forward(stages[0])
             self._backward(stages[0])
         return self.peak
@@ -251,8 +247,7 @@ class _StepMemory:
                 if kind == "backward" or stage.is_first:  # The first stage has no input half.
                     self._backward(stage)
                 else:
-                    gathered = self._gathered_bytes()
-                    self._record(self.made, self.current, gathered, self.arena_bytes)
+                    self._record(self.made, self.current, self._gathered_bytes(), self.arena_bytes)
                     self._make_gradients(stage)
                     num_bytes += stage.captured_bytes
                 self.current -= num_bytes
@@ -265,9 +260,10 @@ class _StepMemory:
 
     def _stage(self, number: int, names: Sequence[str]) -> _Stage:
         layers = [int(name.removeprefix("layers.")) for name in names if "." in name]
-        saved = {name: self.saved[name] for name in names}
+        saved = {name: self.group_size * self.saved[name] for name in names}
         if self.recomputes:
-            saved.update({f"layers.{index}": self.stream_bytes for index in layers})
+            inputs = self.group_size * self.stream_bytes
+            saved.update({f"layers.{index}": inputs for index in layers})
         is_first, is_last = number == 0, number == self.plan.num_stages - 1
         if not is_first:
             saved[names[0]] -= self.stream_bytes  # It is in a receive buffer.
@@ -289,10 +285,10 @@ class _StepMemory:
         sent_bytes = (not stage.is_last) * self.stream_bytes
         self.current += sum(stage.saved.values()) + sent_bytes
         # Forward has prefetched no layer after the last one.
-        gathered = self._gathered_bytes(len(stage.layers) + (self.together > 0))
+        gathered = self._gathered_bytes(len(stage.layers) + self.is_by_block)
         logits = _logits_bytes(self.sizes) if stage.is_last else 0
         self._record(self.made, self.current, gathered, logits)
-        if self.together and self.is_sharded:  # Gloo copies the layer that backward gathers next.
+        if self.is_by_block and self.is_sharded:  # Gloo has a layer that arrives twice.
             arriving = self.dense_bytes[f"layers.{stage.layers[-1]}"]
             self._record(self.made, self.current, gathered + 2 * arriving)
 
@@ -318,14 +314,14 @@ class _StepMemory:
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
                 self._record(at_head + table, base, working=s.stream_elements * s.compute_bytes)
         # Block by block, results and their gradients stay until the block is done.
-        base += 2 * self.together * self.stream_bytes
+        base += self.is_by_block * 2 * self.group_size * self.stream_bytes
         for index in reversed(stage.layers):
             name, gathered = f"layers.{index}", self._gathered_bytes(index)
             recomputed = self.recomputes * (self.saved[name] - self.stream_bytes)
             working = recomputed + self._working_bytes(index, adds=not stage.gradients)
             self._record(self._gradients_at(stage, index) + held, base, gathered, working)
-            if self.together > 1:  # The second micro-batch adds to gradients that FSDP gathers.
-                freed = stage.saved[name] // self.together - self.stream_bytes
+            if self.group_size > 1:  # The second micro-batch adds to gradients that FSDP gathers.
+                freed = stage.saved[name] // self.group_size - self.stream_bytes
                 gathered += self.is_sharded * self.dense_bytes[name]
                 working = recomputed + self._working_bytes(index, adds=True)
                 gradients = self._gradients_at(stage, index - 0.5) + held
@@ -369,9 +365,12 @@ def _logits_bytes(s: Sizes) -> int:
     """Return peak bytes of the loss beside what it saves.
 
     These are its input, and logits and log-probabilities of a chunk. Low precision adds a cast
-    weight. A tied weight may be gathered from column shards.
+    weight, and later the gradients of logits and weight. A CPU casts the latter to add it. A tied
+    weight may be gathered from column shards.
     """
     logits, weight = min(s.tokens, LOSS_CHUNK_TOKENS) * s.vocab, s.vocab * s.model.hidden
-    inputs = s.gathered_elements * s.compute_bytes
-    weights = s.num_casts * s.compute_bytes + s.gathers_tied_embedding * s.stored_bytes
-    return inputs + 2 * logits * s.stored_bytes + weights * weight
+    narrow, wide = s.num_casts * s.compute_bytes, s.stored_bytes
+    inputs = s.gathered_elements * (narrow + wide)
+    gradients = logits * (wide + narrow) + weight * s.num_casts * (narrow + s.on_cpu * wide)
+    weights = narrow + s.gathers_tied_embedding * wide
+    return inputs + max(2 * logits * wide, gradients) + weights * weight
