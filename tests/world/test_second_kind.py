@@ -361,6 +361,7 @@ DISJOINT = {"encoder.": [0, 1], "head.": [2]}
 OVERLAPPING = {"encoder.": [1, 2], "head.": [0, 1]}
 HEAD_ALONE = {"encoder.": [0, 1, 2], "head.": [2]}
 REST_IDLE = {"encoder.": [1], "head.": [2]}
+OF_FOUR = {"encoder.": [0, 2, 3], "head.": [1]}
 
 
 @pytest.fixture(scope="module")
@@ -395,12 +396,13 @@ def events_of(out: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == name]
 
 
-@pytest.mark.parametrize("placed", [DISJOINT, OVERLAPPING, HEAD_ALONE, REST_IDLE])
+@pytest.mark.parametrize("placed", [DISJOINT, OVERLAPPING, HEAD_ALONE, REST_IDLE, OF_FOUR])
 def test_parts_on_some_ranks_equal_one_rank(
     ranks: RankPool, tmp_path: Path, whole: Path, placed: dict[str, list[int]]
 ) -> None:
     out = tmp_path / "run"
-    (_, messages), *_ = ranks.run(3, train_vectors, str(out), 6, None, {"ranks": placed})
+    size = 1 + max(rank for some in placed.values() for rank in some)
+    (_, messages), *_ = ranks.run(size, train_vectors, str(out), 6, None, {"ranks": placed})
     assert_same_steps(out, whole)
     (start,) = events_of(out, "run_start")
     assert [(part["prefix"], part["ranks"]) for part in start["parts"]] == [*placed.items()]
