@@ -184,9 +184,9 @@ class World:
     ) -> World | None:
         """Return the world of some `ranks`, numbered from 0; None on the other ranks.
 
-        Collective over this world: all ranks make the same subsets, in the same order, because
-        torch names a group by how many a rank has made, and NCCL splits a communicator of all
-        ranks. The subset ends with this world. It has no subsets of its own.
+        Collective over this world: all ranks make the same subsets, in the same order. torch names
+        a group by how many a rank has made, and NCCL splits a communicator of all ranks. The subset
+        ends with this world. It has no subsets of its own.
 
         Args:
             ranks: ranks of this world, ascending; all of them give this world itself.
