@@ -123,7 +123,8 @@ class ExternalSnapshot(Protocol):
     """Snapshot of state that its owner writes by itself, such as the tables of a server."""
 
     def begin(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Start a snapshot after `step` finished steps; every rank calls this when a save starts.
+        """Start a snapshot after `step` finished steps; every rank of the part calls this when a
+        save starts.
 
         Return a function that waits until the snapshot is durable and returns facts to find it by,
         as JSON. It runs in the writer thread of the save, which fails if it raises.

@@ -46,9 +46,12 @@ _KEY_SHIFT = 15
 class LowBitAdamW(AdamW):
     """AdamW with low-bit moments of matrices, by logical name."""
 
-    def __init__(self, config: OptimizerConfig, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, config: OptimizerConfig, seed: int, device: torch.device, prefix: str = ""
+    ) -> None:
+        """Create the optimizer of the part with this `prefix`, which sets its random bits apart."""
         super().__init__(config)
-        self._seed = seed
+        self._seed, self._prefix = seed, prefix
         self._format: BF16Moments | EightBitMoments = (
             BF16Moments(device) if config.moments == "bf16" else EightBitMoments(device)
         )
@@ -106,7 +109,8 @@ class LowBitAdamW(AdamW):
                     decay=True,
                 )
                 positions = _element_indices(values, start, len(chunk[0]), tensor.device)
-                draws = bits(self._seed, f"moments {values.name}", step, positions)
+                purpose = f"moments {self._prefix}{values.name}"
+                draws = bits(self._seed, purpose, step, positions)
                 self._format.encode(*moments, chunk, draws)
 
 

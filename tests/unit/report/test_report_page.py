@@ -146,14 +146,21 @@ def test_starts_show_their_layout(tmp_path: Path) -> None:
     plan = {"ep": 2, "dp_shard": 1, "tp": 4}
     words = "experts: torch's loop; tokens sent by memory"
     log.emit("run_start", step=16, ranks=8, device="cpu", plan=plan, backends=words)
-    log.emit("run_start", step=17, ranks=2, device="cpu")
+    parts = [
+        {"prefix": "teacher.", "ranks": [0, 1], "plan": {"dp_shard": 2}},
+        {"prefix": "student.", "ranks": [2], "plan": {"dp_shard": 1}},
+    ]
+    log.emit("run_start", step=17, ranks=3, device="cpu", plan=parts[0]["plan"], parts=parts)
+    log.emit("run_start", step=18, ranks=2, device="cpu")
     log.close()
     run = RunStats.read(directory)
-    assert [(one.layout, one.backends) for one in run.launches[-2:]] == [
-        ("ep=2,tp=4", words), ("", ""),
+    placed = "teacher. on 0,1 dp_shard=2; student. on 2"
+    assert [(one.layout, one.backends) for one in run.launches[-3:]] == [
+        ("ep=2,tp=4", words), (placed, ""), ("", ""),
     ]  # fmt: skip
     section = page.render(run).split("Starts and resumes")[1].split("</table>")[0]
     assert "ep=2,tp=4" in section
+    assert placed in section
     assert escape(words) in section
     assert "replicated" in section.split("<tr>")[-1]
 
