@@ -82,9 +82,9 @@ def memory(
             block; None: all.
     """
     rank = plan.ranks - 1 if rank is None else rank
-    params = RankParams(job, plan, rank)
+    params = RankParams(job, plan, rank, with_experts=job.memory is None)
     num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense)
-    num_elements += sum(p.size for p in params.experts_in_memory)
+    num_elements += sum(p.size for p in params.experts)
     has_staging = job.checkpoint.asynchronous and on_cpu and job.memory is None
     lasting = Memory(
         parameters_bytes=num_elements * STORED_BYTES[job.train.precision]
@@ -120,7 +120,6 @@ class _StepMemory:
         params = builder.params
         self.params, self.plan, self.sizes = params, params.plan, builder.sizes
         self.recomputes = self.plan.recomputes(params.job)
-        self.holds_experts = params.job.memory is None
         self.routed, self.is_sharded = builder.routed, self.plan.dp_shard > 1
         self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
         rotary_elements = self.sizes.tokens * self.sizes.model.rotary_dim
@@ -138,7 +137,7 @@ class _StepMemory:
             self.captured[name] += block.captured_bytes
             elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
             self.dense_bytes["" if layer is None else name] += elements * self.sizes.stored_bytes
-        trained = [p for p in params.experts_in_memory if params.is_trained(p)]
+        trained = [p for p in params.experts if params.is_trained(p)]
         self.arena_bytes = self.sizes.stored_bytes * sum(
             p.size for p in trained if p.layer == trained[0].layer
         )
@@ -165,7 +164,7 @@ class _StepMemory:
                 own_bytes[spec.name] = self.sizes.stored_bytes * sum(
                     p.size if p.expert is not None else local_size(p, num_shards)
                     for p in spec.parameters
-                    if self.params.is_trained(p) and (p.expert is None or self.holds_experts)
+                    if self.params.is_trained(p)
                 )
         found = list[tuple[float, int]]()
         for reduction in self.reductions:
