@@ -8,7 +8,8 @@ Checkpoints and validation are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, lookahea
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.policy.plan.budget import (
+    BudgetFacts,
     budget_bytes,
     budget_facts,
     check_budget,
@@ -32,7 +34,7 @@ from moesaic.policy.plan.budget import (
     smallest_budget,
 )
 from moesaic.policy.residency import ResidencyFacts, make_residency
-from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.cache import BlockCache
 
 _FORECAST_STEPS = 3
 """Steps until the traffic of a step repeats."""
@@ -74,11 +76,10 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
     traffic = _Replay(job, expert_blocks(job, plan, facts, budget), budget.num_blocks).run(steps)
     rows = [
         {
-            "step": number, "accesses": one.accesses, "reads": one.reads,
-            "read_bytes": one.reads * facts.block_bytes,
-            "written_bytes": one.writes * facts.block_bytes,
+            "step": number, "accesses": one["accesses"], "reads": one["reads"],
+            **_num_bytes(one, facts),
         }
-        for (number, _), one in zip(steps, traffic, strict=True)
+        for (number, _), one in zip(steps, map(_whole, traffic), strict=True)
     ]  # fmt: skip
     return {
         "run": str(run), "memory": memory, "residency": residency, "simulated": True,
@@ -104,6 +105,7 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
     everything = {layer: list(range(number)) for layer, number in blocks.experts.items()}
     steps = [(number, everything) for number in range(_FORECAST_STEPS)]
     step = _Replay(job, blocks, budget.num_blocks).run(steps)[-1]
+    whole = _num_bytes(_whole(step), facts)
     return {
         "host_bytes": host_bytes, "smallest_budget_bytes": smallest_budget(facts),
         "other_bytes": facts.other_bytes[budget.group_size],
@@ -111,9 +113,22 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
         "expert_state_bytes": len(STATE) * facts.num_experts * facts.block_bytes,
         "drive_bytes": blocks.num_blocks * facts.block_bytes,
         "micro_batches_together": budget.group_size,
-        "read_bytes_per_step": step.reads * facts.block_bytes,
-        "written_bytes_per_step": step.writes * facts.block_bytes,
+        "read_bytes_per_step": whole["read_bytes"],
+        "written_bytes_per_step": whole["written_bytes"],
+        "bytes_by_phase": {phase: _num_bytes(traffic, facts) for phase, traffic in step.items()},
     }  # fmt: skip
+
+
+def _whole(step: Mapping[str, Counter[str]]) -> Counter[str]:
+    """Return the traffic of all phases of a step."""
+    return sum(step.values(), Counter[str]())
+
+
+def _num_bytes(traffic: Counter[str], facts: BudgetFacts) -> dict[str, int]:
+    return {
+        "read_bytes": traffic["reads"] * facts.block_bytes,
+        "written_bytes": traffic["writes"] * facts.block_bytes,
+    }
 
 
 def _read_slots(run: Path, plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
@@ -170,8 +185,10 @@ class _Replay:
         self._num_updates = 0
         self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
 
-    def run(self, steps: Sequence[tuple[int, dict[int, list[int]]]]) -> list[CacheStats]:
-        """Return the traffic of each step."""
+    def run(
+        self, steps: Sequence[tuple[int, dict[int, list[int]]]]
+    ) -> list[dict[str, Counter[str]]]:
+        """Return the accesses, reads and writes of each step by phase."""
         with self._cache:
             for layer, number in self._blocks.experts.items():  # Initial values.
                 for kind in STATE:
@@ -181,25 +198,34 @@ class _Replay:
             self._cache.take_stats()
             return [self._step(number, slots) for number, (_, slots) in enumerate(steps, 1)]
 
-    def _step(self, number: int, slots: dict[int, list[int]]) -> CacheStats:
-        blocks = self._blocks
+    def _step(self, number: int, slots: dict[int, list[int]]) -> dict[str, Counter[str]]:
+        blocks, phases = self._blocks, defaultdict[str, Counter[str]](Counter)
         num_groups = self._job.train.micro_batches // blocks.num_micro_batches
         for group in range(num_groups):
             is_last = group == num_groups - 1
             for layer in [-1, *blocks.experts, 1 << 30]:  # Embedding, layers, head.
                 self._forward_block(layer, slots, is_last)
+            phases["forward"].update(self._take_traffic())
             for layer in [1 << 30, *reversed(list(blocks.experts)), -1]:
                 self._backward_block(layer, slots, is_last)
                 if is_last and layer in slots:
                     self._end_layer(layer, slots[layer], number)
+            phases["backward"].update(self._take_traffic())
         if not blocks.updates_early:
             self._update_late(slots, number)
         self._num_updates = number
         if self._period and number % self._period == 0:
             self._cache.flush()
+        phases["optimizer"].update(self._take_traffic())
+        whole = _whole(phases)
+        self._residency.end_step(
+            ResidencyFacts("", self._num_places, whole["accesses"], whole["reads"])
+        )
+        return phases
+
+    def _take_traffic(self) -> dict[str, int]:
         stats = self._cache.take_stats()
-        self._residency.end_step(ResidencyFacts("", self._num_places, stats.accesses, stats.reads))
-        return stats
+        return {"accesses": stats.accesses, "reads": stats.reads, "writes": stats.writes}
 
     def _forward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
         behind = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,101 @@ def test_the_smallest_budget_that_is_named_works(capsys: pytest.CaptureFixture[s
     dry_run(capsys, "--set", f"memory.host={smallest}B")
 
 
-def test_plans_say_bytes_per_day(capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job.load(EXAMPLE)
-    cluster = Cluster.preset("cpu")
-    planned = job.plan(cluster, nproc=1)
-    tiers = planned.figures["memory_tiers"]
+def test_the_largest_model_is_the_last_that_a_dry_run_accepts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    smallest = dry_run(capsys, "--set", "model.experts=24")["memory_tiers"]["smallest_budget_bytes"]
+    sets = [f"memory.host={smallest}B"]
+    figures = Job.load(EXAMPLE, sets=sets).largest_model(Cluster.preset("cpu"), 10**13, nproc=1)
+    largest = figures["largest"][1]
+    assert (largest["resource"], largest["experts"]) == ("memory per rank", 24)
+    for experts in (24, 25):
+        line = ["--dry-run", "--set", sets[0], "--set", f"model.experts={experts}"]
+        assert main(["train", str(EXAMPLE), *line]) == (0 if experts == 24 else 2)
+    assert "is too small for this job" in capsys.readouterr().err
+
+
+CLUSTER = """
+name = "here"
+
+[[hosts]]
+name = "here"
+preset = "cpu"
+"""
+DISK = """
+[[hosts.disks]]
+path = "/data"
+read = {read}
+write = 1e12
+random_read = 1e12
+random_write = 1e12
+mixed = 1e12
+"""
+
+
+def planned(disks: str) -> dict[str, Any]:
+    """Return the figures of the example on a host with `disks`."""
+    Path("cluster.toml").write_text(CLUSTER + disks)
+    return Job.load(EXAMPLE).plan(Cluster.load("cluster.toml"), nproc=1).figures
+
+
+def test_a_step_waits_for_a_slow_drive() -> None:
+    unknown, fast = planned(""), planned(DISK.format(read=1e13))
+    slow = planned(DISK.format(read=1e9))
+    assert unknown["drive"] is None
+    assert fast["drive"]["wait_s"] == 0
+    assert fast["step_s"] == unknown["step_s"]
+    assert slow["step_s"] == pytest.approx(fast["step_s"] + slow["drive"]["wait_s"])
+    read_s = slow["memory_tiers"]["read_bytes_per_step"] / 1e9
+    assert read_s < slow["drive"]["busy_s"] < 1.1 * read_s
+    assert 0 < slow["drive"]["wait_s"] < slow["drive"]["busy_s"] <= slow["step_s"]
+    for figures in (unknown, fast, slow):
+        for seconds in ("phases_s", "blocks_s", "seconds_by_kind"):
+            assert sum(figures[seconds].values()) == pytest.approx(figures["step_s"])
+    assert fast["bottleneck"].startswith("elementwise: ")
+    assert slow["bottleneck"].startswith("drive: ")
+    assert slow["bottleneck"].endswith("raise train.batch or memory.host, or use a faster drive")
+
+
+def test_the_disk_above_the_directory_counts() -> None:
+    other = DISK.format(read=1e13)
+    own = DISK.format(read=1e9).replace("/data", "/data/scratch")
+    Path("cluster.toml").write_text(CLUSTER + other + own)
+    cluster, busy_s = Cluster.load("cluster.toml"), []
+    for directory in ("/data/scratch/below", "/data", "elsewhere"):
+        job = Job.load(EXAMPLE, sets=[f"memory.ssd={directory}"])
+        busy_s.append(job.plan(cluster, nproc=1).figures["drive"]["busy_s"])
+    assert busy_s[0] > 10 * busy_s[1]
+    assert busy_s[1] == busy_s[2]
+
+
+def test_plans_and_dry_runs_say_bytes_per_day(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = planned(DISK.format(read=1e9))
+    tiers = figures["memory_tiers"]
     assert tiers["host_bytes"] == 225_000_000
-    assert planned.figures["memory_per_rank"]["peak_bytes"] <= tiers["host_bytes"]
-    cluster.save("cluster.toml")
-    assert main(["plan", str(EXAMPLE), "--cluster", "cluster.toml", "--nproc", "1"]) == 0
-    out = capsys.readouterr().out
-    for words in ("expert state", "per day", "the smallest that works"):
-        assert words in out
+    assert figures["memory_per_rank"]["peak_bytes"] <= tiers["host_bytes"]
+    plan = ["plan", str(EXAMPLE), "--cluster", "cluster.toml", "--nproc", "1", "--out", "plan.json"]
+    train = ["train", str(EXAMPLE), "--dry-run"]
+    rows = []
+    for line in (plan, [*train, "--plan", "plan.json"], train):
+        assert main(line) == 0
+        text = capsys.readouterr().out
+        rows.append(re.findall(r"^(?:memory budget|expert state|drive) {2,}(.*)", text, re.M))
+    assert rows[0] == rows[1]
+    assert [re.sub("; .* takes .* and all", "", row) for row in rows[2]] == [
+        re.sub("; .* takes .* and all", "", row) for row in rows[0]
+    ]
+    assert "per day if a step takes a second and all experts have tokens" in rows[2][2]
+
+
+def test_a_slow_file_system_is_warned_of_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mounts").write_text("1 0 0:1 / / rw - tmpfs none rw\n")
+    monkeypatch.setattr("moesaic.base.file_system._MOUNTS", tmp_path / "mounts")
+    assert main(["train", str(EXAMPLE), "--dry-run"]) == 0
+    words = "warning: memory.ssd = 'build/memory/scratch' is on tmpfs, which is memory itself: "
+    assert capsys.readouterr().err.startswith(words)
 
 
 def test_a_job_without_a_budget_has_no_forecast() -> None:
