@@ -50,6 +50,20 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(params=["disk", "memory"])
+def disk_or_memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Yield a path on a disk, then one in memory, where direct I/O may not exist."""
+    if request.param == "disk":
+        yield tmp_path / "file"
+        return
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("there is no /dev/shm")
+    path = shared / f"moesaic-{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

@@ -33,6 +33,11 @@ class RandomResidency:
         """Ignore the removal."""
 
 
+def content_path(file: BlockFile) -> Path:
+    """Return a path to a file without a name, under which a test can damage it."""
+    return Path(f"/proc/self/fd/{file._file.fileno()}")
+
+
 @contextmanager
 def make_places(
     path: Path, num_experts: int, width: int, num_places: int, dtype: torch.dtype = torch.float32
