@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,6 +35,8 @@ from moesaic.policy.plan.mapping import max_ranks
 _GPU, _HOST, _RANK, _DRIVE, _NUMBERS, _CPU_RANKS = (
     "GPU memory", "host memory", "memory per rank", "drive", "expert numbers", "CPU ranks",
 )  # fmt: skip
+_LOOKAHEAD = 8
+"""Numbers of experts that are tried beyond the first one that does not fit."""
 _SE_MOE_REMEDIES = {
     _GPU: "add GPUs: they hold the dense state, and a layer's active experts",
     _HOST: "add host memory: it holds the state of all active experts",
@@ -209,18 +210,34 @@ def _moesaic(storage: RankStorage, budget: float, ssd_bytes: float) -> list[Limi
     counts = _expert_counts(storage)
     limits = {
         _NUMBERS: len(counts),
-        _RANK: _num_fitting(counts, lambda experts: storage.memory_bytes(experts) <= budget),
+        _RANK: _last_fitting(storage, counts, budget),
         _DRIVE: bisect_right(counts, ssd_bytes, key=storage.drive_bytes),
     }
     return [Limit("moesaic", name, counts[n - 1] if n else 0) for name, n in limits.items()]
 
 
-def _num_fitting(counts: range, fits: Callable[[int], bool]) -> int:
-    """Return how many of the first `counts` fit; smaller ones are faster to check."""
-    end = 1
-    while end < len(counts) and fits(counts[end - 1]):
-        end *= 2
-    return bisect_left(counts, True, 0, min(end, len(counts)), key=lambda n: not fits(n))
+def _last_fitting(storage: RankStorage, counts: range, budget: float) -> int:
+    """Return the place, from 1, of the last of `counts` that fits a budget; 0 if none fits.
+
+    Memory grows with the experts, but not from each number to the next: few experts get more tokens
+    each, and a kernel takes as many experts at once as the cache has room for.
+    """
+
+    def fits(index: int) -> bool:
+        return storage.memory_bytes(counts[index]) <= budget
+
+    tried = {2**power - 1 for power in range(len(counts).bit_length())}
+    if storage.job.model.experts in counts:
+        tried.add(counts.index(storage.job.model.experts))
+    fitting = [index for index in tried if fits(index)]
+    if not fitting:
+        return 0
+    last = max(fitting)
+    refused = min((index for index in tried if index > last), default=len(counts))
+    found = bisect_left(range(len(counts)), True, last + 1, refused, key=lambda at: not fits(at))
+    while near := [at for at in range(found, min(found + _LOOKAHEAD, len(counts))) if fits(at)]:
+        found = near[-1] + 1
+    return found
 
 
 def _expert_counts(storage: RankStorage) -> range:
