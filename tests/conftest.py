@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+from commands import Commands
 from moesaic.testing.ranks import RankPool
 
 hypothesis.settings.register_profile("brief", max_examples=40, deadline=None)
@@ -62,6 +63,11 @@ def disk_or_memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[P
     path = shared / f"moesaic-{os.getpid()}"
     yield path
     path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def commands(capfd: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capfd)
 
 
 @pytest.fixture(autouse=True)

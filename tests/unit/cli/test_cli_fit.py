@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_cli_plan import CLUSTER, JOB
 
+from commands import Commands
 from moesaic import Cluster, Job
-from moesaic.cli.main import main
 
 MEMORY = '[memory]\nssd = "/data/scratch"\n'
 
@@ -43,9 +43,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpus.toml").write_text(CLUSTER)
 
 
-def test_both_methods_are_printed_with_limit_and_remedy(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*FIT, "--ssd", "1TB"]) == 0
-    text = capfd.readouterr().out
+def test_both_methods_are_printed_with_limit_and_remedy(commands: Commands) -> None:
+    text = commands.output([*FIT, "--ssd", "1TB"])
     assert text.startswith("16 ranks on two nodes (16 x 64 cores), 2 hosts with 931.3 GiB")
     rows = re.findall(r"^(SE-MoE|moesaic) +(\S.*?)  +([\d,]+) +([\d,]+)( +bottleneck)? *$", text, re.M)  # fmt: skip  # noqa: E501
     assert [row[:2] for row in rows] == [
@@ -63,20 +62,17 @@ def test_both_methods_are_printed_with_limit_and_remedy(capfd: pytest.CaptureFix
     assert (experts[1], experts[4]) == (1655, 1232)
 
 
-def test_gpus_get_the_limits_of_se_moe(capfd: pytest.CaptureFixture[str]) -> None:
+def test_gpus_get_the_limits_of_se_moe(commands: Commands) -> None:
     line = ["plan", "job.toml", "--cluster", "gpus.toml"]
-    assert main([*line, "--fit", "model", "--ssd", "1TB"]) == 0
-    text = capfd.readouterr().out
+    text = commands.output([*line, "--fit", "model", "--ssd", "1TB"])
     assert re.search(r"^SE-MoE +GPU memory +[\d,]+", text, re.M)
     assert re.search(r"^moesaic +CPU ranks +0 +0 +bottleneck", text, re.M)
-    assert main(line) == 2
     words = "[memory] on NVIDIA H100 SXM5: expert state on a drive is for CPU ranks, use these or"
-    assert words in capfd.readouterr().err.replace("\n", " ")
+    assert words in commands.refusal(line)
 
 
-def test_json_has_the_figures_of_python(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*FIT, "--ssd", "1TB", "--nproc", "16", "--json"]) == 0
-    figures = json.loads(capfd.readouterr().out)
+def test_json_has_the_figures_of_python(commands: Commands) -> None:
+    figures = commands.facts([*FIT, "--ssd", "1TB", "--nproc", "16"])
     own = Job.load("job.toml").largest_model(Cluster.load("cluster.toml"), 1e12, nproc=16)
     assert json.loads(json.dumps(own)) == figures
     assert figures["largest"][1]["experts"] == 1232
@@ -95,18 +91,13 @@ def test_json_has_the_figures_of_python(capfd: pytest.CaptureFixture[str]) -> No
         (["--fit=model", "--ssd=1TB", "--nproc=3"], "ep = 16"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_sentence(
-    flags: list[str], words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*FIT[:4], *flags]) == 2
-    out, err = capfd.readouterr()
-    assert words in err
-    assert (out, err.count("error: "), err.strip().count("\n")) == ("", 1, 0)
+def test_a_mistake_is_one_sentence(flags: list[str], words: str, commands: Commands) -> None:
+    assert words in commands.refusal([*FIT[:4], *flags])
 
 
-def test_a_job_without_a_memory_budget_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_without_a_memory_budget_is_refused(commands: Commands) -> None:
     Path("job.toml").write_text(JOB)
     layout = ["--set", "layout.ep=16"]
-    assert main([*FIT, "--ssd", "1TB"]) == 2
-    assert "[memory] is missing: add it with a directory, such as" in capfd.readouterr().err
-    assert main([*FIT, "--ssd", "1TB", "--set", "memory.ssd=/data/scratch", *layout]) == 0
+    text = commands.refusal([*FIT, "--ssd", "1TB"])
+    assert "[memory] is missing: add it with a directory, such as" in text
+    commands.run([*FIT, "--ssd", "1TB", "--set", "memory.ssd=/data/scratch", *layout])
