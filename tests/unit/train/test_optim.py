@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moesaic.dist.world import World
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
+from moesaic.train.assemble import assemble
 from moesaic.train.optim import AdamW, learning_rate, zero_moments
 
 
@@ -50,7 +53,12 @@ class Counting(TorchDispatchMode):
 def test_a_block_takes_few_operations_and_equals_single_parameters() -> None:
     """Results agree bit for bit, and operations do not grow with the number of parameters."""
     job = tiny_job(train={"clip": 0.01})
-    runs = [start_run(job) for _ in range(2)]
+    runs = [
+        assemble(
+            job, plan_from_layout(job.layout, job.model, 1), World.solo(), InitialSource(1, 0.2)
+        )
+        for _ in range(2)
+    ]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     once, single = runs
     counts = []
