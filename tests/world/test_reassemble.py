@@ -18,6 +18,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.parts import PartPlacement
@@ -203,10 +204,7 @@ def _whole(shard: TensorShard, world: World) -> TensorShard:
 
 def reference_losses(world: World) -> list[float]:
     job = tiny_job(train={"batch": 6})
-    run = assemble(
-        job, plan_from_layout(job.layout, job.model, 1), world, InitialSource(job.seed, 0.2)
-    )
-    samples = RandomSamples(61, 12)
+    run, samples = start_run(job, world), RandomSamples(61, 12)
     return [run.step(samples).loss for _ in range(6)]
 
 

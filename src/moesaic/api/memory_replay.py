@@ -8,7 +8,8 @@ Checkpoints and validation are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, waves
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.policy.plan.budget import (
+    BudgetFacts,
     budget_bytes,
     budget_facts,
     check_budget,
@@ -31,7 +33,7 @@ from moesaic.policy.plan.budget import (
     smallest_budget,
 )
 from moesaic.policy.residency import ResidencyFacts, make_residency
-from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.cache import BlockCache
 from moesaic.store.expert_order import ExpertOrder
 from moesaic.store.expert_state import ExpertState
 
@@ -77,11 +79,10 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
     traffic = _Replay(job, expert_blocks(job, plan, facts, budget), budget.num_blocks).run(steps)
     rows = [
         {
-            "step": number, "accesses": one.accesses, "reads": one.reads,
-            "read_bytes": one.reads * facts.block_bytes,
-            "written_bytes": one.writes * facts.block_bytes,
+            "step": number, "accesses": one["accesses"], "reads": one["reads"],
+            **_num_bytes(one, facts),
         }
-        for (number, _), one in zip(steps, traffic, strict=True)
+        for (number, _), one in zip(steps, map(_whole, traffic), strict=True)
     ]  # fmt: skip
     return {
         "run": str(run), "memory": memory, "residency": residency, "simulated": True,
@@ -106,6 +107,7 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
     blocks = expert_blocks(job, plan, facts, budget)
     everything = {layer: list(range(number)) for layer, number in blocks.experts.items()}
     step = _Replay(job, blocks, budget.num_blocks).forecast(everything)
+    whole = _num_bytes(_whole(step), facts)
     return {
         "host_bytes": host_bytes, "smallest_budget_bytes": smallest_budget(facts),
         "other_bytes": facts.other_bytes[budget.group_size],
@@ -113,9 +115,22 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
         "expert_state_bytes": len(STATE) * facts.num_experts * facts.block_bytes,
         "drive_bytes": blocks.num_blocks * facts.block_bytes,
         "micro_batches_together": budget.group_size,
-        "read_bytes_per_step": step.reads * facts.block_bytes,
-        "written_bytes_per_step": step.writes * facts.block_bytes,
+        "read_bytes_per_step": whole["read_bytes"],
+        "written_bytes_per_step": whole["written_bytes"],
+        "bytes_by_phase": {phase: _num_bytes(traffic, facts) for phase, traffic in step.items()},
     }  # fmt: skip
+
+
+def _whole(step: Mapping[str, Counter[str]]) -> Counter[str]:
+    """Return the traffic of all phases of a step."""
+    return sum(step.values(), Counter[str]())
+
+
+def _num_bytes(traffic: Counter[str], facts: BudgetFacts) -> dict[str, int]:
+    return {
+        "read_bytes": traffic["reads"] * facts.block_bytes,
+        "written_bytes": traffic["writes"] * facts.block_bytes,
+    }
 
 
 def _read_slots(run: Path, plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
@@ -174,24 +189,26 @@ class _Replay:
         self._may_repeat, self._skips_repeats = job.memory.residency in _REPEATING, False
         """True if groups of micro-batches that repeat earlier ones are not replayed."""
 
-    def run(self, steps: Sequence[tuple[int, dict[int, list[int]]]]) -> list[CacheStats]:
-        """Return the traffic of each step."""
+    def run(
+        self, steps: Sequence[tuple[int, dict[int, list[int]]]]
+    ) -> list[dict[str, Counter[str]]]:
+        """Return the accesses, reads and writes of each step by phase."""
         with self._cache:
             self._fill()
             return [self._step(number, slots) for number, (_, slots) in enumerate(steps, 1)]
 
-    def forecast(self, slots: dict[int, list[int]]) -> CacheStats:
-        """Return the traffic of a step after many that use `slots`, which are all."""
+    def forecast(self, slots: dict[int, list[int]]) -> dict[str, Counter[str]]:
+        """Return the traffic of a step after many that use `slots`, which are all, by phase."""
         self._skips_repeats = self._may_repeat
         with self._cache:
             self._fill()
             before = None
             for number in range(1, _FORECAST_STEPS + 1):
-                stats, contents = self._step(number, slots), self._cache.contents()
+                phases, contents = self._step(number, slots), self._cache.contents()
                 if self._skips_repeats and contents == before:
                     break
                 before = contents
-        return stats
+        return phases
 
     def _fill(self) -> None:
         """Make the accesses of initial values."""
@@ -204,39 +221,52 @@ class _Replay:
                                 self._cache.mark_dirty(block)
         self._cache.take_stats()
 
-    def _step(self, number: int, slots: dict[int, list[int]]) -> CacheStats:
+    def _step(self, number: int, slots: dict[int, list[int]]) -> dict[str, Counter[str]]:
         num_groups = self._job.train.micro_batches // self._blocks.num_micro_batches
-        traffic, ends = list[CacheStats](), list[Any]()
-        while len(traffic) < num_groups - 1:
-            self._group(number, slots, is_last=False)
-            traffic.append(self._cache.take_stats())
+        groups, ends = list[dict[str, Counter[str]]](), list[Any]()
+        while len(groups) < num_groups - 1:
+            groups.append(self._group(number, slots, is_last=False))
             contents = self._cache.contents()
             if self._skips_repeats and contents in ends:
-                period = traffic[ends.index(contents) + 1 :]
-                traffic += period * ((num_groups - 1 - len(traffic)) // len(period))
+                period = groups[ends.index(contents) + 1 :]
+                groups += period * ((num_groups - 1 - len(groups)) // len(period))
             ends.append(contents)
-        self._group(number, slots, is_last=True)
+        groups.append(self._group(number, slots, is_last=True))
         if not self._blocks.updates_early:
             self._order.begin_update()
             for state in self._states.values():
                 _update(state, number)
         if self._period and number % self._period == 0:
             self._cache.flush()
-        traffic.append(self._cache.take_stats())
-        stats = CacheStats(*map(sum, zip(*traffic, strict=True)))
-        self._residency.end_step(ResidencyFacts("", self._num_places, stats.accesses, stats.reads))
-        return stats
+        phases = {
+            name: sum((group[name] for group in groups), Counter[str]())
+            for name in ("forward", "backward")
+        }
+        phases["optimizer"] = self._take_traffic()
+        whole = _whole(phases)
+        self._residency.end_step(
+            ResidencyFacts("", self._num_places, whole["accesses"], whole["reads"])
+        )
+        return phases
 
-    def _group(self, number: int, slots: dict[int, list[int]], *, is_last: bool) -> None:
-        """Pass through all layers, and back."""
+    def _take_traffic(self) -> Counter[str]:
+        stats = self._cache.take_stats()
+        return Counter(accesses=stats.accesses, reads=stats.reads, writes=stats.writes)
+
+    def _group(
+        self, number: int, slots: dict[int, list[int]], *, is_last: bool
+    ) -> dict[str, Counter[str]]:
+        """Pass through all layers, and back; return the traffic by phase."""
         layers = list(self._blocks.experts)
         self._order.begin_group(is_last=is_last)
         for layer in [-1, *layers, 1 << 30]:  # Embedding, layers, head.
             self._forward_block(layer, slots)
+        forward = self._take_traffic()
         for layer in [1 << 30, *reversed(layers), -1]:
             self._backward_block(layer, slots)
             if is_last and layer in slots:
                 self._end_layer(self._states[layer], number)
+        return {"forward": forward, "backward": self._take_traffic()}
 
     def _forward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
         self._order.begin_forward(layer)

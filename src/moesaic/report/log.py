@@ -125,11 +125,14 @@ class Steps:
     """Seconds of planning replicas on rank 0."""
     memory_hit_rate: Floats
     """Uses of expert state that found it in memory, 0 to 1; NaN without a memory budget, as in the
-    next three."""
+    next five."""
     memory_stall_s: Floats
     """Seconds that rank 0 waited for the drive."""
     memory_read_bytes: Floats
     memory_written_bytes: Floats
+    memory_read_s: Floats
+    """Seconds in which rank 0 had reads in flight."""
+    memory_write_s: Floats
     phases: dict[str, Floats]
     """Seconds of each phase on rank 0."""
 

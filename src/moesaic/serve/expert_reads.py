@@ -22,12 +22,9 @@ _LAST_WEIGHT = 0.3
 class ExpertReads:
     """Decides for each pass how experts are read, and starts to read ahead."""
 
-    def __init__(
-        self, cache: BlockCache, places: Mapping[int, Places], top_k: int, num_threads: int
-    ) -> None:
-        """Read the experts of `places`, which `num_threads` bring into `cache`."""
-        self._cache, self._places, self._num_threads = cache, list(places.values()), num_threads
-        self._top_k = top_k
+    def __init__(self, cache: BlockCache, places: Mapping[int, Places], top_k: int) -> None:
+        """Read the experts of `places` into `cache`; a token chooses `top_k` in each layer."""
+        self._cache, self._places, self._top_k = cache, list(places.values()), top_k
         self.policy: Callable[[PassFacts], RegimeDecision] = choose_regime
         self._blocks = [[one.block(slot) for slot in range(one.num_slots)] for one in self._places]
         self._compute_s = dict[int, float]()
@@ -61,8 +58,7 @@ class ExpertReads:
         bucket = num_tokens.bit_length()
         self._compute_s[bucket] = _mean(self._compute_s.get(bucket), compute_s)
         if now.read_s > before.read_s:
-            seconds_of_reads = (now.read_s - before.read_s) / self._num_threads
-            bandwidth = (now.read_bytes - before.read_bytes) / seconds_of_reads
+            bandwidth = (now.read_bytes - before.read_bytes) / (now.read_s - before.read_s)
             self._read_bytes_per_s = _mean(self._read_bytes_per_s or None, bandwidth)
         accesses = now.accesses - before.accesses
         if accesses and self.decision and self.decision.outcome.regime == "fetch":

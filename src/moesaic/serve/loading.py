@@ -56,7 +56,7 @@ class ExpertStats(NamedTuple):
     read_bytes: int = 0
     """Bytes read from the files of experts."""
     read_s: float = 0.0
-    """Seconds of reading, summed over threads."""
+    """Seconds with reads in flight."""
     stall_s: float = 0.0
     """Seconds that passes waited for experts."""
 
@@ -76,7 +76,7 @@ class ServedModel:
         self.reads: ExpertReads | None = None
         """How an engine's passes read experts; None if all of them are in memory."""
         if cache is not None and places is not None:
-            self.reads = ExpertReads(cache, places, model.config.top_k, READ_THREADS)
+            self.reads = ExpertReads(cache, places, model.config.top_k)
         self.decision = decision
         """Division of the memory budget; None without one."""
         self._files, self._cache, self._places = files, cache, places or {}

@@ -66,9 +66,9 @@ class CacheStats(NamedTuple):
     stall_s: float
     """Seconds that holds waited for transfers."""
     read_s: float
-    """Seconds of reads, summed over threads."""
+    """Seconds with reads in flight."""
     write_s: float
-    """Seconds of writes, summed over threads."""
+    """Seconds with writes in flight."""
 
 
 class BlockCache:

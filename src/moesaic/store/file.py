@@ -1,13 +1,12 @@
 """Scratch file: blocks of equal size with direct I/O and a checksum for each.
 
-The file means nothing after the process ends: checksums are kept in memory only.
+The file has no name, so that its space is free when the process ends, however that happens.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError, write_error
+from moesaic.base.units import format_bytes
 from moesaic.store.checksum import block_checksum
 
 _REMEDY = "resume from the newest checkpoint"
@@ -28,20 +28,17 @@ class BlockFile:
     is_read_only = False
 
     def __init__(self, path: Path, num_blocks: int, block_bytes: int) -> None:
-        """Create `path`, which must not exist, and reserve its space."""
+        """Create `path`, reserve its space, and remove the name, which remains in errors."""
         self.path = path
         self.num_blocks = num_blocks
         self.stride_bytes = direct_io.align(block_bytes)
         """Bytes of a block in the file and in memory, rounded up for direct I/O."""
         try:
-            self._file = path.open("xb+", buffering=0)
-        except FileExistsError:
-            raise StoreError(
-                f"'{path}' exists: delete it, or name a directory that no other run uses"
-            ) from None
+            self._file = path.open("wb+", buffering=0)
         except OSError as error:
             raise write_error(f"'{path}'", error) from error
         try:
+            path.unlink()
             self._reserve()
             direct_io.set_direct_io(self._file, True)
             # Some disks need another alignment, which only a read reveals.
@@ -67,8 +64,8 @@ class BlockFile:
             direct_io.reserve(self._file, size)
         except OSError as error:
             raise StoreError(
-                f"'{self.path}' needs {size} bytes, and {free} are free ({error.strerror}): "
-                "make room, or name a directory on another disk"
+                f"'{self.path}' needs {format_bytes(size)}, and {format_bytes(free)} are free "
+                f"({error.strerror}): make room, or name a directory on another disk"
             ) from error
 
     def has(self, block: int) -> bool:
@@ -102,10 +99,8 @@ class BlockFile:
         self._has[block] = True
 
     def close(self) -> None:
-        """Close and remove the file."""
+        """Close the file, which frees its space."""
         self._file.close()
-        with suppress(OSError):  # The next run empties the directory.
-            self.path.unlink(missing_ok=True)
 
     def _offset(self, block: int, memory: NDArray[np.uint8]) -> int:
         if not 0 <= block < self.num_blocks or memory.shape != (self.stride_bytes,):

@@ -79,8 +79,11 @@ class IOThreads:
         """The newest transfer of each block and slot, while it is unfinished."""
         self._num_writes = 0
         """Unfinished writes."""
+        self._running = {False: 0, True: 0}
+        """Reads and writes in flight."""
         self._busy_s = {False: 0.0, True: 0.0}
-        """Seconds of reads and of writes, summed over threads."""
+        """Seconds with reads and with writes in flight, until `_counted_s`."""
+        self._counted_s = time.perf_counter()
         self._error: Exception | None = None
         self._raised = False
         self._closed = False
@@ -116,6 +119,8 @@ class IOThreads:
             if not after and self._threads:
                 self._push(transfer)
             elif not after and self._error is None:
+                self._count_busy_s()
+                self._running[writes] += 1
                 self._run(transfer)
 
     def wait_for_any(self, slots: Iterable[int]) -> set[int]:
@@ -144,13 +149,15 @@ class IOThreads:
 
     @property
     def busy_s(self) -> tuple[float, float]:
-        """Seconds of reads and of writes since `reset_busy_s`, summed over threads."""
+        """Seconds with reads and with writes in flight since `reset_busy_s`."""
         with self._changed:
+            self._count_busy_s()
             return self._busy_s[False], self._busy_s[True]
 
     def reset_busy_s(self) -> None:
         """Count seconds from zero."""
         with self._changed:
+            self._count_busy_s()
             self._busy_s = {False: 0.0, True: 0.0}
 
     def close(self) -> None:
@@ -187,7 +194,6 @@ class IOThreads:
             self._run(transfer)
 
     def _run(self, transfer: _Transfer) -> None:
-        start = time.perf_counter()
         error = None
         try:
             move = self._storage.write if transfer.writes else self._storage.read
@@ -195,7 +201,8 @@ class IOThreads:
         except Exception as failure:  # noqa: BLE001 - the caller's thread raises it.
             error = failure
         with self._changed:
-            self._busy_s[transfer.writes] += time.perf_counter() - start
+            self._count_busy_s()
+            self._running[transfer.writes] -= 1
             if error is None:
                 self._finish(transfer)
             elif self._error is None:
@@ -210,9 +217,18 @@ class IOThreads:
                     transfer = heapq.heappop(self._ready)[2]
                     if not transfer.started:
                         transfer.started = True
+                        self._count_busy_s()
+                        self._running[transfer.writes] += 1
                         return transfer
                 self._changed.wait()
         return None
+
+    def _count_busy_s(self) -> None:
+        """Count the seconds until now; call it before the number of running transfers changes."""
+        now_s = time.perf_counter()
+        for writes, number in self._running.items():
+            self._busy_s[writes] += (now_s - self._counted_s) * (number > 0)
+        self._counted_s = now_s
 
     def _finish(self, transfer: _Transfer) -> None:
         self._num_writes -= transfer.writes

@@ -15,6 +15,11 @@ from moesaic.store.file import BlockFile
 from moesaic.testing.residency import RandomResidency
 
 
+def content_path(file: BlockFile) -> Path:
+    """Return a path to a file without a name, under which a test can damage it."""
+    return Path(f"/proc/self/fd/{file._file.fileno()}")
+
+
 @contextmanager
 def make_places(
     path: Path, num_experts: int, width: int, num_places: int, dtype: torch.dtype = torch.float32

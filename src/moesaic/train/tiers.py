@@ -8,9 +8,8 @@ cache, and on the drive if they do not fit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from moesaic.policy.plan.budget import (
     budget_bytes,
     budget_facts,
     check_budget,
+    check_rank_device,
     divide_budget,
     expert_blocks,
 )
@@ -49,36 +49,19 @@ from moesaic.store.file import BlockFile
 from moesaic.train.optim import AdamW
 from moesaic.train.topology import gather_places
 
-_MOUNTS = Path("/proc/self/mountinfo")
-_SLOW_FILE_SYSTEMS = {
-    **dict.fromkeys(("tmpfs", "ramfs"), "which is memory itself"),
-    **dict.fromkeys(("overlay", "aufs"), "which copies files between the layers of a container"),
-    **dict.fromkeys(
-        ("9p", "afs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"),
-        "which reaches its drive over a network or another system",
-    ),
-    "fuse": "whose reads and writes take a detour through another process",
-}  # fmt: skip
-"""Reasons against file systems for expert state."""
-
 
 def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> ExpertTiers | None:
     """Return the tiers of this rank, whose state has `dtype`, or None if the job has no `[memory]`
     table. Every rank of the world must call this."""
     if job.memory is None:
         return None
-    if world.device.type != "cpu":
-        raise ConfigError(
-            f'[memory] with train.device = "{world.device.type}": expert state on a drive is for '
-            "CPU ranks, remove the table"
-        )
+    check_rank_device(world.device.type, f'with train.device = "{world.device.type}"')
     # All ranks must divide alike, and the last one has the most samples.
     facts = budget_facts(job, plan, plan.ranks - 1, _host_bytes(job.memory, world))
     check_budget(job.memory, facts)
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
     directory = Path(job.memory.ssd).expanduser()
-    _remove_unused(directory, plan.ranks)
     tiers = ExpertTiers(
         directory / f"experts-rank-{world.rank}.blocks",
         expert_blocks(job, plan, facts, budget),
@@ -167,8 +150,8 @@ class ExpertTiers:
             stack.enter_context(_locked(path))
             file = _create_file(path, blocks.num_blocks, width * dtype.itemsize)
             stack.callback(file.close)
-            self.warnings = list(_drive_warnings(path.parent, is_direct=file.is_direct))
-            """Messages for the user about the drive."""
+            self.is_direct = file.is_direct
+            """False if reads and writes go through the page cache."""
             num_places = min(num_places, blocks.num_blocks)
             self.cache = BlockCache(file, num_places, self._residency)
             stack.callback(self.cache.close)
@@ -254,7 +237,7 @@ class ExpertTiers:
         return self._blocks.updates_early
 
     def close(self) -> None:
-        """Free the memory and remove the scratch file."""
+        """Free the memory and the space on the drive."""
         for places in self.places.values():
             places.close()
         self._resources.close()
@@ -274,54 +257,14 @@ def _create_file(path: Path, num_blocks: int, block_bytes: int) -> BlockFile:
         raise StoreError(f"memory.ssd: {error}") from error
 
 
-def _drive_warnings(directory: Path, *, is_direct: bool) -> Iterator[str]:
-    """Yield a warning if the directory's file system does not suit expert state, and another one if
-    it has no direct I/O."""
-    name = file_system(directory, _MOUNTS.read_text() if _MOUNTS.exists() else "")
-    reason = _SLOW_FILE_SYSTEMS.get(name.partition(".")[0])
-    if reason is not None:
-        yield (
-            f"memory.ssd = '{directory}' is on {name}, {reason}: name a directory on a drive of "
-            "this machine"
-        )
-    if not is_direct:
-        yield (
-            f"memory.ssd = '{directory}' has no direct I/O, so the page cache takes memory beyond "
-            "memory.host: name a directory on ext4 or xfs"
-        )
-
-
-def file_system(directory: Path, mounts: str) -> str:
-    """Return the type of the file system of a directory by the text of /proc/self/mountinfo, or an
-    empty string."""
-    found, path = ("", ""), directory.resolve()
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split(" ")[4])
-        if path.is_relative_to(point) and len(point) >= len(found[0]):
-            found = point, after.split(" ")[0]  # A later mount hides an earlier one.
-    return found[1]
-
-
-def _remove_unused(directory: Path, num_ranks: int) -> None:
-    """Remove the scratch files that a killed run on more ranks has left."""
-    for path in directory.glob("experts-rank-*.blocks"):
-        rank = path.stem.rpartition("-")[2]
-        if rank.isdecimal() and int(rank) >= num_ranks:
-            with suppress(LockHeld, OSError), file_lock(path.with_suffix(".lock"), fail_if_locked):
-                path.unlink(missing_ok=True)
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a scratch file, in a directory that is created if it is missing, and remove
-    what a killed run has left."""
+    """Hold the lock of a scratch file, in a directory that is created if it is missing."""
     directory = path.parent
     with ExitStack() as stack:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(path.with_suffix(".lock"), fail_if_locked))
-            path.unlink(missing_ok=True)
         except LockHeld as error:
             raise ConfigError(
                 f"memory.ssd = '{directory}' is in use by {error}: give each run a directory of "

@@ -103,7 +103,11 @@ def test_memory_charts_need_a_budget(tmp_path: Path) -> None:
     waiting = figures["memory-waiting"]["data"][0]["y"]
     assert waiting == pytest.approx([3.0] * 4)
     assert {trace["name"] for trace in figures["memory-bandwidth"]["data"]} == {"read", "written"}
-    for name in ("memory-waiting", "memory-bandwidth"):
+    step = {trace["name"]: trace["y"] for trace in figures["memory-step"]["data"]}
+    whole = np.array(step["computing"]) + step["waiting for the drive"]
+    assert step["reads in flight"] == pytest.approx(0.7 * whole, rel=1e-3)
+    assert step["writes in flight"] == pytest.approx(0.2 * whole, rel=1e-3)
+    for name in ("memory-step", "memory-waiting", "memory-bandwidth"):
         (guide,) = re.findall(rf'{name}.*?<p class="guide">([^<]+\.)</p>', text, re.S)[:1]
         assert len(guide) <= 120
     assert "The drive is the bottleneck" not in text

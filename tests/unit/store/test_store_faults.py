@@ -19,6 +19,7 @@ from storages import NUM_BLOCKS, RESIDENCIES, Belady, Recorder, Twin, filled, ne
 from moesaic.base.errors import StoreError
 from moesaic.store.cache import BlockCache, Residency
 from moesaic.store.file import BlockFile
+from moesaic.testing.places import content_path
 
 pytestmark = pytest.mark.timeout(60)
 """The deadline: a hang fails."""
@@ -71,9 +72,9 @@ def test_an_io_error_ends_a_run_once(
 def damage(file: BlockFile, kind: str) -> None:
     stride_bytes, seed = file.stride_bytes, random.Random(0)
     if kind == "truncated":
-        os.truncate(file.path, 7 * stride_bytes + 100)
+        os.truncate(content_path(file), 7 * stride_bytes + 100)
         return
-    with file.path.open("r+b") as other:
+    with content_path(file).open("r+b") as other:
         contents = bytearray(other.read())
         for block in range(0, NUM_BLOCKS, 2):
             if kind == "flipped":
@@ -302,7 +303,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_at_creation(tiny_disk: Path) -> None:
     path = tiny_disk / "blocks"
-    with pytest.raises(StoreError, match=f"'{path}' needs 786432 bytes, and 524288 are free"):
+    with pytest.raises(StoreError, match=f"'{path}' needs 768.0 KiB, and 512.0 KiB are free"):
         BlockFile(path, 2 * 48, 5000)
     assert list(tiny_disk.iterdir()) == []
 

@@ -82,9 +82,9 @@ def memory(
             block; None: all.
     """
     rank = plan.ranks - 1 if rank is None else rank
-    params = RankParams(job, plan, rank)
+    params = RankParams(job, plan, rank, with_experts=job.memory is None)
     num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense)
-    num_elements += sum(p.size for p in params.experts_in_memory)
+    num_elements += sum(p.size for p in params.experts)
     has_staging = job.checkpoint.asynchronous and on_cpu and job.memory is None
     lasting = Memory(
         parameters_bytes=num_elements * STORED_BYTES[job.train.precision]
@@ -120,7 +120,6 @@ class _StepMemory:
         self.params, self.plan, self.sizes = params, params.plan, s
         self.group_size, self.is_by_block = group_size, params.job.is_by_block
         self.recomputes = self.plan.recomputes(params.job)
-        self.holds_experts = params.job.memory is None
         self.routed, self.is_sharded = builder.routed, self.plan.dp_shard > 1
         self.stream_bytes = s.stream_elements * s.stored_bytes
         self.angle_bytes = s.tokens * s.model.rotary_dim * s.stored_bytes
@@ -136,7 +135,7 @@ class _StepMemory:
             self.captured[name] += block.captured_bytes
             elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
             self.dense_bytes[name] += elements * s.stored_bytes
-        trained = [p for p in params.experts_in_memory if params.is_trained(p)]
+        trained = [p for p in params.experts if params.is_trained(p)]
         arena_elements = sum(p.size for p in trained if p.layer == trained[0].layer)
         self.arena_bytes = arena_elements * s.stored_bytes
         """Bytes of the gradient of one layer's experts."""
@@ -165,7 +164,7 @@ class _StepMemory:
                 if p.expert is None:
                     num_bytes = local_size(p, num_shards) * self.sizes.stored_bytes
                     allocated[time - self.is_sharded / 2] += num_bytes
-                elif self.holds_experts:
+                else:
                     allocated[time] += p.size * self.sizes.stored_bytes
         for reduction in self.reductions:
             for bucket in reduction.buckets if reduction.overlaps_backward else ():
@@ -207,7 +206,7 @@ class _StepMemory:
             weight_bytes = (not adds) * inner * s.model.hidden * s.stored_bytes
             return self.stream_bytes + weight_bytes + 2 * s.tokens * inner * s.compute_bytes
         num_bytes = self.stream_bytes + _expert_backward_bytes(s, self.routed[index])
-        if self.holds_experts:
+        if self.params.with_experts:
             return num_bytes + self.arena_bytes
         # One expert's gradient at a time joins the others.
         return num_bytes + adds * 3 * s.expert_width * s.model.hidden * s.stored_bytes

@@ -14,7 +14,6 @@ from moesaic.facts.expert_blocks import MIN_BLOCKS, BlockKind, ExpertBlocks
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import memory
-from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import STORED_BYTES
 
 _ALIGNMENT = 4096
@@ -52,10 +51,8 @@ def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFact
             f"layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert must have one "
             f"owner, set layout.ep = {plan.ranks // plan.etp}"
         )
-    experts = RankParams(job, plan, rank).experts
     per_layer = plan.experts // plan.ep
-    num_experts = per_layer * len(job.model.expert_layers)
-    width = sum(p.size for p in experts) // num_experts
+    width = 3 * job.model.hidden * job.model.ffn // plan.etp
     num_bytes = width * STORED_BYTES[job.train.precision]
     groups = [n for n in range(1, job.train.micro_batches + 1) if job.train.micro_batches % n == 0]
     return BudgetFacts(
@@ -64,7 +61,7 @@ def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFact
         width,
         -(-num_bytes // _ALIGNMENT) * _ALIGNMENT,
         per_layer,
-        num_experts,
+        per_layer * len(job.model.expert_layers),
     )
 
 
@@ -95,6 +92,15 @@ def expert_blocks(job: Job, plan: Plan, facts: BudgetFacts, budget: Budget) -> E
         recomputes=plan.recomputes(job),
         updates_early=not job.train.clip and job.train.precision != "fp16",
     )
+
+
+def check_rank_device(kind: str, where: str) -> None:
+    """Raise if ranks on devices of `kind` cannot keep expert state on a drive."""
+    if kind != "cpu":
+        raise ConfigError(
+            f"[memory] {where}: expert state on a drive is for CPU ranks, use these or remove the "
+            "table"
+        )
 
 
 def budget_bytes(config: MemoryConfig, free_bytes: int) -> int:
