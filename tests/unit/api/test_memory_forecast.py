@@ -169,24 +169,24 @@ def test_bad_sizes_are_one_sentence() -> None:
 
 @pytest.mark.parametrize("residency", ["next-use", "lru"])
 def test_groups_that_repeat_are_skipped_to_the_same_figures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, residency: str
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, residency: str
 ) -> None:
     sets = ("train.batch=32", "train.micro_batches=16", f"memory.residency={residency}")
     arguments = [word for one in sets for word in ("--set", one)]
-    smallest = dry_run(capsys, *arguments)["memory_tiers"]["smallest_budget_bytes"]
+    smallest = dry_run(commands, *arguments)["memory_tiers"]["smallest_budget_bytes"]
     arguments += ["--set", f"memory.host={smallest + 40_000_000}B"]
     skipped, groups = list[dict[str, Any]](), list[int]()
     pass_group = memory_replay._Replay._group
 
-    def count(replay: Any, *arguments: Any, **options: Any) -> None:
+    def count(replay: Any, *arguments: Any, **options: Any) -> Any:
         groups[-1] += 1
-        pass_group(replay, *arguments, **options)
+        return pass_group(replay, *arguments, **options)
 
     monkeypatch.setattr(memory_replay._Replay, "_group", count)
     for repeating in (memory_replay._REPEATING, ()):
         monkeypatch.setattr(memory_replay, "_REPEATING", repeating)
         groups.append(0)
-        skipped.append(dry_run(capsys, *arguments)["memory_tiers"])
+        skipped.append(dry_run(commands, *arguments)["memory_tiers"])
     assert skipped[0] == skipped[1]
     assert skipped[0]["micro_batches_together"] < 8
     assert groups[0] < 0.7 * groups[1]

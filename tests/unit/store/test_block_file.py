@@ -193,7 +193,8 @@ def test_a_short_transfer_leaves_direct_io_on(
     if not file.is_direct:
         pytest.skip("the file system of the test has no direct I/O")
     pwritev = os.pwritev
-    with file.path.open("rb+", buffering=0) as plain:
+    # The file has no name any more.
+    with open(f"/proc/self/fd/{file._file.fileno()}", "rb+", buffering=0) as plain:
 
         def short(fd: int, buffers: list[memoryview], at: int) -> int:
             if at % 4096:

@@ -35,6 +35,8 @@ from moesaic.policy.plan.mapping import max_ranks
 _GPU, _HOST, _RANK, _DRIVE, _NUMBERS, _CPU_RANKS = (
     "GPU memory", "host memory", "memory per rank", "drive", "expert numbers", "CPU ranks",
 )  # fmt: skip
+_SEARCH_FACTOR = 1.25
+"""Ratio of the numbers of experts that the search tries first."""
 _LOOKAHEAD = 8
 """Numbers of experts that are tried beyond the first one that does not fit."""
 _SE_MOE_REMEDIES = {
@@ -226,7 +228,10 @@ def _last_fitting(storage: RankStorage, counts: range, budget: float) -> int:
     def fits(index: int) -> bool:
         return storage.memory_bytes(counts[index]) <= budget
 
-    tried = {2**power - 1 for power in range(len(counts).bit_length())}
+    tried, index = {0}, 1.0
+    while index < len(counts):
+        tried.add(int(index))
+        index = max(index + 1, _SEARCH_FACTOR * index)
     if storage.job.model.experts in counts:
         tried.add(counts.index(storage.job.model.experts))
     fitting = [index for index in tried if fits(index)]
