@@ -78,9 +78,11 @@ class BlockCache:
         self._stride_bytes = file.stride_bytes
         size = num_slots * self._stride_bytes
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Large pages fault in, and are pinned for direct I/O, in less time.
-        with suppress(AttributeError, OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
+        # Large pages fault in, and are pinned for direct I/O, in less time. A forked process needs
+        # none of them, and sharing pages with it would disturb direct I/O in flight.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(AttributeError, OSError):
+                pages.madvise(getattr(mmap, advice))
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8).reshape(num_slots, -1)
         """Contents of the slots, [slots, stride_bytes]; it starts at a page."""
         self._distance = max(num_slots // _SLOTS_PER_READ_AHEAD, _MIN_READ_AHEAD)
