@@ -26,6 +26,7 @@ from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
+from moesaic.kernels import device as devices
 from moesaic.nn.experts.places import Places
 from moesaic.policy.plan.budget import (
     Budget,
@@ -75,6 +76,7 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
     check_budget(job.memory, facts)
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
+    devices.limit_compiled_kernels()
     directory = Path(job.memory.ssd).expanduser()
     _remove_unused(directory, plan.ranks)
     tiers = ExpertTiers(
@@ -199,6 +201,7 @@ class ExpertTiers:
 
     def begin_forward(self, block: str) -> None:
         """Read ahead for the forward passes of a block and what follows."""
+        devices.release_freed_memory()
         behind = {
             layer: [slot for slot in self._used[layer] if places.is_behind(slot)]
             for layer, places in self.places.items()
@@ -209,6 +212,7 @@ class ExpertTiers:
 
     def begin_backward(self, block: str) -> None:
         """Read ahead for the backward passes of a block and what follows."""
+        devices.release_freed_memory()
         places = self.places.get(_layer(block))
         if places is not None:
             # Earlier groups of micro-batches have touched others.

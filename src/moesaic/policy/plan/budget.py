@@ -15,9 +15,16 @@ from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import memory
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import STORED_BYTES
+from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
 _ALIGNMENT = 4096
+_LIBRARY_BYTES = 128 << 20
+"""Compiled kernels of oneDNN (up to 128 of 0.6 MB) and numba, and buffers of MKL, as measured."""
+_MIN_LIBRARY_MACS = 1 << 20
+"""Multiply-accumulates of an expert's larger matmul above which the libraries take memory."""
+_HEAP_FACTOR = 1.1
+"""Memory that tensors take from the system, over that of the tensors alone. The rest is between
+them, too small or too late to be reused."""
 
 
 class BudgetFacts(NamedTuple):
@@ -26,7 +33,8 @@ class BudgetFacts(NamedTuple):
     host_bytes: int
     """The budget."""
     other_bytes: dict[int, int]
-    """Peak of everything but expert state, by micro-batches that pass through a block together."""
+    """Peak of everything but expert state and the interpreter, by micro-batches that pass through a
+    block together."""
     width: int
     """Numbers in one block: the parameters of an expert."""
     block_bytes: int
@@ -58,14 +66,28 @@ def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFact
     width = sum(p.size for p in experts) // num_experts
     num_bytes = width * STORED_BYTES[job.train.precision]
     groups = [n for n in range(1, job.train.micro_batches + 1) if job.train.micro_batches % n == 0]
+    working_bytes = _working_bytes(Sizes(job, plan, rank))
     return BudgetFacts(
         host_bytes,
-        {n: memory(job, plan, rank, group_size=n).peak_bytes for n in groups},
+        {
+            n: int(_HEAP_FACTOR * memory(job, plan, rank, group_size=n).peak_bytes) + working_bytes
+            for n in groups
+        },
         width,
         -(-num_bytes // _ALIGNMENT) * _ALIGNMENT,
         per_layer,
         num_experts,
     )
+
+
+def _working_bytes(sizes: Sizes) -> int:
+    """Return what kernels need beyond the memory of even routing: libraries, and the backward pass
+    of an expert that gets every token of a micro-batch."""
+    hidden, ffn, tokens = sizes.model.hidden, sizes.expert_width, sizes.tokens
+    is_large = 2 * ffn * hidden * tokens >= _MIN_LIBRARY_MACS
+    # Two inputs, gate and up with their gradients, and three results between the matmuls.
+    elements = tokens * (2 * hidden + 7 * ffn)
+    return is_large * _LIBRARY_BYTES + elements * sizes.compute_bytes
 
 
 def divide_budget(facts: BudgetFacts) -> Budget:
