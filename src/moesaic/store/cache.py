@@ -94,7 +94,7 @@ class BlockCache:
         self._pins: Counter[int] = Counter()
         self._dirty: set[int] = set()
         self._unfilled: set[int] = set()
-        """Blocks that their next hold fills with zeros."""
+        """Blocks without a copy that no hold has filled yet."""
         self._is_stored: dict[int, bool] = {}
         """True for blocks whose write was submitted, False for discarded ones."""
         self._expected: Sequence[int] = ()
@@ -133,11 +133,12 @@ class BlockCache:
         return self._file.checksum(self.memory[self._slots[block]])
 
     @contextmanager
-    def hold(self, blocks: Sequence[int]) -> Iterator[dict[int, int]]:
+    def hold(self, blocks: Sequence[int], *, overwrites: bool = False) -> Iterator[dict[int, int]]:
         """Yield the slot of each block; the blocks stay in memory until the end.
 
         All missing blocks are read at once, in the order of the file. A block that is neither in
-        memory nor in the file comes as zeros, without a read. Holds nest."""
+        memory nor in the file comes as zeros, without a read. With `overwrites` it has any content,
+        and the caller writes all of it. Holds nest."""
         self._check_usable()
         wanted = list(dict.fromkeys(blocks))
         num_pinned = len(self._pins.keys() | set(wanted))
@@ -147,7 +148,7 @@ class BlockCache:
             )
         self._pins.update(wanted)
         try:
-            self._load(wanted)
+            self._load(wanted, overwrites=overwrites)
             yield {block: self._slots[block] for block in wanted}
         finally:
             for block in wanted:
@@ -217,7 +218,7 @@ class BlockCache:
             raise RuntimeError("the block cache is closed")
         self._threads.raise_error()
 
-    def _load(self, blocks: list[int]) -> None:
+    def _load(self, blocks: list[int], *, overwrites: bool) -> None:
         """Bring blocks into memory, and wait for them."""
         for block in blocks:
             self._residency.access(block)
@@ -235,7 +236,8 @@ class BlockCache:
         self._threads.wait_for_slots(self._slots[block] for block in blocks)
         self._stall_s += time.perf_counter() - start
         for block in self._unfilled.intersection(blocks):
-            self.memory[self._slots[block]] = 0
+            if not overwrites:
+                self.memory[self._slots[block]] = 0
             self._unfilled.remove(block)
 
     def _consume(self, block: int) -> None:

@@ -98,7 +98,7 @@ class Places:
             yield {}
             return
         blocks = {slot: self.block(slot, BlockKind.GRADIENT) for slot in slots}
-        with self._cache.hold(list(blocks.values())) as places:
+        with self._cache.hold(list(blocks.values()), overwrites=True) as places:
             yield {slot: self.memory[places[block]] for slot, block in blocks.items()}
             for block in blocks.values():
                 self._cache.mark_dirty(block)
