@@ -40,7 +40,7 @@ def test_the_example_keeps_four_times_its_budget(capsys: pytest.CaptureFixture[s
 
 
 def test_more_memory_reads_less_down_to_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    budgets = ("205MB", "225MB", "600MB", "2GB")
+    budgets = ("210MB", "225MB", "600MB", "2GB")
     tiers = [dry_run(capsys, "--set", f"memory.host={host}")["memory_tiers"] for host in budgets]
     reads = [one["read_bytes_per_step"] for one in tiers]
     assert reads == sorted(reads, reverse=True)

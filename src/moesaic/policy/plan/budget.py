@@ -18,11 +18,12 @@ from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
 _ALIGNMENT = 4096
-_LIBRARY_BYTES = 128 << 20
-"""Compiled kernels of oneDNN (up to 128 of 0.6 MB) and numba, and buffers of MKL, as measured."""
-_MIN_LIBRARY_MACS = 1 << 20
-"""Multiply-accumulates of an expert's larger matmul above which the libraries take memory."""
-_HEAP_FACTOR = 1.1
+_LIBRARY_BYTES, _MIN_LIBRARY_MACS = 96 << 20, 1 << 20
+"""Compiled kernels of oneDNN (up to 128 of 0.6 MB) and buffers of MKL, as measured; and
+multiply-accumulates of an expert's larger matmul from which on they are used."""
+_NUMBA_BYTES, _MIN_NUMBA_ELEMENTS = 32 << 20, 1 << 19
+"""numba with its kernels, as measured; and elements of a matrix from which on they are used."""
+_HEAP_FACTOR = 1.2
 """Memory that tensors take from the system, over that of the tensors alone. The rest is between
 them, too small or too late to be reused."""
 
@@ -84,10 +85,12 @@ def _working_bytes(sizes: Sizes) -> int:
     """Return what kernels need beyond the memory of even routing: libraries, and the backward pass
     of an expert that gets every token of a micro-batch."""
     hidden, ffn, tokens = sizes.model.hidden, sizes.expert_width, sizes.tokens
-    is_large = 2 * ffn * hidden * tokens >= _MIN_LIBRARY_MACS
+    matrix = 2 * ffn * hidden
+    libraries = _LIBRARY_BYTES * (matrix * tokens >= _MIN_LIBRARY_MACS)
+    libraries += _NUMBA_BYTES * (matrix >= _MIN_NUMBA_ELEMENTS)
     # Two inputs, gate and up with their gradients, and three results between the matmuls.
     elements = tokens * (2 * hidden + 7 * ffn)
-    return is_large * _LIBRARY_BYTES + elements * sizes.compute_bytes
+    return libraries + elements * sizes.compute_bytes
 
 
 def divide_budget(facts: BudgetFacts) -> Budget:
