@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.kernels import threads
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -98,12 +100,20 @@ def normal(seed: int, purpose: str, start: int, stop: int) -> Tensor:
     """
     first = start // 4 * 4
     result = torch.empty(-(-stop // 4) * 4 - first, dtype=torch.float64)
-    key = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=16).digest()
-    # numpy increments the counter before it draws.
-    counter = (first // 4 - 1) % (1 << 256)
-    source = np.random.Philox(key=int.from_bytes(key, "little"), counter=counter)
-    for chunk in result.split(_CHUNK):
-        _fill_normal(chunk, source)
+    digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=16).digest()
+    key, chunks = int.from_bytes(digest, "little"), result.split(_CHUNK)
+
+    def fill(index: int) -> None:
+        # numpy increments the counter before it draws.
+        counter = ((first + index * _CHUNK) // 4 - 1) % (1 << 256)
+        _fill_normal(chunks[index], np.random.Philox(key=key, counter=counter))
+
+    pool = threads.thread_pool() if len(chunks) > 1 else None
+    if pool is None:
+        for index in range(len(chunks)):
+            fill(index)
+    else:  # A chunk is too small for several threads, which torch would use for each operation.
+        pool.run_each(fill, range(len(chunks)))
     return result[start - first :][: stop - start]
 
 

@@ -90,9 +90,11 @@ class BlockCache:
         self._stride_bytes = file.stride_bytes
         size = num_slots * self._stride_bytes
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Large pages fault in, and are pinned for direct I/O, in less time.
-        with suppress(AttributeError, OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
+        # Large pages fault in, and are pinned for direct I/O, in less time. A forked process needs
+        # none of them, and sharing pages with it would disturb direct I/O in flight.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(AttributeError, OSError):
+                pages.madvise(getattr(mmap, advice))
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8).reshape(num_slots, -1)
         """Contents of the slots, [slots, stride_bytes]; it starts at a page."""
         self._default_distance = max(num_slots // _SLOTS_PER_READ_AHEAD, _MIN_READ_AHEAD)
@@ -106,7 +108,7 @@ class BlockCache:
         self._pins: Counter[int] = Counter()
         self._dirty: set[int] = set()
         self._unfilled: set[int] = set()
-        """Blocks that their next hold fills with zeros."""
+        """Blocks without a copy that no hold has filled yet."""
         self._is_stored: dict[int, bool] = {}
         """True for blocks whose write was submitted, False for discarded ones."""
         self._expected = ExpectedAccesses((), 0)
@@ -141,10 +143,14 @@ class BlockCache:
         return is_new and not self.memory[self._slots[block]].view(np.uint64).any()
 
     @contextmanager
-    def hold(self, blocks: Sequence[int]) -> Iterator[dict[int, int]]:
-        """Yield the slot of each block, once all are in memory; they stay until the end. Holds
-        nest."""
+    def hold(self, blocks: Sequence[int], *, overwrites: bool = False) -> Iterator[dict[int, int]]:
+        """Yield the slot of each block, once all are in memory; they stay until the end.
+
+        With `overwrites`, blocks that come without a read have any content, and the caller writes
+        all of it. Holds nest."""
         with self.request(blocks) as slots:
+            if overwrites:
+                self._unfilled.difference_update(blocks)
             left = set(blocks)
             while left:
                 left.difference_update(self.wait_for_any(left))

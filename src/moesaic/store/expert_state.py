@@ -65,9 +65,10 @@ class ExpertState(CachedExperts):
             yield places[block]
 
     @contextmanager
-    def change(self, blocks: Sequence[int]) -> Iterator[list[int]]:
-        """Load some blocks, and yield their places, which are written."""
-        with self._cache.hold(blocks) as places:
+    def change(self, blocks: Sequence[int], *, overwrites: bool = False) -> Iterator[list[int]]:
+        """Load some blocks, and yield their places, which are written; with `overwrites`, all of
+        those that come without a read."""
+        with self._cache.hold(blocks, overwrites=overwrites) as places:
             yield [places[block] for block in blocks]
             for block in blocks:
                 self._cache.mark_dirty(block)
@@ -76,7 +77,8 @@ class ExpertState(CachedExperts):
     def change_gradients(self, slots: Sequence[int]) -> Iterator[list[int]]:
         """Load the gradients of `slots`, and yield their places, which are written. Those of slots
         that were not `touched` before have no values yet."""
-        with self.change([self.block(slot, BlockKind.GRADIENT) for slot in slots]) as places:
+        blocks = [self.block(slot, BlockKind.GRADIENT) for slot in slots]
+        with self.change(blocks, overwrites=True) as places:
             yield places
         self.touched.update(slots)
 

@@ -25,6 +25,7 @@ from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import ExpertBlocks
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
+from moesaic.kernels import device as devices
 from moesaic.nn.experts.bank import MatrixLender
 from moesaic.nn.experts.places import StatePlaces
 from moesaic.policy.plan.budget import (
@@ -61,6 +62,7 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
     check_budget(job.memory, facts)
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
+    devices.limit_compiled_kernels()
     directory = Path(job.memory.ssd).expanduser()
     tiers = ExpertTiers(
         directory / f"experts-rank-{world.rank}.blocks",
@@ -186,10 +188,12 @@ class ExpertTiers:
 
     def begin_forward(self, block: str) -> None:
         """Read ahead for the forward passes of a block and what follows."""
+        devices.release_freed_memory()
         self._order.begin_forward(_layer(block))
 
     def begin_backward(self, block: str) -> None:
         """Read ahead for the backward passes of a block and what follows."""
+        devices.release_freed_memory()
         places, slots = self.places.get(_layer(block)), None
         if places is not None:
             # Earlier groups of micro-batches have touched others.

@@ -41,7 +41,7 @@ def test_the_example_keeps_four_times_its_budget(commands: Commands) -> None:
 
 
 def test_more_memory_reads_less_down_to_nothing(commands: Commands) -> None:
-    budgets = ("100MB", "225MB", "600MB", "2GB")
+    budgets = ("210MB", "225MB", "600MB", "2GB")
     tiers = [dry_run(commands, "--set", f"memory.host={host}")["memory_tiers"] for host in budgets]
     reads = [one["read_bytes_per_step"] for one in tiers]
     assert reads == sorted(reads, reverse=True)

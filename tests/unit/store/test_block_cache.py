@@ -228,6 +228,14 @@ def test_absent_blocks_come_as_zeros_without_a_read(tmp_path: Path) -> None:
         assert (stats.accesses, stats.reads, stats.writes) == (4, 0, 0)
 
 
+def test_absent_blocks_that_are_overwritten_are_not_cleared(tmp_path: Path) -> None:
+    with BlockCache(Recorder(new_file(tmp_path)), 1, LRU()) as cache:
+        with cache.hold([0], overwrites=True) as slots:
+            cache.memory[slots[0]] = 7
+        with cache.hold([1], overwrites=True) as slots:
+            assert (cache.memory[slots[1]] == 7).all()
+
+
 def test_discarded_blocks_are_not_written_and_are_absent(tmp_path: Path) -> None:
     storage = Gated(tmp_path, 3)
     cache = storage.cache
