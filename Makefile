@@ -101,7 +101,7 @@ $(HAS_TORCH): | $(BIN)/python
 
 $(HAS_MOESAIC): pyproject.toml $(HAS_TORCH)
 	@echo "installing moesaic and what it stands on"
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(HAS_TOOLS): pyproject.toml $(HAS_TORCH)

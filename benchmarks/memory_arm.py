@@ -48,6 +48,8 @@ class Settings:
     mapped: bool = False
     """Without tiers: parameters, moments and gradients of experts are mapped from files."""
     clip: float = 0.0
+    recompute: bool = False
+    """Compute layers again in backward, and keep only their inputs."""
     third: bool = False
     """Route tokens to a third of the experts of a step."""
     residency: str = "next-use"
@@ -81,7 +83,7 @@ class Settings:
             "train": {
                 "steps": 1_000_000, "batch": shape.micro_batches, "clip": self.clip,
                 "micro_batches": shape.micro_batches, "micro_batch_order": "by_block",
-                "device": "cpu",
+                "recompute": self.recompute, "device": "cpu",
             },
             "schedule": {"kind": "constant"},
         }  # fmt: skip
@@ -101,7 +103,7 @@ class FastSource:
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write values into `shards` in place."""
         for shard in shards:
-            with shard.borrow() as tensor:
+            with shard.borrow(writes=True) as tensor:
                 if shard.kind != PARAMETER:
                     tensor.zero_()
                 elif len(shard.shape) == 1:

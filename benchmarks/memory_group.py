@@ -86,11 +86,11 @@ class Arm:
         command = [sys.executable, "-m", "benchmarks.memory_arm", settings.to_json()]
         return cls(command, limit_bytes)
 
-    def step(self) -> dict[str, Any]:
-        """Take a step; return its figures."""
+    def step(self, request: object = None) -> dict[str, Any]:
+        """Take a step, or do what `request` asks for; return its figures."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write("\n")
+            self._process.stdin.write("\n" if request is None else json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise Killed from None

@@ -18,7 +18,7 @@ from moesaic.facts.job import FinetuneConfig, Job
 from moesaic.facts.job.bench import BenchConfig
 from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
-from moesaic.serve.config import GenerateConfig
+from moesaic.serve.config import GenerateConfig, ServeConfig
 
 DOCS = Path(__file__).parent
 
@@ -39,6 +39,7 @@ _HEADERS = {"table": "[{}]", "list of tables": "[[{}]]"}
 VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "The job": (Job, "`moesaic train JOB.toml`"),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
+    "serve": (ServeConfig, "`moesaic serve MODEL --set KEY=VALUE`"),
     "convert": (ConvertConfig, "`moesaic convert SOURCE --out DIR --set KEY=VALUE`"),
     "probe": (ProbeConfig, "`moesaic probe --set KEY=VALUE`"),
     "bench": (BenchConfig, "`moesaic bench layer --set KEY=VALUE`"),

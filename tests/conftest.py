@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+from commands import Commands
 from moesaic.testing.ranks import RankPool
 
 hypothesis.settings.register_profile("brief", max_examples=40, deadline=None)
@@ -48,6 +49,25 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(params=["disk", "memory"])
+def disk_or_memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Yield a path on a disk, then one in memory, where direct I/O may not exist."""
+    if request.param == "disk":
+        yield tmp_path / "file"
+        return
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("there is no /dev/shm")
+    path = shared / f"moesaic-{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def commands(capfd: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capfd)
 
 
 @pytest.fixture(autouse=True)

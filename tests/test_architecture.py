@@ -57,6 +57,7 @@ ENVIRONMENT = {
         "GLOO_SOCKET_IFNAME",
     },
     "api/launch.py": {"WORLD_SIZE", "RANK", "TORCHELASTIC_ERROR_FILE"},
+    "kernels/device.py": {"ONEDNN_PRIMITIVE_CACHE_CAPACITY"},
     "testing/hosts.py": {"GLOO_SOCKET_IFNAME"},
     "testing/ranks.py": {"GLOO_SOCKET_IFNAME"},
 }  # fmt: skip

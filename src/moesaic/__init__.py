@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moesaic.api.cluster import Cluster
+    from moesaic.api.engine import Engine
     from moesaic.api.expert_group import ExpertGroup
     from moesaic.api.experts import clip_grad_norm_, exclude_experts, expert_parameters
     from moesaic.api.job import Job
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "ConfigError",
+    "Engine",
     "ExpertGroup",
     "Job",
     "MoE",
@@ -38,9 +40,10 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "Cluster": "api.cluster", "ConfigError": "base.errors", "ExpertGroup": "api.expert_group",
-    "Job": "api.job", "MoE": "api.moe", "MoesaicError": "base.errors", "Model": "api.model",
-    "Run": "api.run", "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
+    "Cluster": "api.cluster", "ConfigError": "base.errors", "Engine": "api.engine",
+    "ExpertGroup": "api.expert_group", "Job": "api.job", "MoE": "api.moe",
+    "Model": "api.model", "MoesaicError": "base.errors", "Run": "api.run",
+    "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
     "exclude_experts": "api.experts", "expert_parameters": "api.experts", "load": "api.model",
     "save": "api.model", "upcycle": "api.upcycle",
 }  # fmt: skip

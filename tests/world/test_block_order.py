@@ -13,11 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moesaic.base.errors import ConfigError
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
-from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 
 STEPS = 3
 BY_BLOCK = {"micro_batch_order": "by_block"}
@@ -63,9 +61,7 @@ def test_the_order_changes_no_number(ranks: RankPool, name: str) -> None:
 
 def trained(world: World, job: Job) -> tuple[list[float], list[Any]]:
     """Return the gradient norms of some steps, and the state after them."""
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    run, samples = start_run(job, world), RandomSamples(job.model.vocab, job.data.sequence)
     norms = [run.step(samples).grad_norm for _ in range(STEPS)]
     norms.append(run.validate(samples, 4)[0])
     state = [plain(shard) for shard in run.state().shards]
@@ -99,9 +95,7 @@ class GatherCounter(TorchDispatchMode):
 
 
 def gathers(world: World, job: Job) -> int:
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    run, samples = start_run(job, world), RandomSamples(job.model.vocab, job.data.sequence)
     run.step(samples)
     with GatherCounter() as counter:
         run.step(samples)

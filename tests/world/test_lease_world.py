@@ -23,6 +23,7 @@ from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankFailed, RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import read_checkpoint
 from moesaic.train.assemble import assemble
 from moesaic.train.tiers import ExpertTiers
@@ -89,8 +90,7 @@ def trained(
 ) -> tuple[list[Any], list[Any], int]:
     """Return facts of some steps, the last state, and the number of reads from the drive."""
     with few_places(places, ssd):
-        plan = plan_from_layout(job.layout, job.model, world.size)
-        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+        run = start_run(job, world)
     samples, facts, num_reads = RandomSamples(job.model.vocab, job.data.sequence), list[Any](), 0
     for _ in range(STEPS):
         step = run.step(samples)
@@ -177,8 +177,7 @@ def test_state_moves_between_banks_of_any_places(ranks: RankPool, tmp_path: Path
 
 def balanced(world: World, job: Job, ssd: Path) -> None:
     with few_places(4, ssd):
-        plan = plan_from_layout(job.layout, job.model, world.size)
-        assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+        start_run(job, world)
 
 
 def test_replicas_are_refused_with_the_reason(ranks: RankPool, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import moesaic
+from commands import Commands
 from moesaic.cli.main import main
 from moesaic.facts.cluster import load_cluster
 from moesaic.kernels import device
@@ -100,9 +101,7 @@ def train(*flags: str) -> dict[str, Any]:
     return facts
 
 
-def test_a_run_follows_its_plan_and_records_measurements(
-    trained: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_follows_its_plan_and_records_measurements(trained: Path, commands: Commands) -> None:
     planned, facts = read_json("plan.json"), read_json("facts.json")
     assert (facts["ranks"], facts["step"]) == (2, 6)
     assert read_json("run/plan.json") == planned
@@ -133,9 +132,7 @@ def test_a_run_follows_its_plan_and_records_measurements(
         (["--loads", "nowhere"], "there is no run directory 'nowhere'"),
     ):
         line = ["plan", "job.toml", "--cluster", "cluster.toml", "--loads", "run", *flags]
-        capfd.readouterr()
-        assert main(line) == 2
-        assert words in capfd.readouterr().err
+        assert words in commands.run(line, status=2).err
 
     # A plan edited by hand: other placement and recompute void its predictions.
     placement = [[15, 1, 13, 3, 11, 5, 9, 7], [8, 6, 10, 4, 12, 2, 14, 0]]
@@ -159,7 +156,7 @@ def test_measured_phases_of_a_pipeline_include_the_predicted_ones(directory: Pat
     assert "Predicted and measured" in (directory / "run/report.html").read_text()
 
 
-def test_loads_cover_sparse_layers_only(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loads_cover_sparse_layers_only(directory: Path, commands: Commands) -> None:
     sizes = """preset = "tiny-deepseek"
 layers = 3
 hidden = 32
@@ -173,9 +170,7 @@ ffn = 16
     assert "layer 0" not in Path("run/report.html").read_text().lower()
     assert plan("--set=layout.ep=2", "--loads", "run")["predictions"]["loads"] == "run"
     more = ["--loads", "run", "--set", "model.layers=4"]
-    capfd.readouterr()
-    assert main(["plan", "job.toml", "--cluster", "cluster.toml", *more]) == 2
-    output = capfd.readouterr().err
+    output = commands.refusal("plan job.toml --cluster cluster.toml", *more)
     assert "the loads of 16 experts in each of 2 layers, but model.experts = 16 and " in output
     assert "model.layers = 4, model.dense_layers = 1: take the loads of" in output
 
@@ -190,7 +185,9 @@ def set_measured_step(step_s: float, run: str = "run") -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_from_runs(
+    trained: Path, commands: Commands, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A second calibration changes nothing; an unsuitable run is rejected with the reason."""
     loads = ("--loads", "run", "--set=layout.ep=2", "--set=layout.dp_shard=2")
     first_s = plan(*loads)["predictions"]["step_s"]
@@ -198,11 +195,9 @@ def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -
     line = ["calibrate", "run", "--cluster", "cluster.toml"]
     set_measured_step(1.5 * first_s)
     before = set(Path().iterdir())
-    assert main(line) == 0
+    commands.run(line)
     assert set(Path().iterdir()) == before
-    capfd.readouterr()
-    assert main([*line, "--out", "calibrated.toml"]) == 0
-    output = capfd.readouterr().out
+    output = commands.output(line, "--out", "calibrated.toml")
     assert "with them, of the same run, which tests nothing; give several runs" in output
     assert output.endswith("wrote calibrated.toml\n")
     calibrated = Path("calibrated.toml").read_text()
@@ -216,7 +211,7 @@ def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -
 
     # A run of the calibrated plan with the same step time gives the same factors.
     Path("run/plan.json").write_text(json.dumps(again))
-    assert main([*line, "--out", "copy.toml", "--json"]) == 0
+    commands.run(line, "--out", "copy.toml", "--json")
     assert Path("copy.toml").read_text() == calibrated
 
     Path("other.toml").write_text(original.replace('"here"', '"there"'))
@@ -231,18 +226,16 @@ def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -
         (["run"], "RUN 'run' is given twice: give it once"),
         (["--cluster", "copy.toml", "--out", "a"], "--cluster 'copy.toml' is calibrated already"),
     ):
-        capfd.readouterr()
-        assert main([*line, *flags]) == 2
-        assert words in capfd.readouterr().err
+        assert words in commands.run(line, *flags, status=2).err
     set_measured_step(4.1 * first_s)
-    assert main(line) == 2
-    assert "RUN 'run' took " in capfd.readouterr().err
+    assert "RUN 'run' took " in commands.run(line, status=2).err
+    job = {**read_json("run/job.json"), "memory": {"ssd": "scratch"}}
+    Path("run/job.json").write_text(json.dumps(job))
+    assert "RUN 'run' had a memory budget ([memory]), so " in commands.refusal(line)
     assert Path("cluster.toml").read_text() == original
 
 
-def test_calibrate_shows_the_step_times_of_later_plans(
-    trained: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_shows_the_step_times_of_later_plans(trained: Path, commands: Commands) -> None:
     """Waiting for stragglers does not scale with the factors."""
     loads = ("--loads", "run", "--set=layout.ep=2", "--set=layout.dp_shard=2")
     first_s = plan(*loads)["predictions"]["step_s"]
@@ -252,26 +245,23 @@ def test_calibrate_shows_the_step_times_of_later_plans(
     shutil.copytree("run", "slower")
     set_measured_step(1.6 * first_s, "slower")
     for runs in (["run"], ["quick"], ["run", "slower"]):
-        capfd.readouterr()
-        line = ["calibrate", *runs, "--cluster", "cluster.toml", "--json"]
         Path("new.toml").unlink(missing_ok=True)
-        assert main([*line, "--out", "new.toml"]) == 0
-        facts = json.loads(capfd.readouterr().out)
+        line = ["calibrate", *runs, "--cluster", "cluster.toml", "--out", "new.toml"]
+        facts = commands.facts(line)
         for one in facts["runs"]:
             assert one["predicted_s"] == pytest.approx(first_s, rel=1e-4)
             assert one["calibrated_s"] == pytest.approx(one["measured_s"] * (1 + one["calibrated"]))
             expected_s = plan(*loads, "--cluster", "new.toml")["predictions"]["step_s"]
             assert one["calibrated_s"] == pytest.approx(expected_s, rel=1e-4)
     # One run is slower than predicted, the other faster: no factors fit both.
-    line = ["calibrate", "run", "quick", "--cluster", "cluster.toml", "--out", "worse.toml"]
-    assert main(line) == 2
-    output = capfd.readouterr()
+    line = "calibrate run quick --cluster cluster.toml --out worse.toml"
+    output = commands.run(line, status=2)
     assert "of held-out runs (medians)" in output.out
     assert ", so nothing is written: give more runs, or leave out runs" in output.err
     assert not Path("worse.toml").exists()
 
 
-def test_unsuitable_plans_are_rejected(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unsuitable_plans_are_rejected(directory: Path, commands: Commands) -> None:
     planned = plan("--nproc", "1")
     line = ["train", "job.toml", "--plan", "plan.json", "--out", "run"]
     other_device = {**planned["places"][0], "device": "Another CPU"}
@@ -299,13 +289,8 @@ def test_unsuitable_plans_are_rejected(directory: Path, capfd: pytest.CaptureFix
         ({"places": two, "ranks": 2}, [], "plan 'plan.json' has its ranks on 2 hosts: start"),
     ):
         Path("plan.json").write_text(json.dumps({**planned, **change}))
-        capfd.readouterr()
-        assert main([*line, *flags]) == 2, words
-        output = capfd.readouterr()
-        assert words in output.err
-        assert output.err.count("\n") == 1
+        assert words in commands.refusal(line, *flags)
         assert not Path("run").exists()
     for change, words in ((again, "recompute = true"), ({"places": two, "ranks": 2}, "2 ranks")):
         Path("plan.json").write_text(json.dumps({**planned, **change}))
-        assert main([*line, "--dry-run"]) == 0
-        assert words in capfd.readouterr().out
+        assert words in commands.output(line, "--dry-run")

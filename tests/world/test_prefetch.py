@@ -13,7 +13,9 @@ from layouts import plain
 from test_block_order import GatherCounter
 from test_tiers import merged, smallest
 
+from moesaic.dist.checkpoint.staging import Staging, live_values
 from moesaic.dist.world import World
+from moesaic.facts.expert_blocks import STATE, BlockKind
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
@@ -92,8 +94,8 @@ def test_the_next_layer_is_read_and_gathered_while_one_computes(
 
 
 def trained(world: World, job: Job, reads_ahead: bool) -> tuple[list[float], list[Any]]:
-    expect = BlockCache.expect if reads_ahead else (lambda *_: None)
-    with mock.patch.object(BlockCache, "expect", expect):
+    read_ahead = BlockCache._read_ahead if reads_ahead else (lambda _: None)
+    with mock.patch.object(BlockCache, "_read_ahead", read_ahead):
         run = make_run(world, job)
         samples = RandomSamples(job.model.vocab, job.data.sequence)
         norms = [run.step(samples).grad_norm for _ in range(3)]
@@ -128,33 +130,79 @@ def test_reading_experts_takes_no_further_collective(ranks: RankPool, tmp_path: 
     assert few[0].total() > 0
 
 
-def written(world: World, job: Job) -> list[tuple[float, float]]:
-    """Return the bytes written in each step, and the bytes of all expert state."""
-    run = make_run(world, job)
+def written(world: World, job: Job) -> list[dict[str, set[int]]]:
+    """Return blocks of each step: written ones, changed ones, gradients, and those that are dirty
+    before and after it."""
+    run, steps = make_run(world, job), []
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     assert run.part.tiers is not None
-    tiers = run.part.tiers
-    block_bytes = tiers.cache.memory.shape[1]
-    num_blocks = 3 * sum(places.num_slots for places in tiers.places.values())
-    found = [
-        (run.step(samples).figures(1.0)["memory_written_bytes"], block_bytes * num_blocks)
-        for _ in range(4)
-    ]
+    places, cache, write = run.part.tiers.places, run.part.tiers.cache, BlockCache._write
+
+    def on_write(cache: BlockCache, block: int, **options: Any) -> None:
+        step["written"].add(block)
+        write(cache, block, **options)
+
+    with mock.patch.object(BlockCache, "_write", on_write):
+        for _ in range(4):
+            step = {"before": set(cache.contents()[1]), "written": set[int]()}
+            counts = run.step(samples).counts
+            touched = [
+                (places[layer], slot)
+                for layer, tokens in counts.items()
+                for slot in tokens.nonzero().flatten().tolist()
+            ]
+            step["after"] = set(cache.contents()[1])
+            step["changed"] = {own.block(slot, kind) for own, slot in touched for kind in STATE}
+            step["gradients"] = {own.block(slot, BlockKind.GRADIENT) for own, slot in touched}
+            steps.append(step)
     run.close()
-    return found
+    return steps
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("period", [0, 2])
-def test_only_changed_state_is_written(ranks: RankPool, tmp_path: Path, period: int) -> None:
+def test_only_changed_state_is_written(
+    ranks: RankPool, tmp_path: Path, period: int, clip: float
+) -> None:
     """One sample of top-1 tokens touches few experts; a write period writes what has changed."""
     tables = {
-        "model": {"top_k": 1, "layers": 4, "experts": 32}, "train": {"batch": 1, "clip": 0.0},
+        "model": {"top_k": 1, "layers": 4, "experts": 32}, "train": {"batch": 1, "clip": clip},
         "data": {"sequence": 6},
     }  # fmt: skip
     host = smallest(merged(tables, ssd=str(tmp_path)), 40, 1)
     job = merged(tables, ssd=str(tmp_path), host=host, period=period)
     (steps,) = ranks.run(1, written, job)
-    for number, (one, everything) in enumerate(steps, 1):
-        assert one < 0.6 * everything
+    for number, one in enumerate(steps, 1):
+        assert len(one["changed"]) <= 3 * 4 * 6
+        state = one["before"] | one["changed"]
+        assert (one["written"] | one["after"]) - one["gradients"] == state
         if period and number % period == 0:
-            assert one > 0
+            assert not one["after"]
+            assert one["written"]
+
+
+def saved(world: World, job: Job) -> list[tuple[int, int, list[bytes]]]:
+    """Return reads, misses and values of a save that reads ahead, and of one that does not."""
+    run, found = make_run(world, job), []
+    assert run.part.tiers is not None
+    run.step(RandomSamples(job.model.vocab, job.data.sequence))
+    cache, state = run.part.tiers.cache, run.state()
+    files = Staging(world.rank, world.device, 1 << 20).plan_files(state.shards).files
+    for expect_reads in (state.expect_reads, None):
+        cache.take_stats()
+        state.expect_reads = expect_reads
+        values = [bytes(one) for file in files for one in live_values(file, state)]
+        stats = cache.take_stats()
+        found.append((stats.reads, stats.misses, values))
+    run.close()
+    return found
+
+
+def test_a_save_reads_ahead(ranks: RankPool, tmp_path: Path) -> None:
+    tables = {"model": {"layers": 4, "experts": 32}}
+    (found,) = ranks.run(1, saved, with_budget(tables, tmp_path, 40, 1))
+    (reads, misses, values), (on_demand, all_misses, same_values) = found
+    assert values == same_values
+    assert min(reads, on_demand) > 300
+    assert on_demand == all_misses
+    assert misses < 0.1 * reads

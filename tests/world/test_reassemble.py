@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.parts import PartPlacement
@@ -33,6 +35,10 @@ GENERATIONS: list[dict[str, Any]] = [
 OF_TWO_RANKS: list[dict[str, Any]] = [
     {}, {"ep": 2, "dp_shard": 2, "dispatch": "dedup"}, {"tp": 2, "etp": 2}, {"pp": 2},
     {"ep": 2, "embedding": "columns"},
+]  # fmt: skip
+OF_FOUR_RANKS: list[dict[str, Any]] = [
+    {"ep": 2, "dp_shard": 2}, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2},
+    {"tp": 2, "dp_shard": 2, "ep": 4}, {"pp": 2, "tp": 2},
 ]  # fmt: skip
 
 
@@ -70,13 +76,40 @@ def test_another_layout_in_the_same_process(ranks: RankPool) -> None:
     assert worst_element(put_together([held for _, held in several]), put_together([shards])) < 1e-9
 
 
-def test_some_of_the_ranks_equal_a_world_of_their_own(ranks: RankPool) -> None:
-    apart, idle, last = ranks.run(3, train_through_layouts, OF_TWO_RANKS, (0, 2))
-    both = ranks.run(2, train_through_layouts, OF_TWO_RANKS)
-    assert not any(idle)
-    assert apart[0] == last[0] == both[0][0]
-    found = put_together([shards for _, shards in (apart, last)])
-    assert worst_element(found, put_together([shards for _, shards in both])) == 0.0
+@pytest.mark.parametrize(
+    ("some", "layouts"),
+    [((0, 2), OF_TWO_RANKS), ((0, 1, 3, 4), OF_FOUR_RANKS)],
+    ids=["two of three", "four of five"],
+)
+def test_some_of_the_ranks_equal_a_world_of_their_own(
+    ranks: RankPool, some: tuple[int, ...], layouts: list[dict[str, Any]]
+) -> None:
+    apart = ranks.run(some[-1] + 1, train_through_layouts, layouts, some)
+    alone = ranks.run(len(some), train_through_layouts, layouts)
+    assert [losses for losses, _ in alone] == [apart[rank][0] for rank in some]
+    assert not any(value for rank, one in enumerate(apart) if rank not in some for value in one)
+    found = put_together([apart[rank][1] for rank in some])
+    assert worst_element(found, put_together([shards for _, shards in alone])) == 0.0
+
+
+def leave_with_subsets(world: World) -> list[int]:
+    """Return the threads of this process after each of some worlds, whose subsets stay."""
+    store, plan = world.store, plan_from_layout(tiny_job().layout, tiny_job().model, 2)
+    world.leave()
+    numbers, kept = [], []
+    for generation in range(3):
+        again = World.join(world.rank, world.size, store, generation=200 + generation)
+        for ranks in ((0, 2), (1, 2)):
+            kept.append(PartPlacement(f"{ranks}.", plan, ranks).subset(again))
+        again.leave()
+        assert all(one is None or one.group is None for one in kept)
+        numbers.append(len(list(Path("/proc/self/task").iterdir())))
+    return numbers
+
+
+def test_subsets_end_with_their_world(ranks: RankPool) -> None:
+    for first, *later in ranks.run(3, leave_with_subsets):
+        assert later == [first, first]
 
 
 def convert_state(world: World, first: dict[str, Any], then: dict[str, Any]) -> Any:
@@ -171,10 +204,7 @@ def _whole(shard: TensorShard, world: World) -> TensorShard:
 
 def reference_losses(world: World) -> list[float]:
     job = tiny_job(train={"batch": 6})
-    run = assemble(
-        job, plan_from_layout(job.layout, job.model, 1), world, InitialSource(job.seed, 0.2)
-    )
-    samples = RandomSamples(61, 12)
+    run, samples = start_run(job, world), RandomSamples(61, 12)
     return [run.step(samples).loss for _ in range(6)]
 
 

@@ -159,7 +159,7 @@ def test_router_biases_are_resumed(
     if size > 1:
         return
     origin = open_origin(straight)
-    model = load_model(origin, torch.device("cpu"), "bf16")
+    model = load_model(origin, torch.device("cpu"), "bf16").model
     for layer, router in model.sigmoid_routers():
         name = f"layers.{layer}.moe.router.bias"
         assert np.array_equal(router.bias.numpy(), a[f"parameter/{name}"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -361,6 +361,7 @@ DISJOINT = {"encoder.": [0, 1], "head.": [2]}
 OVERLAPPING = {"encoder.": [1, 2], "head.": [0, 1]}
 HEAD_ALONE = {"encoder.": [0, 1, 2], "head.": [2]}
 REST_IDLE = {"encoder.": [1], "head.": [2]}
+OF_FOUR = {"encoder.": [0, 2, 3], "head.": [1]}
 
 
 @pytest.fixture(scope="module")
@@ -395,15 +396,17 @@ def events_of(out: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == name]
 
 
-@pytest.mark.parametrize("placed", [DISJOINT, OVERLAPPING, HEAD_ALONE, REST_IDLE])
+@pytest.mark.parametrize("placed", [DISJOINT, OVERLAPPING, HEAD_ALONE, REST_IDLE, OF_FOUR])
 def test_parts_on_some_ranks_equal_one_rank(
     ranks: RankPool, tmp_path: Path, whole: Path, placed: dict[str, list[int]]
 ) -> None:
     out = tmp_path / "run"
-    (_, messages), *_ = ranks.run(3, train_vectors, str(out), 6, None, {"ranks": placed})
+    size = 1 + max(rank for some in placed.values() for rank in some)
+    (_, messages), *_ = ranks.run(size, train_vectors, str(out), 6, None, {"ranks": placed})
     assert_same_steps(out, whole)
     (start,) = events_of(out, "run_start")
-    assert start["parts"] == [{"prefix": key, "ranks": placed[key]} for key in placed]
+    assert [(part["prefix"], part["ranks"]) for part in start["parts"]] == [*placed.items()]
+    assert [part["plan"]["ranks"] for part in start["parts"]] == [*map(len, placed.values())]
     assert any('part "encoder." on ranks' in message for message in messages)
     assert events_of(out, "run_end")[0]["peak_bytes"] > 0
     newest = resume_candidates(out / "checkpoints")[0]
@@ -413,7 +416,9 @@ def test_parts_on_some_ranks_equal_one_rank(
             f"rank-{rank}.safetensors" for rank in holders
         }
     write_report(out, tmp_path / "report.html")
-    assert "Samples per second" in (tmp_path / "report.html").read_text()
+    text = (tmp_path / "report.html").read_text()
+    assert "Samples per second" in text
+    assert "; ".join(f"{key} on {','.join(map(str, placed[key]))}" for key in placed) in text
 
 
 def test_a_resume_moves_parts_to_other_ranks(ranks: RankPool, tmp_path: Path, whole: Path) -> None:
@@ -442,11 +447,18 @@ def refuse_placements(world: World) -> None:
         world.subset([3], [])
     with pytest.raises(ValueError, match=r"ranks = \[\]"):
         world.subset([], [])
+    with pytest.raises(ValueError, match=r"ranks \[.*\] make another subset than rank"):
+        world.subset([0, 1] if world.rank else [1, 2], [])
     own = world.subset([0, 2], [])
     assert (own is None) == (world.rank == 1)
     if own is not None:
         with pytest.raises(ValueError, match=r"no group \[0, 1\].*\"gradients\""):
             own.partition([[0, 1]], "gradients")
+        assert own.subset([0, 1], []) is own
+        with pytest.raises(ValueError, match="a subset has no subsets"):
+            own.subset([0], [])
+    with pytest.raises(ValueError, match=r'part "head." has 1 ranks, and ranks = \[0, 2\] are 2'):
+        replace(place_part("head.", [0]), ranks=[0, 2])
     placement = place_part("head.", [0, 2])
     objective = SquaredError(world, [placement], [], -1)
     job = parse(VectorsJob, {"train": {"steps": 1, "batch": 8}}, "vectors")
@@ -454,10 +466,37 @@ def refuse_placements(world: World) -> None:
     if world.rank != 1:
         with pytest.raises(ValueError, match=r"rank \d holds the parts \[\], not \['head.'\]"):
             Run(job, world, [placement], [], objective, walk, world.group)
+    else:
+        run = Run(job, world, [placement], [], objective, walk, world.group)
+        with pytest.raises(ValueError, match=r"rank 1 does not hold the part, ranks \[0, 2\] do"):
+            _ = run.part
+    for prefix in ("", "head.", "head.new."):
+        placements = [placement, place_part(prefix, [0])]
+        with pytest.raises(
+            ValueError, match=r'the prefix "head\..*" of a part starts with that of'
+        ):
+            Run(job, world, placements, [], objective, walk, world.group)
 
 
 def test_placements_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     ranks.run(3, refuse_placements)
+
+
+def test_parts_round_moments_by_random_bits_of_their_own() -> None:
+    job = parse(
+        VectorsJob, {"train": {"steps": 1, "batch": 8}, "optimizer": {"moments": "bf16"}}, "vectors"
+    )
+    moments = []
+    for prefix in ("teacher.", "student."):
+        model = nn.Linear(WIDTH, WIDTH, bias=False)
+        params = [LocalParam("block", "weight", model.weight, None, (WIDTH, WIDTH), (0,))]
+        part = make_part(model, place_part(prefix, [0]), World.solo(), params, job)
+        model.weight.grad = torch.linspace(0.1, 0.9, WIDTH * WIDTH).view(WIDTH, WIDTH)
+        part.update(1, lr=0.1, clip=1.0)
+        moments.append(part.optimizer.moments["weight"][0])
+    teacher, student = moments
+    assert not torch.equal(teacher, student)
+    torch.testing.assert_close(teacher, student, rtol=2**-7, atol=0.0)
 
 
 def test_two_ranks_equal_one_also_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from moesaic.models.init import InitialSource
 from moesaic.policy.plan import budget
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.train import tiers
 from moesaic.train.assemble import assemble
 
 STEPS = 4
@@ -37,6 +39,24 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "few touched": (1, {"model": {"top_k": 1}, "train": {"batch": 1, "clip": 0.0}}),
     "few touched, clipped": (1, {"model": {"top_k": 1}, "train": {"batch": 1}}),
     "ep2": (2, {"layout": {"ep": 2}, "train": {"clip": 0.0}}),
+    "ep2, few touched": (
+        2,
+        {
+            "layout": {"ep": 2},
+            "model": {"top_k": 1},
+            "data": {"sequence": 6},
+            "train": {"batch": 2, "clip": 0.0},
+        },
+    ),
+    "ep2, few touched, clipped": (
+        2,
+        {
+            "layout": {"ep": 2},
+            "model": {"top_k": 1},
+            "data": {"sequence": 6},
+            "train": {"batch": 2},
+        },
+    ),
     "ep2, sharded": (2, {"layout": {"ep": 2, "dp_shard": 2}, "train": {"clip": 0.0}}),
     "ep2, clipped": (2, {"layout": {"ep": 2}, "train": {"micro_batches": 2}}),
     "tp": (2, {"layout": {"tp": 2, "etp": 2}, "model": {"vocab": 64}}),
@@ -61,14 +81,20 @@ def merged(tables: dict[str, Any], **memory: Any) -> Job:
 
 
 def trained(
-    world: World, job: Job, num_blocks: int | None
+    world: World, job: Job, num_blocks: int | None, group_size: int | None = None
 ) -> tuple[list[Any], list[Any], list[dict[str, float]]]:
     """Return facts of some steps, the last state, and the figures of each step."""
-    with mock.patch.object(budget, "MIN_BLOCKS", num_blocks or budget.MIN_BLOCKS):
+    with ExitStack() as stack:
+        least = num_blocks or budget.MIN_BLOCKS
+        stack.enter_context(mock.patch.object(budget, "MIN_BLOCKS", least))
+        if group_size is not None:
+            given = budget.Budget(group_size, least)
+            stack.enter_context(mock.patch.object(tiers, "divide_budget", return_value=given))
         plan = plan_from_layout(job.layout, job.model, world.size)
         run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     if num_blocks is not None:
         assert run.part.tiers is not None
+        assert group_size in {None, run.part.tiers.num_micro_batches}
     samples, facts, figures = RandomSamples(job.model.vocab, job.data.sequence), [], []
     for number in range(STEPS):
         step = run.step(samples)
@@ -119,9 +145,29 @@ def test_tiers_change_no_bit(
     ssd = str(tmp_path)
     host = smallest(merged(tables, ssd=ssd), blocks, size)
     few = ranks.run(size, trained, merged(tables, ssd=ssd, host=host), blocks)
-    for (expected_facts, expected, _), (facts, state, _) in zip(in_memory(name), few, strict=True):
-        assert facts == expected_facts
-        assert [one[:3] for one in state] == [one[:3] for one in expected]
-        for (key, *_, found), (*_, wanted) in zip(state, expected, strict=True):
-            assert np.array_equal(found, wanted), key
+    compare(few, in_memory(name))
     assert not list(tmp_path.glob("*.blocks")), "the scratch file stays"
+
+
+def compare(found: list[Any], expected: list[Any]) -> None:
+    for (found_facts, found_state, _), (facts, state, _) in zip(found, expected, strict=True):
+        assert found_facts == facts
+        assert [one[:3] for one in found_state] == [one[:3] for one in state]
+        for (key, *_, values), (*_, wanted) in zip(found_state, state, strict=True):
+            assert np.array_equal(values, wanted), key
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("few_touched", [False, True])
+def test_groups_of_some_micro_batches_change_no_bit(
+    ranks: RankPool, tmp_path: Path, clip: float, few_touched: bool
+) -> None:
+    """Two micro-batches of four pass together."""
+    tables: dict[str, Any] = {"train": {"micro_batches": 4, "clip": clip}}
+    if few_touched:
+        tables["model"], tables["data"] = {"top_k": 1}, {"sequence": 4}
+        tables["train"]["batch"] = 4
+    ssd = str(tmp_path)
+    host = smallest(merged(tables, ssd=ssd), 14, 1)
+    few = ranks.run(1, trained, merged(tables, ssd=ssd, host=host), 14, 2)
+    compare(few, ranks.run(1, trained, merged(tables), None))

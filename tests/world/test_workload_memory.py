@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ from layouts import sparing
 
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
+from moesaic.facts.expert_blocks import MIN_BLOCKS
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory
+from moesaic.policy.plan.budget import budget_facts
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import peak_allocated
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.runs import start_run
 from moesaic.train.data.batch import Batch
+from moesaic.train.micro_batches import BlockWalk
 
 # Sizes at which uncounted tensors (indices, scalars, router gradients) are negligible.
 SIZES = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 640, "init_std": 0.02}
@@ -156,6 +160,95 @@ def test_peak_allocation_matches_the_prediction(ranks: RankPool, case: Case) -> 
     # A Gloo thread may still hold a buffer, above all on busy cores.
     first, *later = found[-1]
     assert first == pytest.approx(min(later), rel=0.1)
+
+
+BlockCase = tuple[int, dict[str, Any], str, dict[str, Any], int]
+"""Ranks, layout, family, train, micro-batches that pass through a block together."""
+BY_BLOCK: list[BlockCase] = [
+    (1, {}, "olmoe", {**FOUR, **AGAIN}, 4),
+    (2, {"ep": 2, "dp_shard": 2}, "deepseek", {**FOUR, **AGAIN}, 4),
+    (2, {"ep": 2}, "qwen3", FOUR, 2),
+]
+MORE_BY_BLOCK: list[BlockCase] = [
+    (1, {}, "olmoe", FOUR, 4),
+    (1, {}, "olmoe", FOUR, 2),
+    (1, {}, "olmoe", FOUR, 1),
+    (2, {"dp_shard": 2}, "dense", FOUR, 4),
+    (1, {}, "olmoe", {**DEEP, **AGAIN}, 2),
+    (1, {}, "dense", {**FOUR, "precision": "bf16"}, 4),
+    (1, {}, "dense", {**FOUR, **AGAIN}, 4),
+    (1, {}, "mixtral", {**FOUR, **AGAIN, "precision": "bf16"}, 4),
+    (1, {}, "words, tied", {**PARTS, **FEW}, 2),
+    (2, {"ep": 2}, "deepseek", {**FOUR, **AGAIN}, 4),
+    (2, {"dp_shard": 2}, "dense", {**FOUR, **AGAIN}, 2),
+    (2, {"dp_shard": 2}, "wide vocabulary", FOUR, 2),
+    (2, {"ep": 2, "dp_shard": 2}, "mixtral", FOUR, 4),
+    (2, {"tp": 2, "etp": 2}, "deepseek", {**PARTS, "precision": "bf16"}, 2),
+]
+"""Cases of the long suite."""
+
+
+def block_peaks(world: World, job: Job, group_size: int) -> list[int]:
+    """Return the peak allocation of each of three steps, block by block."""
+    samples, runs = Documents(job.model.vocab, job.data.sequence), []
+
+    def start() -> None:
+        runs.append(start_run(job, world))
+        tiers = runs[0].part.tiers
+        assert tiers is None or tiers.num_micro_batches == group_size
+        runs[0].walk = BlockWalk(job.train.precision, world.device, group_size, tiers)
+
+    def step() -> None:
+        runs[0].step(samples)
+
+    steps = peak_allocated(start, step, step, step)[1:]
+    runs[0].close()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*BY_BLOCK, *(pytest.param(case, marks=pytest.mark.soak) for case in MORE_BY_BLOCK)],
+    ids=str,
+)
+def test_peak_allocation_block_by_block_matches_the_prediction(
+    ranks: RankPool, case: BlockCase
+) -> None:
+    size, layout, family, train, group_size = case
+    job = make_job(layout, family, {**train, "micro_batch_order": "by_block"})
+    plan = plan_from_layout(job.layout, job.model, size)
+    found = ranks.run(size, block_peaks, job, group_size, timeout_s=60.0)
+    needs = memory(job, plan, group_size=group_size)
+    assert needs.peak_bytes == pytest.approx(min(found[-1]), rel=0.02)
+
+
+ON_DRIVE: list[BlockCase] = [
+    (1, {}, "olmoe", {**DEEP, **AGAIN, "clip": 0.0}, 2),
+    (2, {"ep": 2, "dp_shard": 2}, "mixtral", {**FOUR, **AGAIN}, 4),
+    (1, {}, "olmoe", FOUR, 4),
+    (2, {"ep": 2}, "deepseek", {**FOUR, **AGAIN}, 4),
+    (1, {}, "mixtral", {**FOUR, **AGAIN, "precision": "bf16"}, 4),
+]
+
+
+@pytest.mark.parametrize("case", sparing(ON_DRIVE, 3), ids=str)
+def test_peak_allocation_with_experts_on_a_drive_matches_the_prediction(
+    ranks: RankPool, tmp_path: Path, case: BlockCase
+) -> None:
+    """Torch does not allocate the places of experts."""
+    size, layout, family, train, group_size = case
+
+    def job_with(host: str) -> Job:
+        return make_job(layout, family, train, memory={"ssd": str(tmp_path), "host": host})
+
+    job = job_with("1GiB")
+    plan = plan_from_layout(job.layout, job.model, size)
+    needs = memory(job, plan, group_size=group_size)
+    facts = budget_facts(job, plan, size - 1, 0)
+    num_blocks = 2 * facts.experts_per_layer + MIN_BLOCKS
+    job = job_with(f"{needs.peak_bytes + num_blocks * facts.block_bytes}B")
+    found = ranks.run(size, block_peaks, job, group_size, timeout_s=60.0)
+    assert needs.peak_bytes == pytest.approx(min(found[-1]), rel=0.02)
 
 
 LORA = {"method": "lora", "rank": 8}

@@ -75,9 +75,14 @@ def _read_run(path: Path, cluster: Cluster, origin: str) -> RunStats:
             f"RUN '{path}' has {num_steps} steps{since}, and the first {WARMUP_STEPS} after a "
             "start are slower than others: give a longer run"
         )
-    plan = _plan(run)
-    check_plan(plan, _job(run), str(path))
-    mismatch = None if run.loads is None else find_loads_mismatch(run.loads, _job(run).model)
+    job, plan = _job(run), _plan(run)
+    if job.memory is not None:
+        raise ConfigError(
+            f"RUN '{path}' had a memory budget ([memory]), so its steps may have waited for the "
+            "drive: give runs without one"
+        )
+    check_plan(plan, job, str(path))
+    mismatch = None if run.loads is None else find_loads_mismatch(run.loads, job.model)
     if mismatch is not None:
         raise ConfigError(f"RUN '{path}' {mismatch}: give an unchanged run")
     try:

@@ -26,6 +26,7 @@ from moesaic.api.run import Run
 from moesaic.api.step_callback import serve_callback
 from moesaic.api.train_worker import TrainTask, default_out, encode, run_train_task
 from moesaic.base.errors import ConfigError
+from moesaic.base.file_system import unsuitable_file_system
 from moesaic.facts.job import Job as JobConfig
 from moesaic.facts.plan import Plan, idle_ranks_warning, plan_from_job
 from moesaic.train.job_file import (
@@ -131,7 +132,7 @@ class Job:
             plan: plan to predict as it is; None: choose the settings that the job leaves open.
             loads: directory of a run whose last expert loads are assumed; None: even loads.
         """
-        from moesaic.policy.plan.predict import plan_job
+        from moesaic.policy.plan.predict import choose_plan, predict_plan
 
         loaded = self._under(plan)
         recorded = None
@@ -139,10 +140,14 @@ class Job:
             recorded = recorded_loads(Run.open(loads).directory, loaded.job)
         origin = loaded.plan_origin or loaded.origin
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
-            planned = plan_job(loaded.job, cluster.facts, nproc, loaded.plan, origin, recorded)
-            free_bytes = int(planned.figures["device_memory_bytes"])
-            tiers = forecast(loaded.job, planned.plan, free_bytes)
-            planned.figures["memory_tiers"] = tiers
+            choices, facts = choose_plan(
+                loaded.job, cluster.facts, nproc, loaded.plan, origin, recorded
+            )
+            tiers = None
+            if loaded.job.memory is not None:
+                device = facts.tightest_rank(choices.plan).device
+                tiers = forecast(loaded.job, choices.plan, int(device.memory_bytes))
+            planned = predict_plan(choices, facts, tiers)
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
 
     def largest_model(
@@ -325,7 +330,17 @@ def _warnings(loaded: LoadedJob[JobConfig], plan: Plan, *, is_new: bool) -> list
         texts.append(idle)
     if loaded.job.layout.embedding == "columns" and plan.ranks // plan.pp == 1:
         texts.append("layout.embedding has no effect: each stage has one rank, with all columns")
+    texts += _drive_warnings(loaded.job)
     return [*texts, *_check_weights(loaded.job)] if is_new else texts
+
+
+def _drive_warnings(job: JobConfig) -> list[str]:
+    """Return a warning if the file system of `memory.ssd` on this machine does not suit it."""
+    if job.memory is None:
+        return []
+    found = unsuitable_file_system(Path(job.memory.ssd).expanduser())
+    text = f"memory.ssd = '{job.memory.ssd}' is on {found}: name a directory on a local drive"
+    return [] if found is None else [text]
 
 
 def _check_weights(job: JobConfig) -> list[str]:

@@ -8,9 +8,9 @@ Checkpoints and validation are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from moesaic.api.loads import latest_loads
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, lookahead, wave_size
+from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, waves
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.policy.plan.budget import (
+    BudgetFacts,
     budget_bytes,
     budget_facts,
     check_budget,
@@ -32,10 +33,14 @@ from moesaic.policy.plan.budget import (
     smallest_budget,
 )
 from moesaic.policy.residency import ResidencyFacts, make_residency
-from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.cache import BlockCache
+from moesaic.store.expert_order import ExpertOrder
+from moesaic.store.expert_state import ExpertState
 
 _FORECAST_STEPS = 3
-"""Steps until the traffic of a step repeats."""
+"""Most steps until the traffic of a step repeats."""
+_REPEATING = ("next-use", "lru")
+"""Policies that do the same again if contents and accesses are the same again."""
 _RANK = 0
 """Rank whose memory is replayed."""
 
@@ -74,11 +79,10 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
     traffic = _Replay(job, expert_blocks(job, plan, facts, budget), budget.num_blocks).run(steps)
     rows = [
         {
-            "step": number, "accesses": one.accesses, "reads": one.reads,
-            "read_bytes": one.reads * facts.block_bytes,
-            "written_bytes": one.writes * facts.block_bytes,
+            "step": number, "accesses": one["accesses"], "reads": one["reads"],
+            **_num_bytes(one, facts),
         }
-        for (number, _), one in zip(steps, traffic, strict=True)
+        for (number, _), one in zip(steps, map(_whole, traffic), strict=True)
     ]  # fmt: skip
     return {
         "run": str(run), "memory": memory, "residency": residency, "simulated": True,
@@ -102,8 +106,8 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
     budget = divide_budget(facts)
     blocks = expert_blocks(job, plan, facts, budget)
     everything = {layer: list(range(number)) for layer, number in blocks.experts.items()}
-    steps = [(number, everything) for number in range(_FORECAST_STEPS)]
-    step = _Replay(job, blocks, budget.num_blocks).run(steps)[-1]
+    step = _Replay(job, blocks, budget.num_blocks).forecast(everything)
+    whole = _num_bytes(_whole(step), facts)
     return {
         "host_bytes": host_bytes, "smallest_budget_bytes": smallest_budget(facts),
         "other_bytes": facts.other_bytes[budget.group_size],
@@ -111,9 +115,22 @@ def forecast(job: Job, plan: Plan, free_bytes: int) -> dict[str, Any] | None:
         "expert_state_bytes": len(STATE) * facts.num_experts * facts.block_bytes,
         "drive_bytes": blocks.num_blocks * facts.block_bytes,
         "micro_batches_together": budget.group_size,
-        "read_bytes_per_step": step.reads * facts.block_bytes,
-        "written_bytes_per_step": step.writes * facts.block_bytes,
+        "read_bytes_per_step": whole["read_bytes"],
+        "written_bytes_per_step": whole["written_bytes"],
+        "bytes_by_phase": {phase: _num_bytes(traffic, facts) for phase, traffic in step.items()},
     }  # fmt: skip
+
+
+def _whole(step: Mapping[str, Counter[str]]) -> Counter[str]:
+    """Return the traffic of all phases of a step."""
+    return sum(step.values(), Counter[str]())
+
+
+def _num_bytes(traffic: Counter[str], facts: BudgetFacts) -> dict[str, int]:
+    return {
+        "read_bytes": traffic["reads"] * facts.block_bytes,
+        "written_bytes": traffic["writes"] * facts.block_bytes,
+    }
 
 
 def _read_slots(run: Path, plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
@@ -136,6 +153,7 @@ class _NoFile:
     """Storage that moves nothing."""
 
     stride_bytes = 8
+    is_read_only = False
 
     def has(self, block: int) -> bool:
         """Return False: nothing was written before the run."""
@@ -148,11 +166,6 @@ class _NoFile:
     def write(self, block: int, memory: NDArray[np.uint8]) -> None:
         """Write nothing."""
 
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        """Return the same for all contents."""
-        del memory
-        return 0
-
     def close(self) -> None:
         """Close nothing."""
 
@@ -164,107 +177,139 @@ class _Replay:
         assert job.memory is not None
         self._job, self._blocks, self._period = job, blocks, job.memory.period
         self._residency = make_residency(job.memory.residency)
-        self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=1)
-        self._num_places, self._wave = num_places, wave_size(num_places)
-        self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
-        self._num_updates = 0
-        self._num_applied = {layer: [0] * number for layer, number in blocks.experts.items()}
+        self._cache = BlockCache(_NoFile(), num_places, self._residency, num_threads=0)
+        self._num_places = num_places
+        self._states = {
+            layer: ExpertState(self._cache, blocks.first_blocks[layer], number)
+            for layer, number in blocks.experts.items()
+        }
+        for state in self._states.values():
+            state.apply_skipped = partial(_apply_skipped, state)
+        self._order = ExpertOrder(self._cache, blocks, self._states)
+        self._may_repeat, self._skips_repeats = job.memory.residency in _REPEATING, False
+        """True if groups of micro-batches that repeat earlier ones are not replayed."""
 
-    def run(self, steps: Sequence[tuple[int, dict[int, list[int]]]]) -> list[CacheStats]:
-        """Return the traffic of each step."""
+    def run(
+        self, steps: Sequence[tuple[int, dict[int, list[int]]]]
+    ) -> list[dict[str, Counter[str]]]:
+        """Return the accesses, reads and writes of each step by phase."""
         with self._cache:
-            for layer, number in self._blocks.experts.items():  # Initial values.
-                for kind in STATE:
-                    for slot in range(number):
-                        for _ in ("gate", "up", "down"):
-                            self._hold(layer, [slot], [kind], dirty=kind is BlockKind.PARAMETERS)
-            self._cache.take_stats()
+            self._fill()
             return [self._step(number, slots) for number, (_, slots) in enumerate(steps, 1)]
 
-    def _step(self, number: int, slots: dict[int, list[int]]) -> CacheStats:
-        blocks = self._blocks
-        num_groups = self._job.train.micro_batches // blocks.num_micro_batches
-        for group in range(num_groups):
-            is_last = group == num_groups - 1
-            for layer in [-1, *blocks.experts, 1 << 30]:  # Embedding, layers, head.
-                self._forward_block(layer, slots, is_last)
-            for layer in [1 << 30, *reversed(list(blocks.experts)), -1]:
-                self._backward_block(layer, slots, is_last)
-                if is_last and layer in slots:
-                    self._end_layer(layer, slots[layer], number)
-        if not blocks.updates_early:
-            self._update_late(slots, number)
-        self._num_updates = number
+    def forecast(self, slots: dict[int, list[int]]) -> dict[str, Counter[str]]:
+        """Return the traffic of a step after many that use `slots`, which are all, by phase."""
+        self._skips_repeats = self._may_repeat
+        with self._cache:
+            self._fill()
+            before = None
+            for number in range(1, _FORECAST_STEPS + 1):
+                phases, contents = self._step(number, slots), self._cache.contents()
+                if self._skips_repeats and contents == before:
+                    break
+                before = contents
+        return phases
+
+    def _fill(self) -> None:
+        """Make the accesses of initial values."""
+        for state in self._states.values():
+            for kind in STATE:
+                for slot in range(state.num_slots):
+                    for _ in ("gate", "up", "down"):
+                        with self._cache.hold([state.block(slot, kind)]) as held:
+                            for block in held if kind is BlockKind.PARAMETERS else ():
+                                self._cache.mark_dirty(block)
+        self._cache.take_stats()
+
+    def _step(self, number: int, slots: dict[int, list[int]]) -> dict[str, Counter[str]]:
+        num_groups = self._job.train.micro_batches // self._blocks.num_micro_batches
+        groups, ends = list[dict[str, Counter[str]]](), list[Any]()
+        while len(groups) < num_groups - 1:
+            groups.append(self._group(number, slots, is_last=False))
+            contents = self._cache.contents()
+            if self._skips_repeats and contents in ends:
+                period = groups[ends.index(contents) + 1 :]
+                groups += period * ((num_groups - 1 - len(groups)) // len(period))
+            ends.append(contents)
+        groups.append(self._group(number, slots, is_last=True))
+        if not self._blocks.updates_early:
+            self._order.begin_update()
+            for state in self._states.values():
+                _update(state, number)
         if self._period and number % self._period == 0:
             self._cache.flush()
-        stats = self._cache.take_stats()
-        self._residency.end_step(ResidencyFacts("", self._num_places, stats.accesses, stats.reads))
-        return stats
-
-    def _forward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
-        behind = {
-            one: [slot for slot in used if self._is_behind(one, slot)]
-            for one, used in self._used.items()
+        phases = {
+            name: sum((group[name] for group in groups), Counter[str]())
+            for name in ("forward", "backward")
         }
-        self._expect(self._blocks.forward_order(layer, self._used, behind, is_last))
-        for _ in range(self._blocks.num_micro_batches):
-            self._forward(layer, slots.get(layer, ()))
+        phases["optimizer"] = self._take_traffic()
+        whole = _whole(phases)
+        self._residency.end_step(
+            ResidencyFacts("", self._num_places, whole["accesses"], whole["reads"])
+        )
+        return phases
 
-    def _backward_block(self, layer: int, slots: dict[int, list[int]], is_last: bool) -> None:
+    def _take_traffic(self) -> Counter[str]:
+        stats = self._cache.take_stats()
+        return Counter(accesses=stats.accesses, reads=stats.reads, writes=stats.writes)
+
+    def _group(
+        self, number: int, slots: dict[int, list[int]], *, is_last: bool
+    ) -> dict[str, Counter[str]]:
+        """Pass through all layers, and back; return the traffic by phase."""
+        layers = list(self._blocks.experts)
+        self._order.begin_group(is_last=is_last)
+        for layer in [-1, *layers, 1 << 30]:  # Embedding, layers, head.
+            self._forward_block(layer, slots)
+        forward = self._take_traffic()
+        for layer in [1 << 30, *reversed(layers), -1]:
+            self._backward_block(layer, slots)
+            if is_last and layer in slots:
+                self._end_layer(self._states[layer], number)
+        return {"forward": forward, "backward": self._take_traffic()}
+
+    def _forward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        self._order.begin_forward(layer)
         if layer in slots:
-            self._used[layer] = slots[layer]
-        self._expect(self._blocks.backward_order(layer, self._used, is_last))
-        for _ in range(self._blocks.num_micro_batches):
-            self._backward(layer, slots.get(layer, ()))
+            for _ in range(self._blocks.num_micro_batches):
+                self._forward(self._states[layer], slots[layer])
 
-    def _end_layer(self, layer: int, used: Sequence[int], number: int) -> None:
+    def _backward_block(self, layer: int, slots: dict[int, list[int]]) -> None:
+        self._order.begin_backward(layer, slots.get(layer))
+        if layer in slots:
+            for _ in range(self._blocks.num_micro_batches):
+                self._backward(self._states[layer], slots[layer])
+
+    def _end_layer(self, state: ExpertState, number: int) -> None:
         if self._blocks.updates_early:
-            self._update(layer, used, number)
+            _update(state, number)
             return
-        for slot in used:
-            self._hold(layer, [slot], [BlockKind.GRADIENT])  # For the norm.
+        for slot in sorted(state.touched):  # For the norm.
+            with state.hold_gradient(slot):
+                pass
 
-    def _update_late(self, slots: dict[int, list[int]], number: int) -> None:
-        self._expect(self._blocks.update_order(self._used))
-        for layer, used in slots.items():
-            self._update(layer, used, number)
+    def _forward(self, state: ExpertState, slots: Sequence[int]) -> None:
+        for wave in waves(slots, self._num_places):
+            with state.hold(wave):
+                pass
 
-    def _forward(self, layer: int, slots: Sequence[int]) -> None:
-        for first in range(0, len(slots), self._wave):
-            wave = slots[first : first + self._wave]
-            for slot in wave:
-                if self._is_behind(layer, slot):
-                    self._hold(layer, [slot], STATE, dirty=True)
-                    self._num_applied[layer][slot] = self._num_updates
-            self._hold(layer, wave, [BlockKind.PARAMETERS])
-
-    def _backward(self, layer: int, slots: Sequence[int]) -> None:
+    def _backward(self, state: ExpertState, slots: Sequence[int]) -> None:
         if self._blocks.recomputes:
-            self._forward(layer, slots)
-        for first in range(0, len(slots), self._wave):
-            wave = slots[first : first + self._wave]
-            gradients = partial(self._hold, layer, wave, [BlockKind.GRADIENT], dirty=True)
-            self._hold(layer, wave, [BlockKind.PARAMETERS], inside=gradients)
+            self._forward(state, slots)
+        for wave in waves(slots, self._num_places):
+            with state.hold(wave), state.change_gradients(wave):
+                pass
 
-    def _update(self, layer: int, slots: Sequence[int], number: int) -> None:
-        for slot in slots:
-            self._hold(layer, [slot], list(BlockKind), dirty=True)
-            self._cache.discard(self._blocks.block(layer, slot, BlockKind.GRADIENT))
-            self._num_applied[layer][slot] = number
 
-    def _is_behind(self, layer: int, slot: int) -> bool:
-        return self._num_applied[layer][slot] < self._num_updates
+def _update(state: ExpertState, number: int) -> None:
+    """Take update `number` of the experts with a gradient."""
+    state.num_updates = number
+    for slot in sorted(state.touched):
+        with state.update(slot):
+            pass
 
-    def _hold(
-        self, layer: int, slots: Sequence[int], kinds: Sequence[BlockKind], *, dirty: bool = False,
-        inside: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        wanted = [self._blocks.block(layer, slot, kind) for slot in slots for kind in kinds]
-        with self._cache.hold(wanted):
-            if inside is not None:
-                inside()
-            for block in wanted if dirty else ():
-                self._cache.mark_dirty(block)
 
-    def _expect(self, blocks: Iterator[int]) -> None:
-        self._cache.expect(list(islice(blocks, lookahead(self._num_places))))
+def _apply_skipped(state: ExpertState, slot: int) -> None:
+    state.num_applied[slot] = state.num_updates
+    with state.change_kinds(slot, STATE):
+        pass

@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -22,6 +23,9 @@ from rich.progress import (
 )
 
 from moesaic.base.units import format_clock
+
+if TYPE_CHECKING:
+    from moesaic.api.batch import BatchCounts
 
 LINE_EVERY_S = 10.0
 """Seconds between two lines without a terminal."""
@@ -143,3 +147,36 @@ def probe_progress(is_shown: bool, total: int) -> Iterator[Callable[[str], None]
                 console.print(f"measuring {name} ({num_started} of {total})")
 
         yield start
+
+
+@contextmanager
+def batch_progress(source: Path, is_shown: bool) -> Iterator[Callable[[BatchCounts], None]]:
+    """Show the progress of a batch on stderr; yield a function to call after each answer."""
+    console, total = make_console("stderr"), _count_lines(source)
+    with Progress(
+        TextColumn("{task.completed:.0f}/{task.total:.0f} answers"), BarColumn(bar_width=None),
+        TextColumn("{task.fields[speed]}"), TimeRemainingColumn(compact=True),
+        console=console, transient=True, disable=not (is_shown and console.is_terminal),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=total, speed="")
+        started_s = printed_s = time.monotonic()
+
+        def show(counts: BatchCounts) -> None:
+            nonlocal printed_s
+            done, now = counts.answered + counts.failed + counts.skipped, time.monotonic()
+            speed = f"{counts.tokens / max(now - started_s, 1e-9):,.0f} tokens/s"
+            bar.update(task, completed=done, speed=speed)
+            if is_shown and not console.is_terminal and now - printed_s >= LINE_EVERY_S:
+                printed_s = now
+                console.print(f"{done}/{total} answers, {speed}")
+
+        yield show
+
+
+def _count_lines(path: Path) -> int:
+    """Return the number of lines; 0 if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except OSError:
+        return 0

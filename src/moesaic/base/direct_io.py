@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from moesaic.base.errors import StoreError
 
-_ALIGNMENT = max(4096, mmap.PAGESIZE)
+ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Alignment of file offsets, memory addresses and sizes in direct I/O, in bytes."""
 
 _BLOCK_BYTES = 4 << 20
@@ -92,7 +92,7 @@ def _next_block(waiting: deque[tuple[Future[None], memoryview]]) -> memoryview:
 
 def read(path: Path, start: int, count: int) -> memoryview:
     """Return `count` bytes of a file from `start` on, in a new buffer."""
-    before = start % _ALIGNMENT
+    before = start % ALIGNMENT
     buffer = aligned_buffer(before + count)
     with _raise_store_error(path), path.open("rb", buffering=0) as file:
         set_direct_io(file, True)
@@ -128,7 +128,7 @@ def read_blocks(path: Path, buffer: memoryview) -> Iterator[memoryview]:
 
 def align(num_bytes: int) -> int:
     """Return `num_bytes` rounded up to the alignment of direct I/O."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def reserve(file: FileIO, num_bytes: int) -> None:
@@ -143,16 +143,17 @@ def reserve(file: FileIO, num_bytes: int) -> None:
         os.ftruncate(file.fileno(), num_bytes)
 
 
-def read_at(file: FileIO, buffer: memoryview, offset: int) -> int:
+def read_at(file: FileIO, buffer: memoryview, offset: int, needed: int | None = None) -> int:
     """Fill `buffer` from `offset` on and return the number of bytes read; threads may share `file`.
 
-    With direct I/O the buffer and the offset are aligned."""
-    filled = 0
+    With direct I/O the buffer and the offset are aligned. Reading ends once `needed` bytes are
+    there; None: all."""
+    filled, needed = 0, len(buffer) if needed is None else needed
 
     def transfer(data: memoryview) -> int:
         return os.preadv(file.fileno(), [data], offset + filled)
 
-    while filled < len(buffer) and (count := _with_cache_fallback(file, transfer, buffer[filled:])):
+    while filled < needed and (count := _with_cache_fallback(file, transfer, buffer[filled:])):
         filled += count
     return filled
 
@@ -180,8 +181,8 @@ def aligned_buffer(num_bytes: int) -> memoryview:
     reading.
     """
     size = align(num_bytes)
-    values = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -values.ctypes.data % _ALIGNMENT
+    values = np.empty(size + ALIGNMENT, np.uint8)
+    first = -values.ctypes.data % ALIGNMENT
     data: memoryview = values.data
     return data[first : first + size]
 
@@ -239,11 +240,21 @@ def _read_all(file: FileIO, buffer: memoryview) -> int:
 def _with_cache_fallback(
     file: FileIO, transfer: Callable[[memoryview], int], data: memoryview
 ) -> int:
-    """Return `transfer(data)`; use the page cache if the disk requires another alignment."""
+    """Return `transfer(data)`; use the page cache if direct I/O is refused.
+
+    Direct I/O stays off only if it refuses aligned data, so that the disk requires another
+    alignment. The rest of a short transfer may not be aligned."""
+    was_direct, stays_off = is_direct(file), False
     try:
         return transfer(data)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     set_direct_io(file, False)
-    return transfer(data)
+    try:
+        count = transfer(data)
+        stays_off = not (_as_array(data).ctypes.data | len(data)) % ALIGNMENT
+    finally:
+        if was_direct and not stays_off:
+            set_direct_io(file, True)
+    return count

@@ -1,4 +1,4 @@
-"""Main memory that this process may take."""
+"""Main memory that this process takes, and may take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from pathlib import Path
 
 AUTO_FRACTION = 0.8
 """Part of the free memory that a budget of "auto" takes."""
+
+
+def used_memory_bytes() -> int:
+    """Return the main memory that this process takes, with the parts of files that it has
+    mapped."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def free_memory_bytes() -> int:

@@ -23,6 +23,9 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element, by safetensors dtype name."""
 
+HEADER_ALIGNMENT = 8
+"""Multiple of bytes at which values begin in every safetensors file."""
+
 _CHUNK_BYTES = 4 << 20
 """Bytes hashed and written at a time."""
 
@@ -48,9 +51,17 @@ class Digest(Protocol):
     def update(self, data: bytes | memoryview, /) -> object:
         """Add more bytes."""
 
+    def hexdigest(self) -> str:
+        """Return the hash as hex."""
 
-def encode_header(entries: Sequence[TensorEntry], metadata: dict[str, str] | None = None) -> bytes:
-    """Return the header bytes of a safetensors file with `entries` in this order."""
+
+def encode_header(
+    entries: Sequence[TensorEntry],
+    metadata: dict[str, str] | None = None,
+    alignment: int = HEADER_ALIGNMENT,
+) -> bytes:
+    """Return the header bytes of a safetensors file with `entries` in this order; their values
+    begin at a multiple of `alignment` bytes."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for entry in entries:
@@ -60,7 +71,7 @@ def encode_header(entries: Sequence[TensorEntry], metadata: dict[str, str] | Non
         }  # fmt: skip
         start = end
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -69,21 +80,25 @@ def file_chunks(
     buffers: Iterable[memoryview],
     metadata: dict[str, str] | None = None,
     digest: Digest | None = None,
+    alignment: int = HEADER_ALIGNMENT,
 ) -> Iterator[bytes | memoryview]:
     """Yield all bytes of a file with `buffers`, one per entry, in order; add them to `digest`.
 
     Hashing takes as long as a fast disk: pass a digest only if it is used.
     """
-    for chunk in _chunks(entries, buffers, metadata):
+    for chunk in _chunks(entries, buffers, metadata, alignment):
         if digest is not None:
             digest.update(chunk)
         yield chunk
 
 
 def _chunks(
-    entries: Sequence[TensorEntry], buffers: Iterable[memoryview], metadata: dict[str, str] | None
+    entries: Sequence[TensorEntry],
+    buffers: Iterable[memoryview],
+    metadata: dict[str, str] | None,
+    alignment: int,
 ) -> Iterator[bytes | memoryview]:
-    yield encode_header(entries, metadata)
+    yield encode_header(entries, metadata, alignment)
     for entry, buffer in zip(entries, buffers, strict=True):
         if buffer.nbytes != entry.num_bytes:
             raise ValueError(f"{entry.name}: {buffer.nbytes} bytes for {entry}")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from moesaic.api.model import load
+from moesaic.api.batch import run_batch
+from moesaic.api.engine import Engine
+from moesaic.api.progress import batch_progress
 from moesaic.api.start import exit_on_interrupt, import_module
 from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, Json, Sets
-from moesaic.serve.config import GenerateConfig
-
-if TYPE_CHECKING:
-    from moesaic.models.tokenizer import Tokenizer
+from moesaic.serve.config import EngineConfig, GenerateConfig
 
 Model = Annotated[
     Path | None,
@@ -39,14 +38,28 @@ Chat = Annotated[
     typer.Option("--chat", help="For models trained on chats: send each prompt as a user message."),
 ]
 
-_LOADING = {"device", "precision", "grouped_mm", "tokenizer"}
-"""Settings of loading a model; the others are of generating text."""
+Input = Annotated[
+    Path | None,
+    typer.Option(
+        "--input", metavar="FILE.jsonl", show_default=False,
+        help="A batch instead of prompts: one request per line, in OpenAI's form.",
+    ),
+]  # fmt: skip
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", metavar="FILE.jsonl", show_default=False,
+        help="Answers of the batch; requests with an answer there are skipped.",
+    ),
+]  # fmt: skip
 
 
 def generate(
     model: Model = None,
     prompt: Prompts = None,
     chat: Chat = False,
+    source: Input = None,
+    target: Output = None,
     sets: Sets = None,
     as_json: Json = False,
     explain: Explain = None,
@@ -57,27 +70,64 @@ def generate(
         return 0
     path = flags.require(model, "MODEL", "generate")
     config = flags.parse_settings(GenerateConfig, sets)
-    prompts = _read_prompts(prompt)
+    prompts = _read_prompts(prompt, source, target)
+    loading = set(EngineConfig.model_fields)
+    settings = {"chat": chat, **config.model_dump(exclude=loading)}
     with exit_on_interrupt():
+        import_module("moesaic.serve.engine_thread")
         import_module("moesaic.serve.loading")
-    loaded = load(path, **config.model_dump(include=_LOADING))
-    for warning in loaded.warnings:
-        screen.print_warning(warning)
-    stream = TextStreamer(loaded.tokenizer) if len(prompts) == 1 and not as_json else None
-    if stream is not None and sys.stdout.isatty():
-        screen.out().print(Text(prompts[0], style="dim"), end="\n" if chat else "")
-    settings = config.model_dump(exclude=_LOADING)
-    rows = loaded.generate(*prompts, chat=chat, on_token=stream, **settings)
-    if stream is not None:
-        stream.close()
-    elif as_json:
-        screen.print_json([row._asdict() for row in rows])
-    else:
-        print("\n".join(f"--- {row.prompt}\n{row.text}\n" for row in rows), end="")
+    with Engine(path, **config.model_dump(include=loading)) as engine:
+        for warning in engine.warnings:
+            screen.print_warning(warning)
+        if source is not None and target is not None:
+            _run_batch(engine, source, target, settings, as_json)
+        elif as_json:
+            screen.print_json([row._asdict() for row in engine.generate(prompts, **settings)])
+        elif len(prompts) == config.n == 1:
+            _print_stream(engine, prompts[0], settings)
+        else:
+            rows = engine.generate(prompts, **settings)
+            print("\n".join(f"--- {row.prompt}\n{row.text}\n" for row in rows), end="")
     return 0
 
 
-def _read_prompts(given: Sequence[str] | None) -> list[str]:
+def _run_batch(
+    engine: Engine, source: Path, target: Path, settings: dict[str, Any], as_json: bool
+) -> None:
+    with batch_progress(source, is_shown=not as_json) as on_progress:
+        counts = run_batch(engine, source, target, on_progress=on_progress, **settings)
+    if as_json:
+        screen.print_json(counts._asdict())
+        return
+    skipped = f", {counts.skipped} skipped" if counts.skipped else ""
+    screen.print_line(
+        f"{counts.answered} answered, {counts.failed} failed{skipped}: {target} "
+        f"({counts.tokens:,} new tokens)"
+    )
+
+
+def _print_stream(engine: Engine, prompt: str, settings: dict[str, Any]) -> None:
+    """Print a text while it is made."""
+    pieces = engine.stream(prompt, **settings)
+    is_terminal = sys.stdout.isatty()
+    if is_terminal:
+        end = "\n" if settings["chat"] else ""
+        screen.out().print(Text(prompt, style="dim"), end=end)
+    for piece in pieces:
+        print(screen.printable(piece) if is_terminal else piece, end="", flush=True)
+    print()
+
+
+def _read_prompts(
+    given: Sequence[str] | None, source: Path | None, target: Path | None
+) -> list[str]:
+    """Return the prompts of the command line or stdin; none for a batch."""
+    if source is not None or target is not None:
+        if given:
+            raise ConfigError("--prompt and a batch exclude each other: remove one of them")
+        if source is None or target is None:
+            raise ConfigError("a batch needs both files: give --input FILE and --output FILE")
+        return []
     if given:
         return list(given)
     if sys.stdin is None or sys.stdin.isatty():
@@ -86,32 +136,3 @@ def _read_prompts(given: Sequence[str] | None) -> list[str]:
     if not text:
         raise ConfigError("stdin is empty: give --prompt TEXT, or text on stdin")
     return [text]
-
-
-class TextStreamer:
-    """Printer of a text while its tokens arrive, in whole characters."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0
-
-    def __call__(self, row: int, token: int) -> None:
-        """Add a token and print the new text."""
-        del row
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        if not text.endswith(screen.REPLACEMENT):
-            self._print(text)
-
-    def close(self) -> None:
-        """Print the rest."""
-        self._print(self._tokenizer.decode(self._ids))
-        print()
-
-    def _print(self, text: str) -> None:
-        new = text[self._shown :]
-        if sys.stdout.isatty():
-            new = screen.printable(new)
-        print(new, end="", flush=True)
-        self._shown = len(text)

@@ -23,12 +23,15 @@ from moesaic.base.errors import ConfigError, UserError, as_user_error
 from moesaic.cli import screen
 
 VERBS = (
-    "train", "generate", "convert", "inspect", "report", "replay", "probe", "plan", "calibrate",
-    "trace", "bench",
+    "train", "generate", "serve", "convert", "inspect", "report", "replay", "probe", "plan",
+    "calibrate", "trace", "bench",
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2
-MEMORY_HINTS = {"train": MEMORY_HINT, "generate": "give fewer prompts, or lower max_tokens"}
+MEMORY_HINTS = {
+    "train": MEMORY_HINT, "generate": "lower cache_tokens or tokens_per_pass",
+    "serve": "lower cache_tokens or tokens_per_pass",
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,6 +39,7 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
         "overlapped": _describe_overlap(figures),
         "checkpoint": _describe_checkpoint(figures),
         **({} if tiers is None else describe_tiers(tiers, figures["step_s"])),
+        "drive time": None if tiers is None else _describe_drive(figures),
         "price": _describe_price(figures) if figures["price_per_billion_tokens"] else None,
     }
     _print_prediction(_describe_layout(plan, figures), figures, rows)
@@ -89,21 +90,22 @@ def print_largest_model(figures: Mapping[str, Any]) -> None:
     _print_rows(rows, _WIDTH)
 
 
-def describe_tiers(tiers: Mapping[str, Any], step_s: float | None = None) -> dict[str, str]:
+def describe_tiers(tiers: Mapping[str, Any], step_s: float | None) -> dict[str, str]:
     """Return rows about expert state on a drive, by name; `step_s` is the predicted step time."""
     read, written = tiers["read_bytes_per_step"], tiers["written_bytes_per_step"]
-    per_step = f"{format_bytes(read)} read and {format_bytes(written)} written per step and rank"
-    if step_s is not None:
-        per_day = 86400 / step_s
-        per_step += (
-            f"; {format_bytes(per_day * read)} and {format_bytes(per_day * written)} per day"
-        )
+    per_day = 86400 / (step_s or 1.0)
+    steps = "a second" if step_s is None else format_seconds(step_s)
+    per_step = (
+        f"{format_bytes(read)} read and {format_bytes(written)} written per step and rank; "
+        f"{format_bytes(per_day * read)} and {format_bytes(per_day * written)} per day if a step "
+        f"takes {steps}"
+    )
     return {
         "memory budget": f"{format_bytes(tiers['host_bytes'])}; the smallest that works is "
         f"{format_bytes(tiers['smallest_budget_bytes'])} (memory.host)",
         "expert state": f"{format_bytes(tiers['expert_state_bytes'])} per rank; in memory "
         f"{format_bytes(tiers['experts_bytes'])} of it and of gradients",
-        "drive": f"{format_bytes(tiers['drive_bytes'])} per rank; {per_step}, if all experts have "
+        "drive": f"{format_bytes(tiers['drive_bytes'])} per rank; {per_step} and all experts have "
         "tokens",
         "micro-batches": f"{tiers['micro_batches_together']} at a time pass through a layer",
     }
@@ -233,6 +235,16 @@ def _describe_overlap(figures: Mapping[str, Any]) -> str | None:
         return None
     exposed = f"of which {format_seconds(seconds['exposed'])} are exposed"
     return f"{format_seconds(seconds['collectives'])} of collectives, {exposed}"
+
+
+def _describe_drive(figures: Mapping[str, Any]) -> str:
+    drive = figures["drive"]
+    if drive is None:
+        return "unknown and not in the step: the cluster file has no disk for some host"
+    return (
+        f"{format_seconds(drive['busy_s'])} of transfers beside computing, of which "
+        f"{format_seconds(drive['wait_s'])} are waited for"
+    )
 
 
 def _describe_checkpoint(figures: Mapping[str, Any]) -> str:

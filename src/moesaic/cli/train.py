@@ -230,5 +230,7 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
         remark = " (estimate)" if name in ("activations", "gathered", "working") else ""
         screen.print_line(f"  {name:<14} {format_bytes(num_bytes)}{remark}")
     if tiers is not None:
-        for name, text in describe_tiers(tiers).items():
+        predicted = plan.predictions
+        step_s = None if predicted is None else predicted.step_s
+        for name, text in describe_tiers(tiers, step_s).items():
             screen.print_line(f"{name:<16} {text}")

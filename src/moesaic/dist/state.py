@@ -69,8 +69,8 @@ class TensorShard:
     dtype: torch.dtype
     owners: tuple[int, ...]
     """Ranks that hold this box, the same list on each."""
-    lender: torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]
-    """Live view of the values, or the function that lends it."""
+    lender: torch.Tensor | Callable[[bool], AbstractContextManager[torch.Tensor]]
+    """Live view of the values, or the function that lends it to read (False) or to write (True)."""
 
     @classmethod
     def of_tensor(
@@ -90,11 +90,13 @@ class TensorShard:
         """Return this shard with other values."""
         return replace(self, size=tuple(tensor.shape), dtype=tensor.dtype, lender=tensor)
 
-    def borrow(self) -> AbstractContextManager[torch.Tensor]:
-        """Lend the live values, to read or to write, until the context ends."""
+    def borrow(self, *, writes: bool = False) -> AbstractContextManager[torch.Tensor]:
+        """Lend the live values, to read or to write, until the context ends.
+
+        Values that are not always in memory keep what is written only with `writes`."""
         if isinstance(self.lender, torch.Tensor):
             return nullcontext(self.lender)
-        return self.lender()
+        return self.lender(writes)
 
     @property
     def version(self) -> int | None:
@@ -121,7 +123,8 @@ class ExternalSnapshot(Protocol):
     """Snapshot of state that its owner writes by itself, such as the tables of a server."""
 
     def begin(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Start a snapshot after `step` finished steps; every rank calls this when a save starts.
+        """Start a snapshot after `step` finished steps; every rank of the part calls this when a
+        save starts.
 
         Return a function that waits until the snapshot is durable and returns facts to find it by,
         as JSON. It runs in the writer thread of the save, which fails if it raises.
@@ -137,6 +140,8 @@ class State:
     """Steps, samples and tokens: position in the run and in the data."""
     snapshots: Mapping[str, ExternalSnapshot] = field(default_factory=dict)
     """External snapshots by the prefix of their part."""
+    expect_reads: Callable[[Sequence[TensorShard]], None] | None = None
+    """Function to call with the shards that are read next, in order, if some are not in memory."""
 
 
 class Source(Protocol):

@@ -137,7 +137,7 @@ def _read_box(shard: TensorShard, box: tuple[slice, ...]) -> Tensor:
 
 
 def _write_box(shard: TensorShard, box: tuple[slice, ...], values: Tensor) -> None:
-    with shard.borrow() as tensor:
+    with shard.borrow(writes=True) as tensor:
         tensor[box].copy_(values)
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,13 +63,15 @@ class World:
     store: Store
     group: Group | None = None
     ranks: Sequence[int] = ()
-    """Ranks of torch's default process group, in the order of this world's."""
+    """Ranks in torch's default process group, by rank of this world."""
     is_subset: bool = False
     """True for some ranks of a world, see `subset`."""
     _groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
     """Groups by purpose and ranks; all ranks have the same keys, except for groups that exclude
     them."""
     _transports: dict[Group, Transport] = field(default_factory=dict)
+    _subsets: list[World] = field(default_factory=list)
+    """Subsets of this world, which end with it."""
 
     def __post_init__(self) -> None:
         """Number the ranks as torch does, unless they are given."""
@@ -181,13 +184,12 @@ class World:
     ) -> World | None:
         """Return the world of some `ranks`, numbered from 0; None on the other ranks.
 
-        Collective over this world, which creates all groups. torch can create a group by its
-        members alone, but names it after the number of groups that each has, which differs between
-        overlapping subsets; and NCCL splits its communicator by a collective of all ranks. The
-        subset ends with this world.
+        Collective over this world: all ranks make the same subsets, in the same order. torch names
+        a group by how many a rank has made, and NCCL splits a communicator of all ranks. The subset
+        ends with this world. It has no subsets of its own.
 
         Args:
-            ranks: ranks of this world, ascending. All of them are this world itself.
+            ranks: ranks of this world, ascending; all of them give this world itself.
             partitions: sets of ranks of the subset, each with its purpose, that `partition` will be
                 called with.
         """
@@ -196,10 +198,13 @@ class World:
                 f"ranks = {list(ranks)} in a world of {self.size} ranks: list some of 0 to "
                 f"{self.size - 1}, each once, in ascending order"
             )
+        if self.is_subset and len(ranks) < self.size:
+            raise ValueError("a subset has no subsets: make them from the whole world")
+        if self.is_subset:
+            return self
+        self._check_same_subset(ranks, partitions)
         if len(ranks) == self.size:
             return self
-        if self.is_subset:
-            raise ValueError("a subset has no subsets: make them from the whole world")
         group = self._find_group(ranks, "") if len(ranks) > 1 else None
         groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         for sets, purpose in partitions:
@@ -210,10 +215,26 @@ class World:
         if self.rank not in ranks:
             return None
         store = PrefixStore(f"ranks-{'-'.join(map(str, ranks))}", self.store)
-        return World(
+        subset = World(
             ranks.index(self.rank), len(ranks), self.device, self.generation, self.timeout, store,
             group, tuple(ranks), True, groups, self._transports,
         )  # fmt: skip
+        self._subsets.append(subset)
+        return subset
+
+    def _check_same_subset(self, *arguments: object) -> None:
+        """Raise ValueError on every rank if ranks pass different arguments to `subset`, which would
+        wait for each other until the timeout."""
+        if self.group is None:
+            return
+        found, digest = [0] * self.size, zlib.crc32(repr(arguments).encode())
+        dist.all_gather_object(found, digest, group=self.group)
+        others = [rank for rank, other in enumerate(found) if other != digest]
+        if others:
+            raise ValueError(
+                f"ranks {others} make another subset than rank {self.rank}: make the same ones on "
+                "all ranks of the world, in the same order"
+            )
 
     def transport(self, groups: Sequence[Sequence[int]]) -> Transport | None:
         """Return the transport in the group of this rank among sets of ranks; None for a set of
@@ -281,8 +302,10 @@ class World:
         if self.group is not None:
             dist.destroy_process_group()
             _clear_mesh_caches()
-        self.group = None
-        self._groups.clear()
+        for world in (self, *self._subsets):  # A group has threads as long as anything names it.
+            world.group = None
+            world._groups.clear()
+        self._subsets.clear()
 
 
 def _clear_mesh_caches() -> None:

@@ -7,8 +7,8 @@ it to the cache, which reads ahead; replay follows it without a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
@@ -33,15 +33,28 @@ Used = Mapping[int, Sequence[int]]
 """Slots with tokens by layer."""
 
 
-def wave_size(num_places: int) -> int:
-    """Return the experts that a pass computes at once, given the blocks that fit in memory. The
+class Pass(IntEnum):
+    """Kind of a pass through a layer, in the order of a step."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    """Backward, and the early update or the norm of the gradients."""
+    UPDATE = 2
+    """Update after all layers."""
+    NEXT_FORWARD = 3
+    """Forward of the next group of micro-batches, by what is known of it."""
+
+
+Order = dict[tuple[Pass, int], list[int]]
+"""Blocks that each pass through each layer accesses, in order."""
+
+
+def waves(items: Sequence[int], num_places: int) -> Iterator[Sequence[int]]:
+    """Yield the experts that a pass computes at once, given the blocks that fit in memory. The
     other blocks are read ahead meanwhile."""
-    return max(num_places // MIN_BLOCKS, 1)
-
-
-def lookahead(num_places: int) -> int:
-    """Return how many coming accesses the cache is told, given the blocks that fit in memory."""
-    return 16 * num_places
+    size = max(num_places // MIN_BLOCKS, 1)
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
 
 
 @dataclass(frozen=True)
@@ -73,57 +86,67 @@ class ExpertBlocks:
         """Return the number of a block; blocks of one layer and kind are neighbours."""
         return self.first_blocks[layer] + kind * self.experts[layer] + slot
 
-    def forward_order(
-        self, start: int, used: Used, behind: Mapping[int, Iterable[int]], is_last_group: bool
-    ) -> Iterator[int]:
-        """Yield the accesses from the forward passes of layer `start` on, to the next forward.
+    def group_order(
+        self, used: Used, behind: Mapping[int, Collection[int]], *, is_last_group: bool
+    ) -> Order:
+        """Return the accesses from the forward passes of a group of micro-batches to the next
+        forward passes.
 
         Args:
-            start: first layer.
             used: slots with tokens, by layer.
             behind: slots by layer that have skipped updates, which need their whole state.
             is_last_group: an update follows the passes of this group of micro-batches.
         """
-        for layer in self.experts:
-            if layer >= start:
-                yield from self._forward(layer, used[layer], frozenset(behind[layer]))
-        yield from self.backward_order(max(self.experts), used, is_last_group)
-
-    def backward_order(self, start: int, used: Used, is_last_group: bool) -> Iterator[int]:
-        """Yield the accesses from the backward passes of layer `start` on, to the next forward."""
-        for layer in reversed(list(self.experts)):
-            if layer <= start:
-                yield from self._backward(layer, used[layer])
-                if is_last_group:
-                    yield from self._end_layer(layer, used[layer])
-        if is_last_group and not self.updates_early:
-            yield from self.update_order(used)
-        for layer in self.experts:
-            yield from self._forward(layer, used[layer], frozenset())
-
-    def update_order(self, used: Used) -> Iterator[int]:
-        """Yield the accesses of an update of the layers in `used`."""
+        order, later = Order(), Order()
         for layer, slots in used.items():
-            for slot in slots:
-                yield from (self.block(layer, slot, kind) for kind in BlockKind)
+            order[Pass.FORWARD, layer] = list(self._forward(layer, slots, behind[layer]))
+            later |= self.later_order(layer, slots, is_last_group=is_last_group)
 
-    def _forward(self, layer: int, slots: Sequence[int], behind: frozenset[int]) -> Iterator[int]:
+        def place(key: tuple[Pass, int]) -> tuple[int, int]:
+            kind, layer = key
+            return kind, -layer if kind is Pass.BACKWARD else layer
+
+        return order | {key: later[key] for key in sorted(later, key=place)}
+
+    def later_order(self, layer: int, slots: Sequence[int], *, is_last_group: bool) -> Order:
+        """Return the accesses of one layer that follow its forward passes over `slots`."""
+        backward = list(self._backward(layer, slots))
+        order = {(Pass.BACKWARD, layer): backward}
+        if is_last_group and self.updates_early:
+            backward += self.update_order(layer, slots)
+        elif is_last_group:  # For the norm.
+            backward += [self.block(layer, slot, BlockKind.GRADIENT) for slot in slots]
+            order[Pass.UPDATE, layer] = self.update_order(layer, slots)
+        order[Pass.NEXT_FORWARD, layer] = list(self._forward(layer, slots))
+        return order
+
+    def validation_order(self, used: Used, behind: Mapping[int, Collection[int]]) -> Order:
+        """Return the accesses of a validation batch and of the next forward passes."""
+        order, later, one = Order(), Order(), replace(self, num_micro_batches=1)
+        for layer, slots in used.items():
+            order[Pass.FORWARD, layer] = list(one._forward(layer, slots, behind[layer]))
+            later[Pass.NEXT_FORWARD, layer] = list(self._forward(layer, slots))
+        return order | later
+
+    def update_order(self, layer: int, slots: Sequence[int]) -> list[int]:
+        """Return the accesses of an update of one layer."""
+        return [self.block(layer, slot, kind) for slot in slots for kind in BlockKind]
+
+    def _forward(
+        self, layer: int, slots: Sequence[int], behind: Collection[int] = ()
+    ) -> Iterator[int]:
         for slot in slots:
             if slot in behind:
                 yield from (self.block(layer, slot, kind) for kind in STATE)
+        parameters = [self.block(layer, slot, BlockKind.PARAMETERS) for slot in slots]
         for _ in range(self.num_micro_batches):
-            yield from (self.block(layer, slot, BlockKind.PARAMETERS) for slot in slots)
+            yield from parameters
 
     def _backward(self, layer: int, slots: Sequence[int]) -> Iterator[int]:
+        parameters = [self.block(layer, slot, BlockKind.PARAMETERS) for slot in slots]
+        gradients = [self.block(layer, slot, BlockKind.GRADIENT) for slot in slots]
         for _ in range(self.num_micro_batches):
             if self.recomputes:
-                yield from (self.block(layer, slot, BlockKind.PARAMETERS) for slot in slots)
-            for slot in slots:
-                yield self.block(layer, slot, BlockKind.PARAMETERS)
-                yield self.block(layer, slot, BlockKind.GRADIENT)
-
-    def _end_layer(self, layer: int, slots: Sequence[int]) -> Iterator[int]:
-        if self.updates_early:
-            yield from self.update_order({layer: slots})
-        else:  # For the norm.
-            yield from (self.block(layer, slot, BlockKind.GRADIENT) for slot in slots)
+                yield from parameters
+            for pair in zip(parameters, gradients, strict=True):
+                yield from pair

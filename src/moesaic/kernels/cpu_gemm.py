@@ -68,6 +68,22 @@ def onednn_linear(rows: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
+def inference_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T by the fastest library; any device and dtype.
+
+    Inference repeats the sizes of decoding, so oneDNN's cost of a new size does not matter.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if cpu_gemv.is_memory_bound(rows, weight[None], len(rows)):
+        product = rows.new_empty((len(rows), len(weight)))
+        cpu_gemv.grouped_gemv(rows, weight[None], [len(rows)], product)
+    elif uses_onednn(rows, weight):
+        product = onednn_linear(rows, weight)
+    else:
+        return F.linear(x, weight)
+    return product.view(*x.shape[:-1], len(weight))
+
+
 def _padded_mm(rows: Tensor, own: slice, weight: Tensor, out: Tensor) -> None:
     """Write rows[own] @ weight.T to out[own], with a padded number of rows.
 

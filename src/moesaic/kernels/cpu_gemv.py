@@ -38,6 +38,12 @@ def is_memory_bound(rows: Tensor, matrices: Tensor, max_rows: int) -> bool:
     )
 
 
+def prepare(dtype: torch.dtype, num_elements: int) -> None:
+    """Compile the kernel for matrices of `num_elements`, if one is ever used for them."""
+    if dtype in _MAX_ROWS and num_elements >= _MIN_ELEMENTS:
+        _compile_kernel(dtype)
+
+
 def grouped_gemv(rows: Tensor, matrices: Tensor, counts: Sequence[int], out: Tensor) -> None:
     """Write rows[s] @ matrices[s].T to `out` for every slot s, accumulated in fp32.
 
@@ -77,7 +83,7 @@ def _as_numpy(matrices: Tensor) -> Any:
 def _compile_kernel(dtype: torch.dtype) -> Kernel:
     import numba  # Importing takes a second, so only callers that need it pay.
 
-    read = numba.njit(_identity) if dtype == torch.float32 else _make_bf16_to_fp32()
+    read = numba.njit(_identity) if dtype == torch.float32 else make_bf16_to_fp32()
     # Allow reordered sums, so that they vectorize; NaN and infinity still propagate.
     relaxed = {"reassoc", "contract", "nsz"}
 
@@ -129,7 +135,7 @@ def _identity(number: Any) -> Any:
     return number
 
 
-def _make_bf16_to_fp32() -> Any:
+def make_bf16_to_fp32() -> Any:
     """Return a numba intrinsic from bf16 bits to fp32: the same bits, followed by 16 zeros."""
     from llvmlite import ir
     from numba import types

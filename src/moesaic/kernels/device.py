@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from moesaic.base.errors import ConfigError
+from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.job.device_name import check_device_name
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,8 +24,12 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TUNED_CAPABILITY = ((9, 0),)
 """Compute capabilities of the GPUs on which the Triton kernels and their tile sizes were timed."""
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""glibc's option numbers: free memory kept at most (-1: all), and number of allocations by mmap."""
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+"""glibc's option numbers: free memory kept at most (-1: all), number of allocations by mmap, and
+number of heaps from which no thread gets a heap of its own."""
+
+_NUM_COMPILED_KERNELS = 128
+"""Compiled kernels that oneDNN keeps where memory has a budget."""
 
 _FULL_WIDTH_AVX512_FAMILY = 26
 """First AMD CPU family that computes 512 bits at a time."""
@@ -69,13 +74,30 @@ def _keep_freed_memory() -> None:
     """Make the C library keep freed memory for the next tensor, as GPU allocators do.
 
     Otherwise large tensors get fresh pages each time, and clearing pages in the kernel costs more
-    than the computation. This holds for the first thread until the C library fails to get memory;
-    then it serves that thread from an arena that keeps less.
+    than the computation. Later threads share the heaps that exist, often one, so that each reuses
+    what another has freed. This holds until the C library fails to get memory; then it serves
+    threads from a heap that keeps less.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # Only glibc has it.
         library.mallopt(_MMAP_MAX, 0)
         library.mallopt(_TRIM_THRESHOLD, -1)
+        library.mallopt(_ARENA_MAX, 1)
+
+
+def release_freed_memory() -> None:
+    """Return the memory that this process has freed, and keeps, to the system."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # Only glibc has it.
+        library.malloc_trim(0)
+
+
+def limit_compiled_kernels() -> None:
+    """Let oneDNN keep few compiled kernels, if it has none yet.
+
+    It compiles 0.6 MB for each matrix and number of rows, and keeps up to 1,024 by default.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_NUM_COMPILED_KERNELS))
 
 
 def collective_backend(device: torch.device) -> str:
@@ -163,6 +185,13 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_bytes()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of `device` that this process may still take."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_memory_bytes()
 
 
 def matmul_dtypes(device: torch.device) -> list[str]:

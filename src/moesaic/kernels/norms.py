@@ -17,6 +17,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return block_norms(tensors).double().square().sum()
 
 
+def zero_norms(tensor: Tensor) -> Tensor:
+    """Return `block_norms` of zeros in the shape of `tensor`, which is on a CPU."""
+    return tensor.new_zeros(-(-tensor.numel() // _BLOCK))
+
+
 def block_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norms of consecutive parts of `tensors`, whose squares add up to theirs."""
     blocks = list(tensors)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from moesaic.kernels import threads
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -20,9 +23,14 @@ _CHUNK = 1 << 15
 """Elements per chunk, so that intermediate results stay in the cache."""
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Return four 32-bit words (in int64) for every element of the four counter words."""
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int] | tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """Return four 32-bit words (in int64) for every element of the four counter words; the key
+    may have elements too."""
     c0, c1, c2, c3 = counter
+    k0: int | Tensor
+    k1: int | Tensor
     k0, k1 = key
     for _ in range(10):
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -42,18 +50,26 @@ def make_key(seed: int, purpose: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def uniform(seed: int, purpose: str, step: int, sample: Tensor, position: Tensor) -> Tensor:
+def uniform(
+    seed: int | Sequence[int], purpose: str, step: int, sample: Tensor, position: Tensor
+) -> Tensor:
     """Return fp64 numbers in (0, 1), one for each element of the broadcast of `sample` and
-    `position`."""
+    `position`; `seed` may be one per element along the last dimension."""
     sample, position = torch.broadcast_tensors(sample.long(), position.long())
+    key: tuple[int, int] | tuple[Tensor, Tensor]
+    if isinstance(seed, int):
+        key = make_key(seed, purpose)
+    else:
+        words = torch.tensor([make_key(one, purpose) for one in seed], device=sample.device)
+        key = words[:, 0], words[:, 1]
     counter = (
         position & _MASK,
         sample & _MASK,
         (sample >> 32) & _MASK,
         torch.full_like(sample, step & _MASK),
     )
-    words = philox(counter, make_key(seed, purpose))
-    return _unit(words[0], words[1])
+    high, low, _, _ = philox(counter, key)
+    return _unit(high, low)
 
 
 def bits(seed: int, purpose: str, step: int, position: Tensor) -> Tensor:
@@ -84,12 +100,20 @@ def normal(seed: int, purpose: str, start: int, stop: int) -> Tensor:
     """
     first = start // 4 * 4
     result = torch.empty(-(-stop // 4) * 4 - first, dtype=torch.float64)
-    key = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=16).digest()
-    # numpy increments the counter before it draws.
-    counter = (first // 4 - 1) % (1 << 256)
-    source = np.random.Philox(key=int.from_bytes(key, "little"), counter=counter)
-    for chunk in result.split(_CHUNK):
-        _fill_normal(chunk, source)
+    digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=16).digest()
+    key, chunks = int.from_bytes(digest, "little"), result.split(_CHUNK)
+
+    def fill(index: int) -> None:
+        # numpy increments the counter before it draws.
+        counter = ((first + index * _CHUNK) // 4 - 1) % (1 << 256)
+        _fill_normal(chunks[index], np.random.Philox(key=key, counter=counter))
+
+    pool = threads.thread_pool() if len(chunks) > 1 else None
+    if pool is None:
+        for index in range(len(chunks)):
+            fill(index)
+    else:  # A chunk is too small for several threads, which torch would use for each operation.
+        pool.run_each(fill, range(len(chunks)))
     return result[start - first :][: stop - start]
 
 

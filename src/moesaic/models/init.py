@@ -26,7 +26,7 @@ class InitialSource:
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write initial values into `shards` in place."""
         for shard in shards:
-            with shard.borrow() as tensor:
+            with shard.borrow(writes=True) as tensor:
                 if shard.kind != PARAMETER or shard.name.endswith((".bias", B)):
                     tensor.zero_()
                 elif len(shard.shape) == 1:

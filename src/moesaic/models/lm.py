@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import BlockSpec, block_specs
-from moesaic.nn.attention import Attention, FeedForward
+from moesaic.nn.attention import Attention, FeedForward, linear
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
@@ -133,7 +133,8 @@ class LMHead(nn.Module):
 
     def _compute(self, x: Tensor, inputs: Inputs) -> Tensor:
         if inputs.targets is None:
-            return F.linear(x, self.column_shard.gather_table(to_local(self.weight)))
+            multiply = linear if torch.is_inference_mode_enabled() else F.linear
+            return multiply(x, self.column_shard.gather_table(to_local(self.weight)))
         tokens = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             targets = inputs.targets.flatten()

@@ -15,7 +15,7 @@ from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.lora import Adapters
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import Places, StatePlaces
 
 TP_DIM = "tp"
 """Name of the tensor-parallel dimension of a device mesh."""
@@ -47,8 +47,14 @@ class LocalParam:
         return is_tp_sharded(self.parameter)
 
     @property
-    def places(self) -> Places | None:
-        """Places of the experts; None if all values are always in memory."""
+    def places(self) -> StatePlaces | None:
+        """Places of the experts' state in training; None if all of it is always in memory."""
+        places = self._lent_places
+        return places if isinstance(places, StatePlaces) else None
+
+    @property
+    def _lent_places(self) -> Places | None:
+        """Places that lend the values; None if they are always in memory."""
         return self.bank.places if isinstance(self.bank, ExpertBank) else None
 
     @property
@@ -78,8 +84,8 @@ class LocalParam:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's values, whether they are in memory or not."""
-        if self.places is not None:
-            return self.places.num_slots, *self.parameter.shape[1:]
+        if self._lent_places is not None:
+            return self._lent_places.num_slots, *self.parameter.shape[1:]
         return tuple(self.local.shape)
 
     @property
@@ -89,7 +95,7 @@ class LocalParam:
 
     def parameter_shards(self, rank: int) -> Iterator[TensorShard]:
         """Yield the values as tensor shards."""
-        if self.places is None:
+        if self._lent_places is None:
             yield from self.tensor_shards(PARAMETER, self.local, rank)
         else:
             yield from self.borrowed_shards(PARAMETER, BlockKind.PARAMETERS)

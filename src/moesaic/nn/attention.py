@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moesaic.kernels.cpu_gemm import uses_onednn
+from moesaic.kernels.cpu_gemm import inference_linear, uses_onednn
 from moesaic.kernels.grouped_mm import matmul
 from moesaic.nn.attention_backends import attend
 from moesaic.nn.inputs import Inputs, Rotary
@@ -59,9 +59,11 @@ class Linear(nn.Module):
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T over the last dimension.
 
-    oneDNN is used only where autograd records, since training repeats its sizes. Without autograd
-    the last digits may therefore differ.
+    oneDNN is used where autograd records, since training repeats its sizes, and in inference mode.
+    Without either, as in validation, the last digits may differ.
     """
+    if torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(x.device.type):
+        return inference_linear(x, weight)
     records_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not records_grad or torch.is_autocast_enabled(x.device.type) or not uses_onednn(x, weight):
         return F.linear(x, weight)

@@ -12,16 +12,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import groupby, pairwise
+from functools import cache, cached_property
+from itertools import groupby, pairwise, takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesaic.facts.workload.sizes import ATTENTION_QUERY_BLOCK
+from moesaic.kernels import cpu_attention
 from moesaic.kernels import device as devices
 
 VARLEN_CAPABILITY, MAX_VARLEN_WIDTH = (8, 0), 256
@@ -56,6 +59,28 @@ class AttentionMetadata:
     offsets: Tensor | None = field(default=None, compare=False)
     """Start of each document among the tokens of the batch, and the number of tokens, int32
     [documents + 1]; None unless segments are documents that cover all tokens."""
+
+    @cached_property
+    def blocks(self) -> tuple[_Block, ...]:
+        """Kernel calls, the same in every layer."""
+        return tuple(_blocks(self))
+
+    @cached_property
+    def single_ranges(self) -> NDArray[np.int64]:
+        """Bounds of the keys of the blocks before the first with several queries, [blocks, 2]."""
+        singles = takewhile(lambda block: len(block.queries) == 1, self.blocks)
+        bounds = [(block.keys.start, block.keys.stop) for block in singles]
+        return np.array(bounds, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _masks(self) -> dict[_Block, Tensor | None]:
+        return {}
+
+    def mask(self, block: _Block, like: Tensor) -> Tensor | None:
+        """Return the mask of a block, made once for all layers."""
+        if block not in self._masks:
+            self._masks[block] = block.mask(like)
+        return self._masks[block]
 
     @classmethod
     def causal(
@@ -95,24 +120,6 @@ class AttentionMetadata:
             offsets=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
         )
 
-    @classmethod
-    def cached(
-        cls, padding: Sequence[int], positions: range, window: int | None = None
-    ) -> AttentionMetadata:
-        """Return the metadata of generation with a cache.
-
-        Args:
-            padding: positions before the first token of each row, which nothing attends to.
-            positions: positions of the new tokens, of which padding may be a part.
-            window: keys that a query attends to at most.
-        """
-        segments = []
-        for rows in _runs(padding):
-            first = padding[rows.start]
-            queries = range(max(first - positions.start, 0), len(positions))
-            segments.append(Segment(rows, queries, range(first, positions.stop)))
-        return cls(tuple(segments), window=window)
-
 
 def _runs(values: Sequence[Any]) -> Iterator[range]:
     """Yield the ranges of consecutive equal values."""
@@ -150,10 +157,8 @@ def attend(
 
 def choose_backend(q: Tensor, k: Tensor, metadata: AttentionMetadata) -> AttentionBackend:
     """Return the fastest backend that supports these tensors."""
-    decodes = q.shape[2] == 1 < k.shape[2] and len(q) > 0
-    # Rows of padding have no block.
-    if decodes and sum(len(block.rows) for block in _blocks(metadata)) == len(q):
-        return attend_one_query
+    if len(q) == 1 and q.shape[2] != k.shape[2]:
+        return attend_pool
     if metadata.offsets is not None and _supports_varlen(q):
         return attend_varlen
     return attend_blocks
@@ -169,25 +174,31 @@ def _supports_varlen(q: Tensor) -> bool:
     )
 
 
-def attend_one_query(
+def attend_pool(
     q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, scale: float
 ) -> Tensor:
-    """Attend with one query per row over a cache.
+    """Attend with the tokens of many requests in one row; their keys are ranges of a pool.
 
-    Query heads that share a KV head are rows of one matrix, so that the cache is read once.
+    Segments cover all queries, in order. Query heads that share a KV head are rows of one matrix
+    where a segment has one query, so that its keys are read once.
     """
-    grouped = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
-    results = [
-        F.scaled_dot_product_attention(
-            _cut(grouped, block.rows),
-            _cut(k, block.rows, block.keys),
-            _cut(v, block.rows, block.keys),
-            scale=scale,
-        )
-        for block in _blocks(metadata)
-    ]
-    result: Tensor = results[0] if len(results) == 1 else torch.cat(results)
-    return result.flatten(1, 2)[:, :, None]
+    kernel, kv_heads, blocks, results = _block_kernel(q), k.shape[1], metadata.blocks, []
+    grouped = q[0].transpose(0, 1).unflatten(1, (kv_heads, -1))
+    pool, ranges = (k[0].transpose(0, 1), v[0].transpose(0, 1)), metadata.single_ranges
+    if len(ranges) and not torch.is_grad_enabled() and cpu_attention.is_supported(grouped, *pool):
+        blocks, singles = blocks[len(ranges) :], grouped[: len(ranges)]
+        results.append(cpu_attention.attend_ranges(singles, *pool, ranges, scale))
+    for block in blocks:
+        first, number = block.queries.start, len(block.queries)
+        keys, values = (x.narrow(2, block.keys.start, len(block.keys)) for x in (k, v))
+        if number == 1:
+            one = grouped.narrow(0, first, 1)
+            results.append(F.scaled_dot_product_attention(one, keys, values, scale=scale))
+        else:
+            part, mask = q.narrow(2, first, number), metadata.mask(block, q)
+            several, _ = kernel.forward(part, keys, values, mask, scale, is_causal=block.is_causal)
+            results.append(several[0].transpose(0, 1).unflatten(1, (kv_heads, -1)))
+    return torch.cat(results).flatten(1, 2).transpose(0, 1)[None]
 
 
 def attend_varlen(
@@ -221,7 +232,7 @@ def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, scale: float
 ) -> Tensor:
     """Attend segment by segment, and by blocks of queries where a kernel needs a mask."""
-    result: Tensor = _BlockAttention.apply(q, k, v, tuple(_blocks(metadata)), scale)
+    result: Tensor = _BlockAttention.apply(q, k, v, metadata.blocks, scale)
     return result
 
 
@@ -276,11 +287,11 @@ class CpuFlashKernel:
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the result, and the logarithm of the softmax's denominator."""
         out, denominators = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, block.is_causal, attn_mask=block.mask(q), scale=scale
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return out, denominators
 
@@ -304,11 +315,11 @@ class RecomputingKernel:
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the result, and nothing in place of the denominators."""
         out = F.scaled_dot_product_attention(
-            q, k, v, block.mask(q), is_causal=block.is_causal, scale=scale, enable_gqa=True
+            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True
         )
         return out, out.new_zeros(()).expand(out.shape[:3])
 
@@ -321,7 +332,9 @@ class RecomputingKernel:
         del out, denominators
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            again, _ = RecomputingKernel.forward(q, k, v, block, scale)
+            again, _ = RecomputingKernel.forward(
+                q, k, v, block.mask(q), scale, is_causal=block.is_causal
+            )
         grad_q, grad_k, grad_v = torch.autograd.grad(again, (q, k, v), grad)
         return grad_q, grad_k, grad_v
 
@@ -341,7 +354,9 @@ class _BlockAttention(torch.autograd.Function):
         """Return the result in token order in memory, as [rows, heads, queries, channels]."""
         kernel = _block_kernel(q)
         if _is_whole(blocks, q, k):
-            out, denominators = kernel.forward(q, k, v, blocks[0], scale)
+            out, denominators = kernel.forward(
+                q, k, v, blocks[0].mask(q), scale, is_causal=blocks[0].is_causal
+            )
         else:
             out = torch.zeros_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
             out = out.transpose(1, 2)
@@ -350,7 +365,9 @@ class _BlockAttention(torch.autograd.Function):
             for block in blocks:
                 part = _cut(q, block.rows, block.queries)
                 part_k, part_v = (_cut(x, block.rows, block.keys) for x in (k, v))
-                results = kernel.forward(part, part_k, part_v, block, scale)
+                results = kernel.forward(
+                    part, part_k, part_v, block.mask(part), scale, is_causal=block.is_causal
+                )
                 for whole, result in zip((out, denominators), results, strict=True):
                     _cut(whole, block.rows, block.queries).copy_(result)
         ctx.save_for_backward(q, k, v, out, denominators)

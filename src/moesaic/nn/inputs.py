@@ -22,7 +22,7 @@ class Cache(Protocol):
     """Cache of attention for earlier positions: keys and values, or a latent of both."""
 
     def extend(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append new positions of one layer, and return all of them.
+        """Write new positions of one layer, and return all that `AttentionMetadata` refers to.
 
         Each tensor is [batch, heads, positions, channels].
         """

@@ -75,9 +75,8 @@ class LatentAttention(nn.Module):
         if inputs.cache is not None:
             new = torch.cat((latent[:, :, None], *k_rotated), dim=-1)
             (cached,) = inputs.cache.extend(self.layer, new.transpose(1, 2))
-            if cached.shape[2] > x.shape[1]:
-                attended = self._attend_cache(cached, q, q_rotated, inputs.attention)
-                return attended, AttentionReport()
+            attended = self._attend_cache(cached, q, q_rotated, inputs.attention)
+            return attended, AttentionReport()
         kv = self.kv_up(latent).unflatten(2, (self.heads, -1))
         k, v = kv.split((self.nope_dim, self.value_dim), dim=-1)
         k_shared = (part.expand(-1, -1, self.heads, -1) for part in k_rotated)

@@ -74,6 +74,8 @@ def _as_rows(x: Tensor) -> Tensor:
 
 def _blocks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
     """Yield blocks of rows of all tensors, sized by the first one, the widest."""
+    if tensors[0].nbytes <= NORM_CHUNK_BYTES:  # Splits take longer than the norm of a few rows.
+        return zip(*((tensor,) for tensor in tensors), strict=True)
     rows = max(1, NORM_CHUNK_BYTES // max(1, tensors[0][:1].nbytes))
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 

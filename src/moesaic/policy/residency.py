@@ -1,20 +1,24 @@
 """Residency of expert state: which block leaves memory when another one needs its slot.
 
 A block is an array of one expert: parameters, a moment, or the gradient. All blocks have the same
-size. A cache calls `access` at each use, and `evict` and `removed` when it needs a slot.
+size. A cache calls `access` at each use, `release` at its end, and `evict` and `removed` when it
+needs a slot.
 """
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from moesaic.base import keys
 
 _STEP_DECAY = 0.95
 """Factor, for each later step, on the weight of a step in the frequency of use."""
+_STALE_ENTRIES = 64
+"""Outdated entries that a queue keeps, beyond as many as it has blocks."""
 
 
 class ResidencyFacts(NamedTuple):
@@ -39,40 +43,96 @@ class ResidencyDecision(NamedTuple):
     """Evicted blocks with an expected access; many of them mean that memory is small."""
 
 
-class Residency(ABC):
-    """Policy of one cache, with its state between steps."""
+class _Queue:
+    """Blocks in the order in which they leave; a change or a look-up takes logarithmic time."""
 
     def __init__(self) -> None:
+        self._entries = dict[int, tuple[float, ...]]()
+        """Key of each block, with the block as its last number."""
+        self._heap = list[tuple[float, ...]]()
+        """Entries; outdated ones, which `_entries` no longer has, are skipped."""
+        self._passed_over = list[tuple[float, ...]]()
+        """Entries that had to stay in the last call of `first`, taken from the heap."""
+        self._after = -1
+        """Position of the last call of `first`."""
+
+    def put(self, block: int, key: tuple[float, ...]) -> None:
+        """Add a block, or change its key; the smallest key leaves first, then the lower block."""
+        entry = self._entries[block] = (*key, block)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) + len(self._passed_over) > 2 * len(self._entries) + _STALE_ENTRIES:
+            self._heap, self._passed_over = list(self._entries.values()), []
+            heapq.heapify(self._heap)
+
+    def drop(self, block: int) -> None:
+        """Remove a block if it is in the queue."""
+        self._entries.pop(block, None)
+
+    def first(self, after: int, may_leave: Callable[[int, int], bool]) -> int | None:
+        """Return the first block for which `may_leave(block, after)` is true, or None.
+
+        A block that must stay for one position stays for later ones, until it is put again."""
+        if after < self._after:
+            for entry in self._passed_over:
+                heapq.heappush(self._heap, entry)
+            self._passed_over = []
+        self._after = after
+        while self._heap:
+            entry = self._heap[0]
+            block = int(entry[-1])
+            if self._entries.get(block) is entry:
+                if may_leave(block, after):
+                    return block
+                self._passed_over.append(entry)
+            heapq.heappop(self._heap)
+        return None
+
+
+class Residency(ABC):
+    """Policy of one cache, with its state between steps.
+
+    `release` adds a block to those that may leave; `access` and `removed` take it away.
+    """
+
+    def __init__(self) -> None:
+        self._next_access = dict[int, int | None]()
+        """Position of the next expected access of each block that may leave."""
+        self._queue = _Queue()
         self._evicted = list[int]()
         self._num_expected = 0
 
-    @abstractmethod
     def access(self, block: int) -> None:
-        """Record a use of `block`, in memory or not."""
+        """Record a use of `block`, in memory or not; it stays until its `release`."""
+        self._keep(block)
 
-    def evict(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        """Return the block that leaves memory, and record it.
+    def release(self, block: int, next_access: int | None) -> None:
+        """Record that `block` is in memory and may leave, or that its next access has changed.
 
         Args:
-            candidates: blocks that may leave, at least one.
-            coming: index of the next expected access of each block that has one.
+            block: the block.
+            next_access: position of its next expected access, if there is one.
         """
-        block = self._choose(candidates, coming)
-        self._evicted.append(block)
-        self._num_expected += block in coming
+        self._next_access[block] = next_access
+        self._queue.put(block, self._key(block))
+
+    def removed(self, block: int) -> None:
+        """Record that `block` was evicted or discarded."""
+        self._keep(block)
+
+    def evict(self, after: int = -1) -> int | None:
+        """Return the block that leaves memory, and record it; None if all must stay.
+
+        Blocks whose next access is expected at or before position `after` must stay.
+        """
+        block = self._choose(after)
+        if block is not None:
+            self._evicted.append(block)
+            self._num_expected += self._next_access[block] is not None
         return block
 
     def begin_step(self) -> None:
         """Forget the evictions since the last step: those of checkpoints and validation."""
         self._evicted, self._num_expected = [], 0
-
-    @abstractmethod
-    def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        """Return the block of `candidates` to evict."""
-
-    @abstractmethod
-    def removed(self, block: int) -> None:
-        """Record that `block` was evicted or discarded."""
 
     def end_step(self, facts: ResidencyFacts) -> ResidencyDecision:
         """Return the evictions of the step that ends; an engine calls it through `decide`."""
@@ -80,6 +140,21 @@ class Residency(ABC):
         decision = ResidencyDecision(tuple(self._evicted), self._num_expected)
         self._evicted, self._num_expected = [], 0
         return decision
+
+    @abstractmethod
+    def _key(self, block: int) -> tuple[float, ...]:
+        """Return the rank of a block among those that may leave; the smallest leaves first."""
+
+    def _choose(self, after: int) -> int | None:
+        return self._queue.first(after, self._may_leave)
+
+    def _may_leave(self, block: int, after: int) -> bool:
+        next_access = self._next_access[block]
+        return next_access is None or next_access > after
+
+    def _keep(self, block: int) -> None:
+        self._next_access.pop(block, None)
+        self._queue.drop(block)
 
 
 class LeastRecentlyUsed(Residency):
@@ -91,19 +166,24 @@ class LeastRecentlyUsed(Residency):
 
     def access(self, block: int) -> None:
         """Record the time of the use."""
+        super().access(block)
         self._now += 1
         self._last_use[block] = self._now
 
-    def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        return min(candidates, key=lambda block: (self._last_use.get(block, 0), block))
-
     def removed(self, block: int) -> None:
         """Forget the block's last use."""
+        super().removed(block)
         self._last_use.pop(block, None)
+
+    def _key(self, block: int) -> tuple[float, ...]:
+        return (self._last_use.get(block, 0),)
 
 
 class LeastFrequentlyUsed(Residency):
-    """LFU: evict the block with the fewest uses in the whole run, of those the least recent."""
+    """LFU: evict the block with the fewest uses in the whole run, of those the least recent.
+
+    The count stays when a block leaves: it may return.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,18 +191,13 @@ class LeastFrequentlyUsed(Residency):
 
     def access(self, block: int) -> None:
         """Count the use."""
+        super().access(block)
         self._now += 1
         self._uses[block] += 1
         self._last_use[block] = self._now
 
-    def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        return min(
-            candidates,
-            key=lambda block: (self._uses[block], self._last_use.get(block, 0), block),
-        )
-
-    def removed(self, block: int) -> None:
-        """Keep the count: the block may return."""
+    def _key(self, block: int) -> tuple[float, ...]:
+        return self._uses[block], self._last_use.get(block, 0)
 
 
 class SeMoe(Residency):
@@ -154,28 +229,35 @@ class SeMoe(Residency):
         super().__init__()
         self._threshold, self._decay, self._period = threshold, decay, period
         self._hits, self._num_uses = dict[int, float](), 0
+        self._admission, self._num_admitted = dict[int, int](), 0
+        """Number of each block's admission."""
+        self._guesses = dict[int, None]()
+        """Blocks that were read ahead and have no hit yet, in the order of reading."""
 
     def access(self, block: int) -> None:
         """Count the hit, or admit the block."""
-        self._hits[block] = self._hits.get(block, 0.0) + 1
+        super().access(block)
+        self._guesses.pop(block, None)
+        if block in self._hits:
+            self._hits[block] += 1
+        else:
+            self._admit(block)
         self._num_uses += 1
         if self._num_uses == self._period:
             self._decay_hits()
 
-    def _decay_hits(self) -> None:
-        self._hits = {block: hits * self._decay for block, hits in self._hits.items()}
-        self._num_uses = 0
-
-    def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        for block in candidates:
-            self._hits.setdefault(block, 1.0)
-        allowed = set(candidates)
-        blocks = [block for block in self._hits if block in allowed]
-        proven = [block for block in blocks if self._hits[block] >= self._threshold]
-        return min(proven or blocks, key=lambda block: self._hits[block])
+    def release(self, block: int, next_access: int | None) -> None:
+        """Add the block to those that may leave."""
+        if block in self._hits:
+            super().release(block, next_access)
+        else:
+            self._next_access[block] = next_access
+            self._guesses.setdefault(block)
 
     def removed(self, block: int) -> None:
         """Forget the block's hits."""
+        super().removed(block)
+        self._guesses.pop(block, None)
         self._hits.pop(block, None)
 
     def end_step(self, facts: ResidencyFacts) -> ResidencyDecision:
@@ -183,6 +265,27 @@ class SeMoe(Residency):
         if self._period is None:
             self._decay_hits()
         return super().end_step(facts)
+
+    def _admit(self, block: int) -> None:
+        self._hits[block], self._admission[block] = 1.0, self._num_admitted
+        self._num_admitted += 1
+
+    def _decay_hits(self) -> None:
+        self._hits = {block: hits * self._decay for block, hits in self._hits.items()}
+        self._num_uses = 0
+        for block in self._next_access.keys() - self._guesses.keys():
+            self._queue.put(block, self._key(block))
+
+    def _key(self, block: int) -> tuple[float, ...]:
+        hits = self._hits[block]
+        return hits < self._threshold, hits, self._admission[block]
+
+    def _choose(self, after: int) -> int | None:
+        for block in [one for one in self._guesses if self._may_leave(one, after)]:
+            del self._guesses[block]
+            self._admit(block)
+            self._queue.put(block, self._key(block))
+        return super()._choose(after)
 
 
 class _Usage(NamedTuple):
@@ -211,29 +314,31 @@ class NextUse(Residency):
         self._step = self._position = self._length = 0
         self._weight = 1.0
         """Sum of the weights of all steps, with the present one."""
-        self._order = dict[int, tuple[float, int]]()
-        """Order in which blocks leave, the largest first: cached until their use or a new step."""
 
     def access(self, block: int) -> None:
         """Record the first use in this step."""
+        super().access(block)
         used = self._usage.get(block)
         if used is None or used.step < self._step:
             weight = 1.0 if used is None else 1.0 + self._decayed(used)
             self._usage[block] = _Usage(weight, self._step, self._position)
-            self._order.pop(block, None)
         self._position += 1
 
-    def _decayed(self, used: _Usage) -> float:
-        return used.weight * _STEP_DECAY ** (self._step - used.step)
+    def end_step(self, facts: ResidencyFacts) -> ResidencyDecision:
+        """Return the evictions of the step, and begin the next one."""
+        self._length, self._position = facts.num_accesses, 0
+        self._step += 1
+        self._weight = 1.0 + self._weight * _STEP_DECAY
+        for block, next_access in self._next_access.items():
+            if next_access is None:
+                self._queue.put(block, self._key(block))
+        return super().end_step(facts)
 
-    def _choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        unexpected = [block for block in candidates if block not in coming]
-        if not unexpected:
-            return max(candidates, key=coming.__getitem__)
-        for block in unexpected:
-            if block not in self._order:
-                self._order[block] = (self._next_use(block), -block)
-        return max(unexpected, key=self._order.__getitem__)
+    def _key(self, block: int) -> tuple[float, ...]:
+        next_access = self._next_access[block]
+        if next_access is None:
+            return False, -self._next_use(block)
+        return True, -next_access
 
     def _next_use(self, block: int) -> float:
         """Return the likely position of the next use, in accesses from the start of this step."""
@@ -243,16 +348,12 @@ class NextUse(Residency):
         steps = self._weight / self._decayed(used)
         return steps * self._length + used.position
 
-    def removed(self, block: int) -> None:
-        """Keep the block's usage: it may return."""
+    def _decayed(self, used: _Usage) -> float:
+        return used.weight * _STEP_DECAY ** (self._step - used.step)
 
-    def end_step(self, facts: ResidencyFacts) -> ResidencyDecision:
-        """Return the evictions of the step, and begin the next one."""
-        self._length, self._position = facts.num_accesses, 0
-        self._order.clear()
-        self._step += 1
-        self._weight = 1.0 + self._weight * _STEP_DECAY
-        return super().end_step(facts)
+    def _choose(self, after: int) -> int | None:
+        block = self._queue.first(-1, self._may_leave)
+        return block if block is not None and self._may_leave(block, after) else None
 
 
 RESIDENCIES: dict[str, type[Residency]] = {
@@ -264,50 +365,3 @@ RESIDENCIES: dict[str, type[Residency]] = {
 def make_residency(name: str) -> Residency:
     """Return a new policy; raise ConfigError for an unknown name."""
     return RESIDENCIES[keys.check_choice("memory.residency", name, list(RESIDENCIES))]()
-
-
-def count_misses(
-    steps: Sequence[Sequence[int]], num_slots: int, residency: Residency, expected_steps: int = 0
-) -> int:
-    """Return the misses of a cache without read-ahead; slow, for comparisons.
-
-    Args:
-        steps: blocks that each step uses, in order.
-        num_slots: blocks that fit in memory.
-        residency: policy of the cache, new.
-        expected_steps: steps whose accesses are expected exactly, with the present one; 0: none.
-    """
-    trace = [block for step in steps for block in step]
-    in_memory, num_misses, position = set[int](), 0, 0
-    for number, step in enumerate(steps):
-        before = num_misses
-        horizon = sum(len(one) for one in steps[: number + expected_steps])
-        for block in step:
-            position += 1
-            if block not in in_memory:
-                num_misses += 1
-                if len(in_memory) == num_slots:
-                    coming = {trace[at]: at for at in range(horizon - 1, position - 1, -1)}
-                    victim = residency.evict(sorted(in_memory), coming)
-                    residency.removed(victim)
-                    in_memory.remove(victim)
-                in_memory.add(block)
-            residency.access(block)
-        residency.end_step(ResidencyFacts("", num_slots, len(step), num_misses - before))
-    return num_misses
-
-
-def belady_misses(trace: Sequence[int], num_slots: int) -> int:
-    """Return the fewest misses of any policy that knows the whole `trace` (Belady 1966)."""
-    next_uses, later = [0] * len(trace), dict[int, int]()
-    for position in reversed(range(len(trace))):
-        next_uses[position] = later.get(trace[position], len(trace))
-        later[trace[position]] = position
-    in_memory, num_misses = dict[int, int](), 0
-    for block, next_use in zip(trace, next_uses, strict=True):
-        if block not in in_memory:
-            num_misses += 1
-            if len(in_memory) == num_slots:
-                del in_memory[max(in_memory, key=lambda one: in_memory[one])]
-        in_memory[block] = next_use
-    return num_misses

@@ -66,7 +66,8 @@ class Launch:
     machines: tuple[Machine, ...] = ()
     """Machine of each rank; empty if not logged."""
     layout: str = ""
-    """Sharded dimensions, in the form that `--layout` takes; empty if all is replicated."""
+    """Sharded dimensions, in the form that `--layout` takes; empty if all is replicated. With
+    several parts, or with one on some of the ranks: ranks and sharded dimensions of each."""
     backends: str = ""
     """Expert kernels and token transport, in words."""
     unit: str = "tokens"
@@ -124,11 +125,14 @@ class Steps:
     """Seconds of planning replicas on rank 0."""
     memory_hit_rate: Floats
     """Uses of expert state that found it in memory, 0 to 1; NaN without a memory budget, as in the
-    next three."""
+    next five."""
     memory_stall_s: Floats
     """Seconds that rank 0 waited for the drive."""
     memory_read_bytes: Floats
     memory_written_bytes: Floats
+    memory_read_s: Floats
+    """Seconds in which rank 0 had reads in flight."""
+    memory_write_s: Floats
     phases: dict[str, Floats]
     """Seconds of each phase on rank 0."""
 
@@ -207,7 +211,7 @@ class Log:
         )
 
     def _start(self, event: Event, num_done: int, time_s: float) -> None:
-        plan, unit = event.get("plan") or {}, str(event.get("unit", "tokens"))
+        unit = str(event.get("unit", "tokens"))
         launch = Launch(
             start_s=time_s, end_s=time_s, step=num_done, resumed_from=event.get("resumed_from"),
             ranks=int(event.get("ranks", 0)), device=str(event.get("device", "unknown")),
@@ -215,7 +219,7 @@ class Log:
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
             machines=_machines(event.get("rank_hosts") or ()),
-            layout=",".join(f"{key}={plan[key]}" for key in _SHARDED if plan.get(key, 1) > 1),
+            layout=_layout(event),
             backends=str(event.get("backends") or ""), unit=unit,
         )  # fmt: skip
         self.launches.append(launch)
@@ -265,6 +269,21 @@ def number(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return math.nan
+
+
+def _layout(event: Event) -> str:
+    """Return `Launch.layout` of a `run_start` event."""
+    parts = event.get("parts") or ()
+    if [len(part["ranks"]) for part in parts] in ([], [event.get("ranks")]):
+        return _sharding(event.get("plan") or {})
+    return "; ".join(
+        f"{part['prefix']} on {','.join(map(str, part['ranks']))} {_sharding(part['plan'])}".strip()
+        for part in parts
+    )
+
+
+def _sharding(plan: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={plan[key]}" for key in _SHARDED if plan.get(key, 1) > 1)
 
 
 def _machines(ranks: Iterable[Mapping[str, Any]]) -> tuple[Machine, ...]:

@@ -1,1 +1,1 @@
-"""Storage tiers: blocks of equal size in a scratch file, and a cache of them in memory."""
+"""Storage tiers: blocks of equal size in scratch or weight files, and a cache of them in memory."""

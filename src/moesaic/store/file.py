@@ -1,14 +1,12 @@
 """Scratch file: blocks of equal size with direct I/O and a checksum for each.
 
-The file means nothing after the process ends: checksums are kept in memory only.
+The file has no name, so that its space is free when the process ends, however that happens.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +14,10 @@ from numpy.typing import NDArray
 
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError, write_error
+from moesaic.base.units import format_bytes
+from moesaic.store.checksum import block_checksum
 
 _REMEDY = "resume from the newest checkpoint"
-_WORDS_PER_PAGE = 512
-"""64-bit words of 4 KiB, which divide every stride."""
-_PAGES_PER_SUM = 32
-"""Pages that are mixed at once and stay in the CPU's cache."""
 
 
 class BlockFile:
@@ -29,21 +25,20 @@ class BlockFile:
 
     Threads may read and write different blocks at once."""
 
+    is_read_only = False
+
     def __init__(self, path: Path, num_blocks: int, block_bytes: int) -> None:
-        """Create `path`, which must not exist, and reserve its space."""
+        """Create `path`, reserve its space, and remove the name, which remains in errors."""
         self.path = path
         self.num_blocks = num_blocks
         self.stride_bytes = direct_io.align(block_bytes)
         """Bytes of a block in the file and in memory, rounded up for direct I/O."""
         try:
-            self._file = path.open("xb+", buffering=0)
-        except FileExistsError:
-            raise StoreError(
-                f"'{path}' exists: delete it, or name a directory that no other run uses"
-            ) from None
+            self._file = path.open("wb+", buffering=0)
         except OSError as error:
             raise write_error(f"'{path}'", error) from error
         try:
+            path.unlink()
             self._reserve()
             direct_io.set_direct_io(self._file, True)
             # Some disks need another alignment, which only a read reveals.
@@ -53,8 +48,6 @@ class BlockFile:
             raise
         self._has = np.zeros(num_blocks, np.bool_)
         self._checksums = np.zeros(num_blocks, np.uint64)
-        random = np.random.default_rng(0)
-        self._weights = random.integers(0, 1 << 64, _WORDS_PER_PAGE, np.uint64) | np.uint64(1)
 
     @property
     def is_direct(self) -> bool:
@@ -71,8 +64,8 @@ class BlockFile:
             direct_io.reserve(self._file, size)
         except OSError as error:
             raise StoreError(
-                f"'{self.path}' needs {size} bytes, and {free} are free ({error.strerror}): "
-                "make room, or name a directory on another disk"
+                f"'{self.path}' needs {format_bytes(size)}, and {format_bytes(free)} are free "
+                f"({error.strerror}): make room, or name a directory on another disk"
             ) from error
 
     def has(self, block: int) -> bool:
@@ -89,7 +82,7 @@ class BlockFile:
             raise StoreError(f"{place} cannot be read ({error.strerror}): {_REMEDY}") from error
         if count < self.stride_bytes:
             raise StoreError(f"{place} ends after {count} of {self.stride_bytes} bytes: {_REMEDY}")
-        if self.checksum(memory) != self._checksums[block]:
+        if block_checksum(memory) != self._checksums[block]:
             raise StoreError(
                 f"{place} differs from what was written, so the disk may be failing: {_REMEDY}"
             )
@@ -97,7 +90,7 @@ class BlockFile:
     def write(self, block: int, memory: NDArray[np.uint8]) -> None:
         """Write `memory`, [stride_bytes], as the block."""
         offset = self._offset(block, memory)
-        self._checksums[block] = self.checksum(memory)
+        self._checksums[block] = block_checksum(memory)
         try:
             direct_io.write_at(self._file, memory.data, offset)
         except OSError as error:
@@ -106,10 +99,8 @@ class BlockFile:
         self._has[block] = True
 
     def close(self) -> None:
-        """Close and remove the file."""
+        """Close the file, which frees its space."""
         self._file.close()
-        with suppress(OSError):  # The next run empties the directory.
-            self.path.unlink(missing_ok=True)
 
     def _offset(self, block: int, memory: NDArray[np.uint8]) -> int:
         if not 0 <= block < self.num_blocks or memory.shape != (self.stride_bytes,):
@@ -117,17 +108,3 @@ class BlockFile:
                 f"block {block} of {self.num_blocks}, {memory.shape} of {self.stride_bytes} bytes"
             )
         return block * self.stride_bytes
-
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        """Return a checksum of `memory`, [stride_bytes].
-
-        Each page becomes the sum of its words times odd weights, modulo 2**64, so that a flipped
-        bit changes it. The highest bits of two words would cancel, so each word is first mixed with
-        its own high bits. BLAKE2 joins the sums. numpy does not hold the GIL."""
-        pages = memory.view(np.uint64).reshape(-1, _WORDS_PER_PAGE)
-        sums = np.empty(len(pages), np.uint64)
-        for start in range(0, len(pages), _PAGES_PER_SUM):
-            some = pages[start : start + _PAGES_PER_SUM]
-            mixed = some ^ (some >> np.uint64(29))
-            mixed.dot(self._weights, out=sums[start : start + _PAGES_PER_SUM])
-        return int.from_bytes(hashlib.blake2b(sums.tobytes(), digest_size=8).digest())

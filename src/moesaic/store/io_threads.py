@@ -17,12 +17,14 @@ from moesaic.base.errors import StoreError
 
 
 class BlockStorage(Protocol):
-    """The interface of a file of blocks; `store.file.BlockFile` is one.
+    """The interface of files of blocks: `store.file.BlockFile`, `store.expert_files.ExpertFiles`.
 
     Threads call `read` and `write` for different blocks at once."""
 
     stride_bytes: int
-    """Bytes of a block in memory and in the file."""
+    """Bytes of a block in memory."""
+    is_read_only: bool
+    """True if blocks never change, so that an error loses none."""
 
     def has(self, block: int) -> bool:
         """Return True if the block can be read; asked once, before its first read or write."""
@@ -34,10 +36,6 @@ class BlockStorage(Protocol):
 
     def write(self, block: int, memory: NDArray[np.uint8]) -> None:
         """Write `memory`, [stride_bytes], as the block."""
-        ...
-
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        """Return a checksum of `memory`, [stride_bytes]."""
         ...
 
     def close(self) -> None:
@@ -68,6 +66,7 @@ class IOThreads:
     """
 
     def __init__(self, storage: BlockStorage, memory: NDArray[np.uint8], num_threads: int) -> None:
+        """Start the threads; with none, `submit` itself transfers."""
         self._storage = storage
         self._memory = memory
         self._changed = threading.Condition()
@@ -80,8 +79,11 @@ class IOThreads:
         """The newest transfer of each block and slot, while it is unfinished."""
         self._num_writes = 0
         """Unfinished writes."""
+        self._running = {False: 0, True: 0}
+        """Reads and writes in flight."""
         self._busy_s = {False: 0.0, True: 0.0}
-        """Seconds of reads and of writes, summed over threads."""
+        """Seconds with reads and with writes in flight, until `_counted_s`."""
+        self._counted_s = time.perf_counter()
         self._error: Exception | None = None
         self._raised = False
         self._closed = False
@@ -97,6 +99,11 @@ class IOThreads:
         """True after an error."""
         return self._error is not None
 
+    @property
+    def has_raised(self) -> bool:
+        """True once the caller knows of the error."""
+        return self._raised
+
     def submit(self, block: int, slot: int, *, writes: bool, urgent: bool) -> None:
         """Write `block` from `slot`, or read it into `slot`, once earlier transfers allow."""
         with self._changed:
@@ -109,16 +116,22 @@ class IOThreads:
             self._num_writes += writes
             if urgent:
                 self._make_urgent(transfer)
-            if not after:
+            if not after and self._threads:
                 self._push(transfer)
+            elif not after and self._error is None:
+                self._count_busy_s()
+                self._running[writes] += 1
+                self._run(transfer)
 
-    def wait_for_slots(self, slots: Iterable[int]) -> None:
-        """Return when no transfer of the slots is left; raise the first error."""
+    def wait_for_any(self, slots: Iterable[int]) -> set[int]:
+        """Return those of `slots` without a transfer, as soon as there are any; raise the first
+        error."""
         wanted = set(slots)
         with self._changed:
             for slot in wanted & self._last_of_slot.keys():
                 self._make_urgent(self._last_of_slot[slot])
-            self._wait(lambda: wanted.isdisjoint(self._last_of_slot))
+            self._wait(lambda: not wanted <= self._last_of_slot.keys())
+            return wanted - self._last_of_slot.keys()
 
     def wait_for_writes(self) -> None:
         """Return when no write is left; raise the first error."""
@@ -134,11 +147,18 @@ class IOThreads:
         self._raised = True
         raise self._error
 
-    def take_busy_s(self) -> tuple[float, float]:
-        """Return the seconds of reads and of writes since the last call."""
+    @property
+    def busy_s(self) -> tuple[float, float]:
+        """Seconds with reads and with writes in flight since `reset_busy_s`."""
         with self._changed:
-            busy, self._busy_s = self._busy_s, {False: 0.0, True: 0.0}
-        return busy[False], busy[True]
+            self._count_busy_s()
+            return self._busy_s[False], self._busy_s[True]
+
+    def reset_busy_s(self) -> None:
+        """Count seconds from zero."""
+        with self._changed:
+            self._count_busy_s()
+            self._busy_s = {False: 0.0, True: 0.0}
 
     def close(self) -> None:
         """Wait for running transfers, drop the others and end the threads."""
@@ -171,20 +191,23 @@ class IOThreads:
 
     def _work(self) -> None:
         while (transfer := self._next()) is not None:
-            start = time.perf_counter()
-            error = None
-            try:
-                move = self._storage.write if transfer.writes else self._storage.read
-                move(transfer.block, self._memory[transfer.slot])
-            except Exception as failure:  # noqa: BLE001 - the caller's thread raises it.
-                error = failure
-            with self._changed:
-                self._busy_s[transfer.writes] += time.perf_counter() - start
-                if error is None:
-                    self._finish(transfer)
-                elif self._error is None:
-                    self._error = error
-                self._changed.notify_all()
+            self._run(transfer)
+
+    def _run(self, transfer: _Transfer) -> None:
+        error = None
+        try:
+            move = self._storage.write if transfer.writes else self._storage.read
+            move(transfer.block, self._memory[transfer.slot])
+        except Exception as failure:  # noqa: BLE001 - the caller's thread raises it.
+            error = failure
+        with self._changed:
+            self._count_busy_s()
+            self._running[transfer.writes] -= 1
+            if error is None:
+                self._finish(transfer)
+            elif self._error is None:
+                self._error = error
+            self._changed.notify_all()
 
     def _next(self) -> _Transfer | None:
         """Return the next transfer to run, or None when the threads end."""
@@ -194,9 +217,18 @@ class IOThreads:
                     transfer = heapq.heappop(self._ready)[2]
                     if not transfer.started:
                         transfer.started = True
+                        self._count_busy_s()
+                        self._running[transfer.writes] += 1
                         return transfer
                 self._changed.wait()
         return None
+
+    def _count_busy_s(self) -> None:
+        """Count the seconds until now; call it before the number of running transfers changes."""
+        now_s = time.perf_counter()
+        for writes, number in self._running.items():
+            self._busy_s[writes] += (now_s - self._counted_s) * (number > 0)
+        self._counted_s = now_s
 
     def _finish(self, transfer: _Transfer) -> None:
         self._num_writes -= transfer.writes

@@ -177,5 +177,5 @@ def _unpack(row: Tensor, shards: Sequence[TensorShard]) -> None:
     """Write a received expert over the shards of one that was sent."""
     for source, shard in zip(row.split([shard.num_bytes for shard in shards]), shards, strict=True):
         values = source.clone().view(shard.dtype).view(shard.size)  # A clone is aligned.
-        with shard.borrow() as tensor:
+        with shard.borrow(writes=True) as tensor:
             tensor.copy_(values)

@@ -89,14 +89,18 @@ class LanguageModelKind:
         return run
 
     def describe(self, run: LMRun) -> Iterator[str]:
-        """Yield kernels, transports, balance policy, warnings about the drive, trained weights, and
-        settings without effect."""
+        """Yield kernels, transports, balance policy, a warning about the drive, trained weights,
+        and settings without effect."""
         job = run.objective.job
         for line in (_describe_backends(run), _describe_balance(run)):
             if line is not None:
                 yield line
-        if run.part.tiers is not None:
-            yield from run.part.tiers.warnings
+        if run.part.tiers is not None and not run.part.tiers.is_direct:
+            assert job.memory is not None
+            yield (
+                f"warning: memory.ssd = '{job.memory.ssd}' has no direct I/O, so the page cache "
+                "takes memory beyond memory.host: name a directory on ext4 or xfs"
+            )
         if job.finetune is not None:
             yield from describe_trainable(job)
         is_pinned = job.kernels.grouped_mm != "auto" and job.model.experts > 0

@@ -46,9 +46,12 @@ _KEY_SHIFT = 15
 class LowBitAdamW(AdamW):
     """AdamW with low-bit moments of matrices, by logical name."""
 
-    def __init__(self, config: OptimizerConfig, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, config: OptimizerConfig, seed: int, device: torch.device, prefix: str = ""
+    ) -> None:
+        """Create the optimizer of the part with this `prefix`, which sets its random bits apart."""
         super().__init__(config)
-        self._seed = seed
+        self._seed, self._prefix = seed, prefix
         self._format: BF16Moments | EightBitMoments = (
             BF16Moments(device) if config.moments == "bf16" else EightBitMoments(device)
         )
@@ -81,7 +84,7 @@ class LowBitAdamW(AdamW):
         for item in (item for one in flat_params if one.has_weight_decay for item in one.params):
             shards = zip(item.parameter_shards(rank), item.grad_shards(rank), strict=True)
             for values, lent_grad in shards:
-                with lent_grad.borrow() as grad:
+                with lent_grad.borrow(writes=True) as grad:
                     self.update_matrix(values, grad, step, lr=lr, clip=clip)
 
     @torch.no_grad()
@@ -91,7 +94,7 @@ class LowBitAdamW(AdamW):
         """Apply one step to a matrix in place, a chunk of rows at a time; see `update`."""
         stored, (num_rows, columns) = self.moments[values.name], values.size
         rows = max(self._chunk_elements // max(columns, 1), 1)
-        with values.borrow() as tensor:
+        with values.borrow(writes=True) as tensor:
             for start in range(0, num_rows, rows):
                 rows_slice = slice(start, start + rows)
                 chunk = [moment[rows_slice] for moment in stored]
@@ -106,7 +109,8 @@ class LowBitAdamW(AdamW):
                     decay=True,
                 )
                 positions = _element_indices(values, start, len(chunk[0]), tensor.device)
-                draws = bits(self._seed, f"moments {values.name}", step, positions)
+                purpose = f"moments {self._prefix}{values.name}"
+                draws = bits(self._seed, purpose, step, positions)
                 self._format.encode(*moments, chunk, draws)
 
 

@@ -34,6 +34,9 @@ class BlockObserver(Protocol):
     def begin_group(self, *, is_last: bool) -> None:
         """Begin the passes of a group of micro-batches, the `is_last` or not of a step."""
 
+    def begin_validation(self) -> None:
+        """Begin the forward passes of a validation batch."""
+
     def begin_forward(self, block: str) -> None:
         """Begin the forward passes of a block over a group of micro-batches."""
 
@@ -106,6 +109,8 @@ class BlockWalk:
     @torch.no_grad()
     def evaluate(self, objective: lm.LanguageModelObjective, batch: Batch) -> lm.Losses:
         """Return the losses of a validation batch."""
+        if self._observer is not None:
+            self._observer.begin_validation()
         inputs = [objective.validation_inputs(batch)]
         passes = self._forward(objective.part.model, [batch], inputs)
         return lm.Losses(passes[-1][1][0].y)

@@ -20,10 +20,14 @@ from torch.optim.adamw import adamw
 
 from moesaic.dist.buckets import FlatView
 from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, TensorShard
-from moesaic.facts.expert_blocks import STATE, BlockKind
+from moesaic.facts.expert_blocks import STATE
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.models.state import LocalParam
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import StatePlaces
+
+_CACHED_ELEMENTS = 1 << 17
+"""Elements of parameters and moments that the CPU's cache holds. It is a multiple of a cache line,
+in which the kernel works."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class FlatParams:
         return self.params[0].has_weight_decay
 
     @property
-    def places(self) -> Places | None:
-        """Places of the experts; None if all values are always in memory."""
+    def places(self) -> StatePlaces | None:
+        """StatePlaces of the experts; None if all values are always in memory."""
         return self.params[0].places
 
     def zero_moments(self) -> tuple[Tensor, Tensor]:
@@ -133,8 +137,13 @@ class AdamW:
         """Moments by parameter name; those of flattened parameters are views of `_flat_moments`."""
         self._flat_moments: dict[str, tuple[Tensor, Tensor]] = {}
         """Moments by the first parameter's name of each `FlatParams`."""
+        self._places: list[StatePlaces] = []
+        """Places of experts, which may skip updates."""
         self._updates: list[tuple[int, float]] = []
-        """Number and learning rate of each update of this process."""
+        """Number and learning rate of the last updates of this process, as far as experts have
+        skipped them."""
+        self._num_dropped = 0
+        """Updates before the first of `_updates`."""
         self._coming: tuple[int, float] | None = None
         """The update that has begun, until the first expert takes it."""
 
@@ -142,7 +151,7 @@ class AdamW:
         """Create zero moments for the parameters as `rank` stores them."""
         del rank
         if flat_params.places is not None:
-            flat_params.places.apply_skipped = partial(self._apply_skipped, flat_params.places)
+            self.register_places(flat_params.places)
             return
         first, second = flat_params.zero_moments()
         self._flat_moments[flat_params.params[0].name] = first, second
@@ -150,6 +159,11 @@ class AdamW:
             flat_params.split(first), flat_params.split(second), strict=True
         ):
             self.moments[item.name] = first_view, second_view
+
+    def register_places(self, places: StatePlaces) -> None:
+        """Apply the updates that experts of `places` skip when they are used again."""
+        places.apply_skipped = partial(self._apply_skipped, places)
+        self._places.append(places)
 
     def moment_shards(self, param: LocalParam, rank: int) -> Iterator[TensorShard]:
         """Yield a parameter's moments as state shards."""
@@ -202,9 +216,13 @@ class AdamW:
     def begin_update(self, step: int, lr: float) -> None:
         """Begin update `step`, from 1, which experts without gradients skip at first."""
         self._coming = step, lr
+        # Forget what all experts have applied.
+        num_applied = min((min(places.num_applied) for places in self._places), default=0)
+        del self._updates[: num_applied - self._num_dropped]
+        self._num_dropped = num_applied
 
     def update_places(
-        self, places: Places, step: int, *, lr: float, clip: float, keep_norms: bool = False
+        self, places: StatePlaces, step: int, *, lr: float, clip: float, keep_norms: bool = False
     ) -> None:
         """Update the experts of `places` that have a gradient, one by one, and drop the gradients.
 
@@ -220,23 +238,32 @@ class AdamW:
         if self._coming is not None:
             self._updates.append(self._coming)
             self._coming = None
-        places.num_updates = len(self._updates)
+        places.num_updates = self._num_dropped + len(self._updates)
         for slot in sorted(places.touched):
-            with places.hold_blocks(slot, BlockKind) as (values, *moments, grad):
+            with places.update(slot) as found:
+                values, *moments, grad = (places.memory[place] for place in found)
                 if keep_norms:
                     places.keep_norm(slot, grad)
                 self.update([values], [grad], [tuple(moments)], step, lr=lr, clip=clip, decay=True)
-            places.drop_gradient(slot)
-            places.num_applied[slot] = places.num_updates
 
-    def _apply_skipped(self, places: Places, slot: int) -> None:
-        """Apply the updates that an expert has skipped, with a gradient of zero."""
-        skipped = self._updates[places.num_applied[slot] : places.num_updates]
+    def _apply_skipped(self, places: StatePlaces, slot: int) -> None:
+        """Apply the updates that an expert has skipped, with a gradient of zero.
+
+        All of them are applied to one part of its state after the other, while the CPU caches the
+        part."""
+        first, end = (n - self._num_dropped for n in (places.num_applied[slot], places.num_updates))
+        skipped = self._updates[first:end]
         places.num_applied[slot] = places.num_updates
-        with torch.no_grad(), places.hold_blocks(slot, STATE) as (values, *moments):
-            grad = torch.zeros_like(values)
-            for step, lr in skipped:
-                self.update([values], [grad], [tuple(moments)], step, lr=lr, clip=1.0, decay=True)
+        with torch.no_grad(), places.hold_blocks(slot, STATE) as blocks:
+            zeros = blocks[0].new_zeros(_CACHED_ELEMENTS)
+            for values, *moments in zip(
+                *(one.split(_CACHED_ELEMENTS) for one in blocks), strict=True
+            ):
+                grad = zeros[: values.numel()]
+                for step, lr in skipped:
+                    self.update(
+                        [values], [grad], [tuple(moments)], step, lr=lr, clip=1.0, decay=True
+                    )
 
     def rename_params(self, names: Mapping[str, str]) -> None:
         """Rename the parameters of moments; `names` maps old names to new ones."""
@@ -287,6 +314,7 @@ class AdamW:
         """Release all moments."""
         self.moments.clear()
         self._flat_moments.clear()
+        self._places.clear()
 
 
 def zero_moments(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,14 @@ class PartPlacement:
     ranks: Sequence[int]
     """Ranks of the run that hold the part, ascending."""
 
+    def __post_init__(self) -> None:
+        """Check that the plan is one for these ranks."""
+        if self.plan.ranks != len(self.ranks):
+            raise ValueError(
+                f'the plan of part "{self.prefix}" has {self.plan.ranks} ranks, and ranks = '
+                f"{list(self.ranks)} are {len(self.ranks)}: make the plan for as many"
+            )
+
     @property
     def start_counter(self) -> str:
         """Counter of the updates that the run had made before the part was added."""
@@ -264,7 +272,7 @@ def make_part(
         return Part(
             model, placement, plan, world, trainable,
             [item for item in params if not item.parameter.requires_grad],
-            flat_params, _make_optimizer(job, world, flat_params), buckets,
+            flat_params, _make_optimizer(job, placement.prefix, world, flat_params), buckets,
             tp_group=tp_group, buffers=list(buffers),
         )  # fmt: skip
     except BaseException:
@@ -306,11 +314,13 @@ def _make_buckets(
     return GradientBuckets(reduced, overlaps_backward=overlaps_backward)
 
 
-def _make_optimizer(job: AnyJob, world: World, flat_params: Sequence[FlatParams]) -> AdamW:
+def _make_optimizer(
+    job: AnyJob, prefix: str, world: World, flat_params: Sequence[FlatParams]
+) -> AdamW:
     optimizer = (
         AdamW(job.optimizer)
         if job.optimizer.moments == "full"
-        else LowBitAdamW(job.optimizer, job.seed, world.device)
+        else LowBitAdamW(job.optimizer, job.seed, world.device, prefix)
     )
     for flat in flat_params:
         optimizer.init_moments(flat, world.rank)

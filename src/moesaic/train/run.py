@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -60,6 +61,7 @@ class Run(Generic[ObjectiveT, StatsT]):
 
     def __post_init__(self) -> None:
         """Add missing counters, and the loss scale if the precision has one."""
+        _check_prefixes([part.prefix for part in self.placements])
         placed = [part.prefix for part in self.placements if self.world.rank in part.ranks]
         held = [part.prefix for part in self.parts]
         if placed != held:
@@ -71,10 +73,13 @@ class Run(Generic[ObjectiveT, StatsT]):
 
     @property
     def part(self) -> Part[Any]:
-        """The only part."""
+        """The only part, on a rank that holds it."""
         if len(self.placements) != 1:
             names = ", ".join(f'"{part.prefix}"' for part in self.placements)
             raise ValueError(f"the run has {len(self.placements)} parts, not one: {names}")
+        if not self.parts:
+            ranks = list(self.placements[0].ranks)
+            raise ValueError(f"rank {self.world.rank} does not hold the part, ranks {ranks} do")
         return self.parts[0]
 
     @property
@@ -92,7 +97,11 @@ class Run(Generic[ObjectiveT, StatsT]):
             for part in self.parts
             if part.external_snapshot is not None
         }
-        return State([*shards, *self.objective.state_shards()], dict(self.counters), snapshots)
+        tiers = next((part.tiers for part in self.parts if part.tiers is not None), None)
+        return State(
+            [*shards, *self.objective.state_shards()], dict(self.counters), snapshots,
+            None if tiers is None else tiers.expect_reads,
+        )  # fmt: skip
 
     def step(self, samples: Any) -> StatsT:
         """Take one optimizer step on the next global batch of `samples`."""
@@ -225,3 +234,13 @@ class Run(Generic[ObjectiveT, StatsT]):
         for part in self.parts:
             part.close()
         del self.objective, self.walk
+
+
+def _check_prefixes(prefixes: Sequence[str]) -> None:
+    """Raise ValueError if a tensor's name could start with the prefixes of two parts."""
+    for first, second in pairwise(sorted(prefixes)):
+        if second.startswith(first):
+            raise ValueError(
+                f'the prefix "{second}" of a part starts with that of another, "{first}": choose '
+                "prefixes that do not"
+            )

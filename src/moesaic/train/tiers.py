@@ -8,10 +8,8 @@ cache, and on the drive if they do not fit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +20,21 @@ from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.collectives import all_gather
+from moesaic.dist.state import TensorShard
 from moesaic.dist.world import World
-from moesaic.facts.expert_blocks import ExpertBlocks, lookahead
+from moesaic.facts.expert_blocks import ExpertBlocks
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
-from moesaic.nn.experts.places import Places
+from moesaic.kernels import device as devices
+from moesaic.nn.experts.bank import MatrixLender
+from moesaic.nn.experts.places import StatePlaces
 from moesaic.policy.plan.budget import (
     Budget,
     BudgetFacts,
     budget_bytes,
     budget_facts,
     check_budget,
+    check_rank_device,
     divide_budget,
     expert_blocks,
 )
@@ -43,21 +45,10 @@ from moesaic.policy.residency import (
     make_residency,
 )
 from moesaic.store.cache import BlockCache, CacheStats
+from moesaic.store.expert_order import ExpertOrder
 from moesaic.store.file import BlockFile
 from moesaic.train.optim import AdamW
 from moesaic.train.topology import gather_places
-
-_MOUNTS = Path("/proc/self/mountinfo")
-_SLOW_FILE_SYSTEMS = {
-    **dict.fromkeys(("tmpfs", "ramfs"), "which is memory itself"),
-    **dict.fromkeys(("overlay", "aufs"), "which copies files between the layers of a container"),
-    **dict.fromkeys(
-        ("9p", "afs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"),
-        "which reaches its drive over a network or another system",
-    ),
-    "fuse": "whose reads and writes take a detour through another process",
-}  # fmt: skip
-"""Reasons against file systems for expert state."""
 
 
 def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> ExpertTiers | None:
@@ -65,18 +56,14 @@ def make_tiers(job: Job, plan: Plan, world: World, dtype: torch.dtype) -> Expert
     table. Every rank of the world must call this."""
     if job.memory is None:
         return None
-    if world.device.type != "cpu":
-        raise ConfigError(
-            f'[memory] with train.device = "{world.device.type}": expert state on a drive is for '
-            "CPU ranks, remove the table"
-        )
+    check_rank_device(world.device.type, f'with train.device = "{world.device.type}"')
     # All ranks must divide alike, and the last one has the most samples.
     facts = budget_facts(job, plan, plan.ranks - 1, _host_bytes(job.memory, world))
     check_budget(job.memory, facts)
     decisions = list[Decision[BudgetFacts, Budget]]()
     budget = decide(divide_budget, facts, decisions)
+    devices.limit_compiled_kernels()
     directory = Path(job.memory.ssd).expanduser()
-    _remove_unused(directory, plan.ranks)
     tiers = ExpertTiers(
         directory / f"experts-rank-{world.rank}.blocks",
         expert_blocks(job, plan, facts, budget),
@@ -159,25 +146,23 @@ class ExpertTiers:
         self._residency: Residency = make_residency(residency)
         self._residency_name = residency
         self._update: tuple[AdamW, int, float] | None = None
-        self._is_last_group = True
         self.decisions = list[Decision[BudgetFacts, Budget]]()
         """Division of the budget, if it was decided from a job."""
         with ExitStack() as stack:
             stack.enter_context(_locked(path))
             file = _create_file(path, blocks.num_blocks, width * dtype.itemsize)
             stack.callback(file.close)
-            self.warnings = list(_drive_warnings(path.parent, is_direct=file.is_direct))
-            """Messages for the user about the drive."""
+            self.is_direct = file.is_direct
+            """False if reads and writes go through the page cache."""
             num_places = min(num_places, blocks.num_blocks)
             self.cache = BlockCache(file, num_places, self._residency)
             stack.callback(self.cache.close)
             self._resources = stack.pop_all()
         self.places = {
-            layer: Places(self.cache, first, blocks.experts[layer], width, dtype)
+            layer: StatePlaces(self.cache, first, blocks.experts[layer], width, dtype)
             for layer, first in blocks.first_blocks.items()
         }
-        self._used = {layer: list(range(number)) for layer, number in blocks.experts.items()}
-        """Slots that each layer used in its last pass; at first all."""
+        self._order = ExpertOrder(self.cache, blocks, self.places)
 
     @property
     def num_micro_batches(self) -> int:
@@ -195,25 +180,25 @@ class ExpertTiers:
 
     def begin_group(self, *, is_last: bool) -> None:
         """Begin the passes of a group of micro-batches, the `is_last` or not of a step."""
-        self._is_last_group = is_last
+        self._order.begin_group(is_last=is_last)
+
+    def begin_validation(self) -> None:
+        """Begin the forward passes of a validation batch."""
+        self._order.begin_validation()
 
     def begin_forward(self, block: str) -> None:
         """Read ahead for the forward passes of a block and what follows."""
-        behind = {
-            layer: [slot for slot in self._used[layer] if places.is_behind(slot)]
-            for layer, places in self.places.items()
-        }
-        self._expect(
-            self._blocks.forward_order(_layer(block), self._used, behind, self._is_last_group)
-        )
+        devices.release_freed_memory()
+        self._order.begin_forward(_layer(block))
 
     def begin_backward(self, block: str) -> None:
         """Read ahead for the backward passes of a block and what follows."""
-        places = self.places.get(_layer(block))
+        devices.release_freed_memory()
+        places, slots = self.places.get(_layer(block)), None
         if places is not None:
             # Earlier groups of micro-batches have touched others.
-            self._used[_layer(block)] = sorted({*(+places.leased), *places.touched})
-        self._expect(self._blocks.backward_order(_layer(block), self._used, self._is_last_group))
+            slots = sorted({*(+places.leased), *places.touched})
+        self._order.begin_backward(_layer(block), slots)
 
     def end_backward(self, block: str, *, is_last: bool) -> None:
         """Update the experts of a block whose gradients are complete, or compute their norms."""
@@ -231,7 +216,12 @@ class ExpertTiers:
     def begin_update(self) -> None:
         """Read ahead for the update of experts that were not updated behind their backward."""
         if not self._blocks.updates_early:
-            self._expect(self._blocks.update_order(self._used))
+            self._order.begin_update()
+
+    def expect_reads(self, shards: Iterable[TensorShard]) -> None:
+        """Read ahead for borrowing `shards` in this order."""
+        lenders = (shard.lender for shard in shards)
+        self.cache.expect([one.block for one in lenders if isinstance(one, MatrixLender)])
 
     def end_step(self) -> TierStats:
         """Write changed blocks if it is due, and return the traffic of the step."""
@@ -251,13 +241,10 @@ class ExpertTiers:
         return self._blocks.updates_early
 
     def close(self) -> None:
-        """Free the memory and remove the scratch file."""
+        """Free the memory and the space on the drive."""
         for places in self.places.values():
             places.close()
         self._resources.close()
-
-    def _expect(self, blocks: Iterable[int]) -> None:
-        self.cache.expect(list(islice(blocks, lookahead(self.cache.num_slots))))
 
 
 def _layer(block: str) -> int:
@@ -274,54 +261,14 @@ def _create_file(path: Path, num_blocks: int, block_bytes: int) -> BlockFile:
         raise StoreError(f"memory.ssd: {error}") from error
 
 
-def _drive_warnings(directory: Path, *, is_direct: bool) -> Iterator[str]:
-    """Yield a warning if the directory's file system does not suit expert state, and another one if
-    it has no direct I/O."""
-    name = file_system(directory, _MOUNTS.read_text() if _MOUNTS.exists() else "")
-    reason = _SLOW_FILE_SYSTEMS.get(name.partition(".")[0])
-    if reason is not None:
-        yield (
-            f"memory.ssd = '{directory}' is on {name}, {reason}: name a directory on a drive of "
-            "this machine"
-        )
-    if not is_direct:
-        yield (
-            f"memory.ssd = '{directory}' has no direct I/O, so the page cache takes memory beyond "
-            "memory.host: name a directory on ext4 or xfs"
-        )
-
-
-def file_system(directory: Path, mounts: str) -> str:
-    """Return the type of the file system of a directory by the text of /proc/self/mountinfo, or an
-    empty string."""
-    found, path = ("", ""), directory.resolve()
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split(" ")[4])
-        if path.is_relative_to(point) and len(point) >= len(found[0]):
-            found = point, after.split(" ")[0]  # A later mount hides an earlier one.
-    return found[1]
-
-
-def _remove_unused(directory: Path, num_ranks: int) -> None:
-    """Remove the scratch files that a killed run on more ranks has left."""
-    for path in directory.glob("experts-rank-*.blocks"):
-        rank = path.stem.rpartition("-")[2]
-        if rank.isdecimal() and int(rank) >= num_ranks:
-            with suppress(LockHeld, OSError), file_lock(path.with_suffix(".lock"), fail_if_locked):
-                path.unlink(missing_ok=True)
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a scratch file, in a directory that is created if it is missing, and remove
-    what a killed run has left."""
+    """Hold the lock of a scratch file, in a directory that is created if it is missing."""
     directory = path.parent
     with ExitStack() as stack:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(path.with_suffix(".lock"), fail_if_locked))
-            path.unlink(missing_ok=True)
         except LockHeld as error:
             raise ConfigError(
                 f"memory.ssd = '{directory}' is in use by {error}: give each run a directory of "

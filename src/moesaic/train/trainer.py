@@ -169,8 +169,7 @@ def _train(
 
 
 def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
-    """Yield the layout of each part for the user, with its ranks unless it is the only one, on all
-    ranks."""
+    """Yield the layout of each part for the user, with its ranks unless a single part has all."""
     if [len(part.ranks) for part in run.placements] == [run.world.size]:
         yield f"plan: {describe_plan(run.plan)}"
         return
@@ -393,7 +392,8 @@ class _Session(Generic[J]):
             ranks=self.world.size, device=devices.describe(self.world.device),
             plan=self.run.plan.decisions(), rank_hosts=describe_ranks(self.world),
             parts=[
-                {"prefix": part.prefix, "ranks": list(part.ranks)} for part in self.run.placements
+                {"prefix": part.prefix, "ranks": list(part.ranks), "plan": part.plan.decisions()}
+                for part in self.run.placements
             ],
             unit=self.kind.unit, decisions=[
                 {

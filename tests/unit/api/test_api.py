@@ -50,7 +50,7 @@ import moesaic
 assert time.perf_counter() - began < 0.2
 sys.modules["torch"] = None
 assert set(moesaic.__all__) < set(dir(moesaic))
-[getattr(moesaic, name) for name in ("Cluster", "Job", "Model", "Run", "load", "save")]
+[getattr(moesaic, name) for name in ("Cluster", "Engine", "Job", "Model", "Run", "load", "save")]
 moesaic.Job.load({"model": {"preset": "olmoe-1b-7b"}, "data": {"path": "x", "sequence": 64},
                   "train": {"steps": 1, "batch": 16}}).plan(moesaic.Cluster.preset("h100-8"))
 """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from moesaic.api import progress
+from moesaic.api.batch import BatchCounts
 from moesaic.api.progress import Output, RunProgress
 
 
@@ -45,3 +47,20 @@ def test_a_terminal_gets_a_bar_and_other_ranks_are_silent(monkeypatch: pytest.Mo
     assert "step 10/10" in text
     assert "loss 0.3000, 12,346 tokens/s" in text
     assert train(monkeypatch, terminal=True, output=None) == ""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_batch_shows_its_answers_and_speed(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, file = tmp_path / "in.jsonl", io.StringIO()
+    source.write_text("{}\n\n{}\n{}")
+    console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
+    monkeypatch.setattr(progress, "make_console", lambda _: console)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    for is_shown in (False, True):
+        assert file.getvalue() == ""
+        with progress.batch_progress(source, is_shown) as show:
+            show(BatchCounts(answered=1, failed=0, skipped=1, tokens=30))
+    assert "2/3 answers" in file.getvalue()
+    assert " tokens/s" in file.getvalue()

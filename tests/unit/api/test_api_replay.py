@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from commands import Commands
 from moesaic.api.loads import latest_loads
 from moesaic.base.compiled import cached_njit
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
-from moesaic.cli.main import main
 from moesaic.facts.balance import BalanceProblem, no_replicas
 from moesaic.facts.job import BalanceConfig, BalanceCosts
 from moesaic.facts.job.balance import Policy
@@ -76,17 +76,14 @@ def write_run(
     return counts
 
 
-def replay(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
-    assert main(["replay", *line, "--json"]) == 0
-    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+def replay(commands: Commands, *line: str) -> dict[str, Any]:
+    facts: dict[str, Any] = commands.facts(["replay", *line])
     return facts
 
 
-def test_layers_are_balanced_as_by_the_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_are_balanced_as_by_the_policy(tmp_path: Path, commands: Commands) -> None:
     counts = write_run(tmp_path / "run") // MICRO
-    facts = replay(capsys, str(tmp_path / "run"), "--set=policy=quota", *SET)
+    facts = replay(commands, str(tmp_path / "run"), "--set=policy=quota", *SET)
     for layer, row in enumerate(facts["layers"]):
         passes = [counts[step, layer, group : group + 2] for step in range(2) for group in (0, 2)]
         decisions = [quota(one, PROBLEM) for one in passes]
@@ -121,32 +118,30 @@ def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]
     ],
 )
 def test_a_run_without_costs_gets_typical_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], start_event: dict[str, Any], flops: float,
+    tmp_path: Path, commands: Commands, start_event: dict[str, Any], flops: float,
     bytes_per_s: float,
 ) -> None:  # fmt: skip
     write_run(tmp_path / "run", start_event=start_event)
-    costs = replay(capsys, str(tmp_path / "run"))["costs"]
+    costs = replay(commands, str(tmp_path / "run"))["costs"]
     assert costs["expert_tokens_per_s"] == pytest.approx(flops / (6 * 32 * 24))
     assert costs["bytes_per_s"] == pytest.approx(bytes_per_s)
 
 
-def test_given_prices_replace_those_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_given_prices_replace_those_of_the_run(tmp_path: Path, commands: Commands) -> None:
     planned = BalanceCosts(**{**COSTS, "expert_tokens_per_s": 2e4})
     write_run(tmp_path / "run", costs=planned)
-    assert replay(capsys, str(tmp_path / "run"))["costs"] == planned.model_dump()
-    own = replay(capsys, str(tmp_path / "run"), *SET)["costs"]
+    assert replay(commands, str(tmp_path / "run"))["costs"] == planned.model_dump()
+    own = replay(commands, str(tmp_path / "run"), *SET)["costs"]
     assert own == BalanceCosts(**COSTS).model_dump()
 
 
 def test_policies_by_past_loads_make_no_replicas_at_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, commands: Commands
 ) -> None:
     counts = write_run(tmp_path / "run", costs=BalanceCosts(**COSTS)) // MICRO
     policies: tuple[Policy, ...] = ("eplb", "pro-prophet")
     for policy in policies:
-        facts = replay(capsys, str(tmp_path / "run"), f"--set=policy={policy}")
+        facts = replay(commands, str(tmp_path / "run"), f"--set=policy={policy}")
         for layer, row in enumerate(facts["layers"]):
             num_replicas = 0
             for group in (0, 2):  # Each has two micro-batches and decides by the first one.
@@ -155,12 +150,10 @@ def test_policies_by_past_loads_make_no_replicas_at_first(
                 assert not len(balancer(first).replicas)
                 num_replicas += len(balancer(second).replicas)
             assert row["replicas"] == num_replicas / row["micro_batches"]
-    assert replay(capsys, str(tmp_path / "run"), "--set=policy=none")["speedup"] == 1.0
+    assert replay(commands, str(tmp_path / "run"), "--set=policy=none")["speedup"] == 1.0
 
 
-def test_the_last_record_of_each_step_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_record_of_each_step_counts(tmp_path: Path, commands: Commands) -> None:
     """The run recorded every other step, was resumed after the first, and then recorded each."""
     counts = write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     for part in (tmp_path / "run" / "loads").iterdir():
@@ -181,11 +174,11 @@ def test_the_last_record_of_each_step_counts(
     assert [row["step"] for row in valid] == [1, 2, 3]
     for row, which in zip(valid, (0, 1, 1), strict=True):
         assert row["counts_by_rank"] == counts[which, 0].ravel().tolist()
-    assert [one["layer"] for one in replay(capsys, str(tmp_path / "run"))["layers"]] == [0]
+    assert [one["layer"] for one in replay(commands, str(tmp_path / "run"))["layers"]] == [0]
 
 
 def test_compiling_is_announced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once per installation, since compiled code is cached on disk."""
     write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
@@ -196,14 +189,13 @@ def test_compiling_is_announced(
         monkeypatch.setattr(
             quota_search, "split_by_source", cached_njit(quota_search.split_by_source.py_func)
         )
-        assert main(["replay", *line]) == 0
-        notices.append(capsys.readouterr().err.count("compiling the balance policy, once for this"))
+        err = commands.run(["replay", *line]).err
+        notices.append(err.count("compiling the balance policy, once for this"))
     assert notices == [1, 0]
     monkeypatch.setattr(
         quota_search, "split_by_source", numba.njit(quota_search.split_by_source.py_func)
     )  # Not cached.
-    assert main(["replay", *line, "--json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = commands.run(["replay", *line, "--json"])
     assert json.loads(out)["policy"] == "quota"
     assert err.startswith(
         "compiling the balance policy (about 10 s) at each start, because no cache"
@@ -211,20 +203,18 @@ def test_compiling_is_announced(
 
 
 def test_output_names_the_policy_and_settings_without_effect(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, commands: Commands
 ) -> None:
     write_run(tmp_path / "run", costs=BalanceCosts(**COSTS))
     line = [str(tmp_path / "run"), "--set=policy=top-k-broadcast", "--set=as_published=true"]
-    assert replay(capsys, *line)["policy"] == "top-k-broadcast, as published"
-    assert replay(capsys, *line[:-1])["policy"] == "top-k-broadcast"
-    assert replay(capsys, line[0], line[2])["policy"] == "quota"  # It ignores the setting.
-    assert main(["replay", *line]) == 0
-    text = capsys.readouterr().out
+    assert replay(commands, *line)["policy"] == "top-k-broadcast, as published"
+    assert replay(commands, *line[:-1])["policy"] == "top-k-broadcast"
+    assert replay(commands, line[0], line[2])["policy"] == "quota"  # It ignores the setting.
+    text = commands.output(["replay", *line])
     assert "predicted, not measured: with top-k-broadcast, as published the expert" in text
     assert "costs: experts 10,000 tokens/s, exchanges 1 GB/s with 0.01 ms" in text
     sets = ["--set=policy=none", "--set=min_replica_tokens=2", *SET]
-    assert main(["replay", line[0], *sets]) == 0
-    assert capsys.readouterr().err.count("has no effect") == 1
+    assert commands.run(["replay", line[0], *sets]).err.count("has no effect") == 1
 
 
 @pytest.mark.parametrize(
@@ -249,15 +239,12 @@ def test_output_names_the_policy_and_settings_without_effect(
         (["RUN"], "has not recorded the devices of its ranks: give prices, such as"),
     ],
 )
-def test_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: list[str], words: str
-) -> None:
+def test_mistakes(tmp_path: Path, commands: Commands, line: list[str], words: str) -> None:
     write_run(tmp_path / "RUN")
     write_run(tmp_path / "ALONE", ep=1)
     write_run(tmp_path / "EMPTY")
     for part in (tmp_path / "EMPTY" / "loads").iterdir():
         part.unlink()
     named = [str(tmp_path / one) if one.isupper() else one for one in line]
-    assert main(["replay", *named]) == 2
-    errors = capsys.readouterr().err
+    errors = commands.refusal(["replay", *named])
     assert words in errors

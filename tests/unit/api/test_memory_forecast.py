@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import Commands
 from moesaic import Cluster, ConfigError, Job
-from moesaic.cli.main import main
+from moesaic.api import memory_replay
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "larger-than-memory.toml"
+DRY_RUN = ["train", str(EXAMPLE), "--dry-run"]
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["train", str(EXAMPLE), "--dry-run", "--json", *arguments]) == 0
-    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+def dry_run(commands: Commands, *arguments: str) -> dict[str, Any]:
+    facts: dict[str, Any] = commands.facts([*DRY_RUN, *arguments])
     return facts
 
 
@@ -27,8 +28,8 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_example_keeps_four_times_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = dry_run(capsys)
+def test_the_example_keeps_four_times_its_budget(commands: Commands) -> None:
+    facts = dry_run(commands)
     tiers, memory = facts["memory_tiers"], facts["memory_per_rank"]
     assert tiers["expert_state_bytes"] > 4 * tiers["host_bytes"]
     assert memory["experts_bytes"] == tiers["experts_bytes"]
@@ -39,33 +40,117 @@ def test_the_example_keeps_four_times_its_budget(capsys: pytest.CaptureFixture[s
     assert missing < tiers["written_bytes_per_step"] < 2 * tiers["expert_state_bytes"]
 
 
-def test_more_memory_reads_less_down_to_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    budgets = ("100MB", "225MB", "600MB", "2GB")
-    tiers = [dry_run(capsys, "--set", f"memory.host={host}")["memory_tiers"] for host in budgets]
+def test_more_memory_reads_less_down_to_nothing(commands: Commands) -> None:
+    budgets = ("210MB", "225MB", "600MB", "2GB")
+    tiers = [dry_run(commands, "--set", f"memory.host={host}")["memory_tiers"] for host in budgets]
     reads = [one["read_bytes_per_step"] for one in tiers]
     assert reads == sorted(reads, reverse=True)
     assert reads[-1] == tiers[-1]["written_bytes_per_step"] == 0
 
 
-def test_the_smallest_budget_that_is_named_works(capsys: pytest.CaptureFixture[str]) -> None:
-    smallest = dry_run(capsys)["memory_tiers"]["smallest_budget_bytes"]
-    assert main(["train", str(EXAMPLE), "--dry-run", "--set", f"memory.host={smallest - 1}B"]) == 2
-    assert "is too small for this job, which needs" in capsys.readouterr().err
-    dry_run(capsys, "--set", f"memory.host={smallest}B")
+def test_the_smallest_budget_that_is_named_works(commands: Commands) -> None:
+    smallest = dry_run(commands)["memory_tiers"]["smallest_budget_bytes"]
+    assert "is too small for this job, which needs" in commands.refusal(
+        ["train", str(EXAMPLE), "--dry-run", "--set", f"memory.host={smallest - 1}B"]
+    )
+    dry_run(commands, "--set", f"memory.host={smallest}B")
 
 
-def test_plans_say_bytes_per_day(capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job.load(EXAMPLE)
-    cluster = Cluster.preset("cpu")
-    planned = job.plan(cluster, nproc=1)
-    tiers = planned.figures["memory_tiers"]
+def test_the_largest_model_is_the_last_that_a_dry_run_accepts(
+    commands: Commands,
+) -> None:
+    smallest = dry_run(commands, "--set", "model.experts=24")["memory_tiers"][
+        "smallest_budget_bytes"
+    ]
+    sets = [f"memory.host={smallest}B"]
+    figures = Job.load(EXAMPLE, sets=sets).largest_model(Cluster.preset("cpu"), 10**13, nproc=1)
+    largest = figures["largest"][1]
+    assert largest["resource"] == "memory per rank"
+    assert largest["experts"] >= 24
+    line = [*DRY_RUN, "--set", sets[0], "--set"]
+    commands.run(line, f"model.experts={largest['experts']}")
+    refusal = commands.refusal(line, f"model.experts={largest['experts'] + 1}")
+    assert "is too small for this job" in refusal
+
+
+CLUSTER = """
+name = "here"
+
+[[hosts]]
+name = "here"
+preset = "cpu"
+"""
+DISK = """
+[[hosts.disks]]
+path = "/data"
+read = {read}
+write = 1e12
+random_read = 1e12
+random_write = 1e12
+mixed = 1e12
+"""
+
+
+def planned(disks: str) -> dict[str, Any]:
+    """Return the figures of the example on a host with `disks`."""
+    Path("cluster.toml").write_text(CLUSTER + disks)
+    return Job.load(EXAMPLE).plan(Cluster.load("cluster.toml"), nproc=1).figures
+
+
+def test_a_step_waits_for_a_slow_drive() -> None:
+    unknown, fast = planned(""), planned(DISK.format(read=1e13))
+    slow = planned(DISK.format(read=1e9))
+    assert unknown["drive"] is None
+    assert fast["drive"]["wait_s"] == 0
+    assert fast["step_s"] == unknown["step_s"]
+    assert slow["step_s"] == pytest.approx(fast["step_s"] + slow["drive"]["wait_s"])
+    read_s = slow["memory_tiers"]["read_bytes_per_step"] / 1e9
+    assert read_s < slow["drive"]["busy_s"] < 1.1 * read_s
+    assert 0 < slow["drive"]["wait_s"] < slow["drive"]["busy_s"] <= slow["step_s"]
+    for figures in (unknown, fast, slow):
+        for seconds in ("phases_s", "blocks_s", "seconds_by_kind"):
+            assert sum(figures[seconds].values()) == pytest.approx(figures["step_s"])
+    assert fast["bottleneck"].startswith("elementwise: ")
+    assert slow["bottleneck"].startswith("drive: ")
+    assert slow["bottleneck"].endswith("raise train.batch or memory.host, or use a faster drive")
+
+
+def test_the_disk_above_the_directory_counts() -> None:
+    other = DISK.format(read=1e13)
+    own = DISK.format(read=1e9).replace("/data", "/data/scratch")
+    Path("cluster.toml").write_text(CLUSTER + other + own)
+    cluster, busy_s = Cluster.load("cluster.toml"), []
+    for directory in ("/data/scratch/below", "/data", "elsewhere"):
+        job = Job.load(EXAMPLE, sets=[f"memory.ssd={directory}"])
+        busy_s.append(job.plan(cluster, nproc=1).figures["drive"]["busy_s"])
+    assert busy_s[0] > 10 * busy_s[1]
+    assert busy_s[1] == busy_s[2]
+
+
+def test_plans_and_dry_runs_say_bytes_per_day(commands: Commands) -> None:
+    figures = planned(DISK.format(read=1e9))
+    tiers = figures["memory_tiers"]
     assert tiers["host_bytes"] == 225_000_000
-    assert planned.figures["memory_per_rank"]["peak_bytes"] <= tiers["host_bytes"]
-    cluster.save("cluster.toml")
-    assert main(["plan", str(EXAMPLE), "--cluster", "cluster.toml", "--nproc", "1"]) == 0
-    out = capsys.readouterr().out
-    for words in ("expert state", "per day", "the smallest that works"):
-        assert words in out
+    assert figures["memory_per_rank"]["peak_bytes"] <= tiers["host_bytes"]
+    plan = ["plan", str(EXAMPLE), "--cluster", "cluster.toml", "--nproc", "1", "--out", "plan.json"]
+    rows = []
+    for line in (plan, [*DRY_RUN, "--plan", "plan.json"], DRY_RUN):
+        text = commands.output(line)
+        rows.append(re.findall(r"^(?:memory budget|expert state|drive) {2,}(.*)", text, re.M))
+    assert rows[0] == rows[1]
+    assert [re.sub("; .* takes .* and all", "", row) for row in rows[2]] == [
+        re.sub("; .* takes .* and all", "", row) for row in rows[0]
+    ]
+    assert "per day if a step takes a second and all experts have tokens" in rows[2][2]
+
+
+def test_a_slow_file_system_is_warned_of_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Commands
+) -> None:
+    (tmp_path / "mounts").write_text("1 0 0:1 / / rw - tmpfs none rw\n")
+    monkeypatch.setattr("moesaic.base.file_system._MOUNTS", tmp_path / "mounts")
+    words = "warning: memory.ssd = 'build/memory/scratch' is on tmpfs, which is memory itself: "
+    assert commands.run(DRY_RUN).err.startswith(words)
 
 
 def test_a_job_without_a_budget_has_no_forecast() -> None:
@@ -80,3 +165,28 @@ def test_bad_sizes_are_one_sentence() -> None:
         ConfigError, match=r'memory\.host=much: "much" is not a size: write one such as'
     ):
         Job.load(EXAMPLE, sets=["memory.host=much"])
+
+
+@pytest.mark.parametrize("residency", ["next-use", "lru"])
+def test_groups_that_repeat_are_skipped_to_the_same_figures(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, residency: str
+) -> None:
+    sets = ("train.batch=32", "train.micro_batches=16", f"memory.residency={residency}")
+    arguments = [word for one in sets for word in ("--set", one)]
+    smallest = dry_run(commands, *arguments)["memory_tiers"]["smallest_budget_bytes"]
+    arguments += ["--set", f"memory.host={smallest + 40_000_000}B"]
+    skipped, groups = list[dict[str, Any]](), list[int]()
+    pass_group = memory_replay._Replay._group
+
+    def count(replay: Any, *arguments: Any, **options: Any) -> Any:
+        groups[-1] += 1
+        return pass_group(replay, *arguments, **options)
+
+    monkeypatch.setattr(memory_replay._Replay, "_group", count)
+    for repeating in (memory_replay._REPEATING, ()):
+        monkeypatch.setattr(memory_replay, "_REPEATING", repeating)
+        groups.append(0)
+        skipped.append(dry_run(commands, *arguments)["memory_tiers"])
+    assert skipped[0] == skipped[1]
+    assert skipped[0]["micro_batches_together"] < 8
+    assert groups[0] < 0.7 * groups[1]

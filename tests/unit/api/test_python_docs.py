@@ -38,7 +38,7 @@ def test_the_programs_run(tmp_path: Path) -> None:
         path.write_text(program)
         outputs += [run(path, ranks) for ranks in (sizes or "1").split(",")]
     alone, together, saved, resumed, fsdp, upcycling, *others = outputs
-    training, planning, loads, generating, mistakes = others
+    training, planning, loads, generating, serving, mistakes = others
     for text in (alone, together):
         first, *_, last = (float(value) for value in re.findall(r"loss (\S+)", text))
         assert last < first
@@ -56,4 +56,5 @@ def test_the_programs_run(tmp_path: Path) -> None:
     assert "layer 1: the busiest expert has " in loads
     assert "'A loss says' -> " in generating
     assert (tmp_path / "exported" / "config.json").is_file()
+    assert serving.count("length") + serving.count("stop") >= 6
     assert "did you mean 'train.steps'?" in mistakes

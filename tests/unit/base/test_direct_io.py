@@ -14,23 +14,9 @@ import pytest
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError
 
-UNIT = direct_io._ALIGNMENT
+UNIT = direct_io.ALIGNMENT
 BLOCK = 4 * UNIT
 SIZES = [0, 1, UNIT - 1, UNIT, UNIT + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 7 * BLOCK + 5]
-SHARED = Path("/dev/shm")
-
-
-@pytest.fixture(params=["disk", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Yield a path on a disk, then one in memory, where direct I/O may not exist."""
-    if request.param == "disk":
-        yield tmp_path / "file"
-        return
-    if not SHARED.is_dir():
-        pytest.skip("there is no /dev/shm")
-    path = SHARED / f"moesaic-{os.getpid()}"
-    yield path
-    path.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +26,19 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("chunk", [1000, 3 * BLOCK + 7])
-def test_written_data_is_read_back(place: Path, size: int, chunk: int) -> None:
+def test_written_data_is_read_back(disk_or_memory: Path, size: int, chunk: int) -> None:
     data = os.urandom(size)
-    direct_io.write(place, (data[at : at + chunk] for at in range(0, size, chunk)))
-    assert place.read_bytes() == data
+    direct_io.write(disk_or_memory, (data[at : at + chunk] for at in range(0, size, chunk)))
+    assert disk_or_memory.read_bytes() == data
     assert (
         b"".join(
-            bytes(part) for part in direct_io.read_blocks(place, direct_io.aligned_buffer(size))
+            bytes(part)
+            for part in direct_io.read_blocks(disk_or_memory, direct_io.aligned_buffer(size))
         )
         == data
     )
     for start, end in ((0, size), (size // 3, size), (size // 3, size // 2), (size, size)):
-        assert direct_io.read(place, start, end - start) == data[start:end]
+        assert direct_io.read(disk_or_memory, start, end - start) == data[start:end]
 
 
 def test_writing_overlaps_filling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

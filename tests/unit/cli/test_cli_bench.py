@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cli.main import main
+from commands import Commands
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.expert_benchmark import DeviceLimit, ExpertLayerBenchmark
@@ -23,9 +23,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_layer_is_compared_with_its_limit(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE, *FEW, "--json"]) == 0
-    result = json.loads(capfd.readouterr().out)
+def test_a_layer_is_compared_with_its_limit(commands: Commands) -> None:
+    result = commands.facts([*LINE, *FEW])
     assert [speed["roofline"]["tokens"] for speed in result["speeds"]] == [1, 40]
     assert result["experts"].endswith(", 2 per token")
     assert result["left_out"] == []
@@ -37,9 +36,9 @@ def test_a_layer_is_compared_with_its_limit(capfd: pytest.CaptureFixture[str]) -
         assert speed["roofline"]["forward_s"] < speed["roofline"]["step_s"]
 
 
-def test_output_is_a_table(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE, *FEW]) == 0
-    heading, backend, limits, _, titles, *rows = capfd.readouterr().out.splitlines()
+def test_output_is_a_table(commands: Commands) -> None:
+    text = commands.output([*LINE, *FEW])
+    heading, backend, limits, _, titles, *rows = text.splitlines()
     assert heading.startswith("8 experts of 128 x 256, 2 per token; ")
     assert backend.startswith(("experts in fp32: torch.mm per", "experts in fp32: oneDNN ("))
     assert limits.startswith("limits: matmul fp32 ")
@@ -48,41 +47,37 @@ def test_output_is_a_table(capfd: pytest.CaptureFixture[str]) -> None:
     assert rows[0].split()[-1] in ("memory", "matmul")
 
 
-def test_batches_without_time_are_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE, "--set", "seconds=1e-6", "--set", 'dtypes=["fp32"]']) == 0
-    text = capfd.readouterr().out
+def test_batches_without_time_are_named(commands: Commands) -> None:
+    text = commands.output([*LINE, "--set", "seconds=1e-6", "--set", 'dtypes=["fp32"]'])
     assert "\nskipped: fp32 with 1, 16, 128, 512, 2,048 tokens: a batch takes " in text
     assert "; raise seconds (--set seconds=...), or use fewer tokens" in text
 
 
 def test_batches_without_memory_are_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, commands: Commands
 ) -> None:
     monkeypatch.setattr("moesaic.kernels.device.memory_bytes", lambda device: 50_000_000)
     sets = ["--set", "tokens=[1, 100000]", "--set", 'dtypes=["fp32"]']
-    assert main([*LINE, *sets]) == 0
-    text = capfd.readouterr().out
+    text = commands.output([*LINE, *sets])
     assert "\nskipped: fp32 with 100,000 tokens: a batch needs up to " in text
     assert text.endswith("use fewer tokens (--set tokens=...)\n")
 
 
 def test_an_efficiency_above_one_causes_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, commands: Commands
 ) -> None:
     slow = DeviceLimit("fp32", 1e8, 1e9)
     monkeypatch.setattr(ExpertLayerBenchmark, "measure_limits", lambda *_: [slow])
-    assert main([*LINE, "--set", "tokens=[1]", "--set", 'dtypes=["fp32"]', "--json"]) == 0
-    captured = capfd.readouterr()
+    captured = commands.run([*LINE, "--set", "tokens=[1]", "--set", 'dtypes=["fp32"]', "--json"])
     assert json.loads(captured.out)["speeds"]
     assert "% of the limit (tokens: fp32 with 1): the machine was busy" in captured.err
 
 
-def test_a_layer_of_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_of_a_directory(tmp_path: Path, commands: Commands) -> None:
     model = ModelConfig(**PRESETS["tiny-mixtral"])
     (tmp_path / "config.json").write_text(config_text(model, "float32"))
     line = ["bench", "layer", "--set", f"model.from={tmp_path}", "--set", "seconds=1e-6"]
-    assert main([*line, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["experts"].startswith(f"{model.experts} experts")
+    assert commands.facts([*line])["experts"].startswith(f"{model.experts} experts")
 
 
 @pytest.mark.parametrize(
@@ -115,11 +110,8 @@ def test_a_layer_of_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str
     ],
 )  # fmt: skip
 def test_mistakes(
-    subject: str, preset: str, sets: list[str], words: str, capfd: pytest.CaptureFixture[str]
+    subject: str, preset: str, sets: list[str], words: str, commands: Commands
 ) -> None:
     items = [f"model.preset={preset}"] * bool(preset) + sets
-    assert main(["bench", *subject.split(), *(f"--set={item}" for item in items)]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
+    line = ["bench", *subject.split(), *(f"--set={item}" for item in items)]
+    assert words in commands.refusal(line)

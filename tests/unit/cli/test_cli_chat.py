@@ -8,24 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cli.main import main
+from commands import Commands
 
 ROOT = Path(__file__).parents[3]
 JOB = "examples/chat/chat.toml"
 
 
-def test_the_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Commands) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     make = runpy.run_path(str(ROOT / "examples/chat/make_tokenizer.py"))
     make["main"](Path("build/chat/tokenizer"))
-    capfd.readouterr()
-
-    assert main(["inspect", JOB, "--json", "--samples", "3"]) == 0
-    shown, notes = capfd.readouterr()
+    shown, notes = commands.run(["inspect", JOB, "--json", "--samples", "3"])
     assert " conversations in " in notes.replace("\n", " ")
     facts = json.loads(shown)
     assert facts["sequence"] == 128
@@ -42,8 +37,7 @@ def test_the_example(
                 before = part["text"]
             assert document[-1]["in_loss"]
 
-    assert main(["inspect", JOB, "--samples", "1"]) == 0
-    text = capfd.readouterr().out
+    text = commands.output(["inspect", JOB, "--samples", "1"])
     first = facts["samples"][0]
     assert f"sample 0: {first['targets']} tokens in the loss" in text
     part = first["documents"][0]
@@ -51,14 +45,13 @@ def test_the_example(
 
     small = ["train.steps=2", "schedule.warmup=1", "model.layers=1", "log.tensorboard=false"]
     sets = [word for item in small for word in ("--set", item)]
-    assert main(["train", JOB, "--out", "run", *sets]) == 0
-    assert 'moesaic generate run --chat --prompt "..."' in capfd.readouterr().out
-    ask = ["generate", "run", "--chat", "--prompt", "Hello!", "--set", "max_tokens=2"]
-    assert main(ask) == 0, capfd.readouterr().err
+    text = commands.output(["train", JOB, "--out", "run", *sets])
+    assert 'moesaic generate run --chat --prompt "..."' in text
+    commands.run("generate run --chat --prompt Hello! --set max_tokens=2")
 
 
 def test_samples_of_a_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Commands
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.jsonl").write_text('{"text": "ab\\u001b[2J"}\n{"text": "cdefgh"}\n')
@@ -67,8 +60,7 @@ def test_samples_of_a_text(
         "[schedule]\nwarmup = 1\n"
         '[data]\npath = "text.jsonl"\nsequence = 13\ncache = "cache"\n'
     )
-    assert main(["inspect", "job.toml", "--samples", "1", "--json"]) == 0
-    (sample,) = json.loads(capfd.readouterr().out)["samples"]
+    (sample,) = commands.facts("inspect job.toml --samples 1")["samples"]
     assert sample == {
         "targets": 12,
         "documents": [
@@ -79,9 +71,7 @@ def test_samples_of_a_text(
             [{"in_loss": False, "text": "c"}, {"in_loss": True, "text": "defgh<|endoftext|>"}],
         ],
     }
-    assert main(["inspect", "job.toml", "--samples", "1"]) == 0
-    text = capfd.readouterr().out
+    text = commands.output("inspect job.toml --samples 1")
     assert "a\u27e6b\N{REPLACEMENT CHARACTER}[2J<|endoftext|>\u27e7" in text
     assert "\x1b" not in text
-    assert main(["inspect", "nothing.toml"]) == 2
-    assert "nothing.toml" in capfd.readouterr().err
+    assert "nothing.toml" in commands.refusal("inspect nothing.toml")

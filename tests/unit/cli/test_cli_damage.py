@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from commands import Commands
 from moesaic.cli.main import main
 from moesaic.dist.checkpoint import Saver
 from moesaic.dist.state import State
@@ -60,59 +61,49 @@ def flip(file: Path) -> None:
     ],
 )
 def test_using_an_older_checkpoint_causes_a_warning(
-    line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]
+    line: str, words: str, place: Path, commands: Commands
 ) -> None:
     flip(newest(place) / "rank-0.safetensors")
-    assert main(line.split()) == 0
-    errors = capfd.readouterr().err
+    errors = commands.run(line).err
     assert "warning: passed over: checkpoint 'run/checkpoints/step-00000004' is damaged" in errors
     assert "'rank-0.safetensors' is not what was written" in errors
     assert words in errors
 
 
-def test_resume_refuses_a_damaged_checkpoint(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_refuses_a_damaged_checkpoint(place: Path, commands: Commands) -> None:
     (newest(place) / "COMMIT").write_bytes(b"")
     line = "train job.toml --out run --set train.steps=6 --resume"
-    assert main(line.split()) == 2
-    errors = capfd.readouterr().err
+    errors = commands.run(line, status=2).err
     assert "step-00000004' is damaged: 'COMMIT' cannot be read; the newest whole one is" in errors
-    assert main([*line.split(), "run/checkpoints/step-00000002"]) == 0
+    commands.run([*line.split(), "run/checkpoints/step-00000002"])
 
 
-def test_resume_from_an_older_checkpoint_is_final(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_from_an_older_checkpoint_is_final(place: Path, commands: Commands) -> None:
     line = ["train", "job.toml", "--out", "run"]
     back = [*line, "--resume", "run/checkpoints/step-00000002", "--set", "checkpoint.every=0"]
     # It diverges at once, before it saves anything.
-    assert main([*back, "--set", "optimizer.lr=1e300", "--set", "train.steps=9"]) == 2
-    text = capfd.readouterr().out
+    diverging = ["--set", "optimizer.lr=1e300", "--set", "train.steps=9"]
+    text = commands.run([*back, *diverging], status=2).out
     assert (
         "going back to step-00000002: resume now continues from it, not from step-00000004" in text
     )
-    assert main([*line, "--set", "train.steps=5", "--resume"]) == 0
-    assert "resuming from run/checkpoints/step-00000002" in capfd.readouterr().out
-    assert main([*line, "--set", "train.steps=6", "--resume"]) == 0
-    assert "resuming from run/checkpoints/step-00000005" in capfd.readouterr().out
+    for steps, origin in ((5, 2), (6, 5)):
+        text = commands.output([*line, "--set", f"train.steps={steps}", "--resume"])
+        assert f"resuming from run/checkpoints/step-0000000{origin}" in text
 
 
-def test_inspect_lists_damage(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_damage(place: Path, commands: Commands) -> None:
     (newest(place) / "rank-0.safetensors").unlink()
     (place / "run" / "plan.json").write_text("{")
     (place / "run" / "loads" / "part-000000.parquet").write_bytes(b"torn")
-    assert main(["inspect", "run"]) == 2
-    captured = capfd.readouterr()
+    captured = commands.run(["inspect", "run"], status=2)
     assert "plan.json' is not readable JSON" in captured.err
     assert "'rank-0.safetensors' is missing" in captured.err
     assert "step 2" in captured.out
 
 
 @pytest.mark.parametrize("verb", ["report run", "inspect run"])
-def test_damaged_records_cause_one_error(
-    verb: str, place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_records_cause_one_error(verb: str, place: Path, commands: Commands) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -121,25 +112,22 @@ def test_damaged_records_cause_one_error(
     (place / "run" / "events" / "rank-1.jsonl").mkdir()
     with (place / "run" / "events" / "rank-0.jsonl").open("a") as log:
         log.write('{"event": "step"}\n[1]\n{"event": "step", "step": "x"}\n' + "[" * 99_999 + "\n")
-    assert main(verb.split()) == 0
+    commands.run(verb)
     pq.write_table(pa.table({"layer": [1]}), loads / "part-000008.parquet")
-    capfd.readouterr()
-    assert main(verb.split()) == 2
-    errors = capfd.readouterr().err
+    errors = commands.run(verb, status=2).err
     assert errors == (
         "error: 'run/loads/part-000008.parquet' has no column 'step': another program wrote it, "
         "remove it\n"
     )
 
 
-def test_weights_with_nan_cause_an_error(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_with_nan_cause_an_error(place: Path, commands: Commands) -> None:
     job = load_job(place / "job.toml").job
     shards = [whole_shard(p.name, torch.full(p.shape, torch.nan)) for p in parameters(job.model)]
     saver = Saver(place / "spoilt" / "checkpoints", World.solo(), keep=1)
     saver.save(State(shards, {"step": 1}), 1, {"job": job.model_dump(mode="json")})
     saver.wait()
-    assert main(["generate", "spoilt", "--prompt", "a"]) == 2
-    errors = capfd.readouterr().err
+    errors = commands.refusal(["generate", "spoilt", "--prompt", "a"])
     assert errors.startswith(
         "error: token 1 cannot be chosen, as the model's scores are not finite"
     )
@@ -163,27 +151,23 @@ def test_stdout_that_is_full_or_ascii(place: Path) -> None:
     assert ended.stdout.startswith(b"--- ?")
 
 
-def test_dry_run_checks_initial_weights(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "run", "--out", "hf"]) == 0
+def test_dry_run_checks_initial_weights(place: Path, commands: Commands) -> None:
+    commands.run("convert run --out hf")
     (place / "tune.toml").write_text(
         JOB.replace('preset = "tiny-olmoe"', 'from = "hf"').replace(
             "layers = 1\nhidden = 32\nhead_dim = 8\nffn = 16\n", ""
         )
     )
-    assert main(["train", "tune.toml", "--dry-run"]) == 0
-    capfd.readouterr()
+    commands.run(["train", "tune.toml", "--dry-run"])
     weights = place / "hf" / "model.safetensors"
     buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({**load_file(weights), buffer: torch.ones(4)}, weights)
     for line in (["inspect", "hf"], ["train", "tune.toml", "--dry-run"],
                  ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=1"]):  # fmt: skip
-        assert main(line) == 0
-        captured = capfd.readouterr()
+        captured = commands.run(line)
         assert captured.err.count(f"tensor '{buffer}' is left out, and no export will have it") == 1
         assert "left out" not in captured.out
     weights.unlink()
     line = ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=2", "--resume"]
-    assert main(line) == 0, "a checkpoint has all weights"
-    capfd.readouterr()
-    assert main(["train", "tune.toml", "--dry-run"]) == 2
-    assert "has neither model.safetensors nor" in capfd.readouterr().err
+    commands.run(line)  # A checkpoint has all weights.
+    assert "has neither model.safetensors nor" in commands.refusal("train tune.toml --dry-run")

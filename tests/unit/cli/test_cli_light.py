@@ -59,15 +59,15 @@ LIGHT = [
     "", "--help", "--version", "train --help", "generate -h", "convert --help", "inspect --help",
     "report --help", "probe --help", "probe --explain all", "probe --dry-run", "plan --help",
     "trace --help", "plan --explain all", "train --explain all", "train --explain train.batch",
-    "generate --explain all", "convert --explain to", "train job.toml --dry-run --nproc 2",
-    "train job.toml --dry-run --nproc 2 --json",
+    "generate --explain all", "serve --help", "serve --explain all", "convert --explain to",
+    "train job.toml --dry-run --nproc 2", "train job.toml --dry-run --nproc 2 --json",
 ]  # fmt: skip
 
 
 def test_light_commands_work_without_heavy_libraries() -> None:
     program = f"""
 import sys
-for name in ("torch", "datasets", "transformers", "pyarrow", "tokenizers"):
+for name in ("torch", "datasets", "transformers", "pyarrow", "tokenizers", "fastapi", "uvicorn"):
     sys.modules[name] = None
 from moesaic.cli.main import main
 for line in {LIGHT!r}:
@@ -77,6 +77,16 @@ for line in {LIGHT!r}:
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr.decode() == (
         'warning: schedule.final has no effect: schedule.kind = "constant" does not decay\n' * 2
+    )
+
+
+def test_serve_names_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert main(["serve", "anywhere"]) == 2
+    assert capfd.readouterr().err == (
+        "error: moesaic serve needs the package prometheus-client: pip install 'moesaic[serve]'\n"
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import Commands
 from moesaic.cli.main import main
 from moesaic.testing.jobs import RUN_JOB
 
@@ -19,6 +20,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "old" / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "old" / "job.json").write_text("{}")
     (tmp_path / "file").write_text("a file")
+    (tmp_path / "empty").write_text("")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     return tmp_path
@@ -48,22 +50,17 @@ TRAIN = [
 
 
 @pytest.mark.parametrize(("item", "words"), TRAIN, ids=[item for item, _ in TRAIN])
-def test_a_wrong_job(item: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_job(item: str, words: str, place: Path, commands: Commands) -> None:
     before = written(place)
-    assert main(["train", "job.toml", "--set", item, "--out", "run"]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
-    assert not captured.err.startswith("error: job.toml: ")
+    text = commands.refusal(["train", "job.toml", "--set", item, "--out", "run"])
+    assert words in text
+    assert not text.startswith("error: job.toml: ")
     assert written(place) == before
 
 
-def test_a_mistake_in_a_set_names_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_a_set_names_it(commands: Commands) -> None:
     for item in ("data.path=nowhere", "model.from=old", "model.preset=tiny", "layout.tp=3"):
-        assert main(["train", "job.toml", "--set", item]) == 2
-        assert capfd.readouterr().err.startswith(f"error: {item}: ")
+        assert commands.refusal(["train", "job.toml", "--set", item]).startswith(f"error: {item}: ")
 
 
 VERBS = [
@@ -103,6 +100,16 @@ VERBS = [
     ("generate nowhere", "there is no prompt: give --prompt TEXT"),
     ("generate nowhere --prompt x --set max_token=3", "did you mean 'max_tokens'?"),
     ("generate nowhere --prompt x --set top_p=0", "top_p = 0: "),
+    ("serve", "MODEL is missing"),
+    ("serve nowhere --set port=0", "'nowhere' is not there"),
+    ("serve file --set port=0", "'file' is none of these"),
+    ("serve nowhere --set prt=0", "unknown key 'prt': did you mean 'port'?"),
+    ("serve nowhere --set port=70000", "port = 70000: give an integer from 0 and below 65536"),
+    ("serve nowhere --memory much", '"much" is not a size'),
+    ("serve nowhere --set host=no.invalid", "host = 'no.invalid' is no address of this machine"),
+    ("serve nowhere --api-key-file no", 'api_key_file = "no" cannot be read'),
+    ("serve nowhere --api-key-file empty", 'api_key_file = "empty" is empty'),
+    ("serve nowhere --api-key a --api-key-file file", "and api_key exclude each other"),
     ("convert", "SOURCE is missing"),
     ("convert old", "--out is missing"),
     ("convert nowhere --out new", "'nowhere' is not there"),
@@ -122,25 +129,17 @@ VERBS = [
 
 
 @pytest.mark.parametrize(("line", "words"), VERBS, ids=[line for line, _ in VERBS])
-def test_a_wrong_command(
-    line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command(line: str, words: str, place: Path, commands: Commands) -> None:
     before = written(place)
-    assert main(line.split()) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
+    assert words in commands.refusal(line)
     assert written(place) == before
 
 
-def test_a_damaged_checkpoint_is_an_error(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_an_error(place: Path, commands: Commands) -> None:
     path = place / "old" / "checkpoints" / "step-00000002"
     (path / "COMMIT").write_text("{}")
     for line in ("generate old --prompt x", f"inspect {path}", f"convert {path} --out new"):
-        assert main(line.split()) == 2
-        assert capfd.readouterr().err.startswith("error: ")
+        commands.refusal(line)
     assert not (place / "new").exists()
 
 
@@ -153,12 +152,9 @@ def test_a_bug_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["train", "job.toml"])
 
 
-def test_an_interrupt_prints_one_word(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_prints_one_word(monkeypatch: pytest.MonkeyPatch, commands: Commands) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moesaic.api.job.load_job", interrupted)
-    assert main(["train", "job.toml"]) == 130
-    assert capfd.readouterr().err == "interrupted\n"
+    assert commands.run("train job.toml", status=130).err == "interrupted\n"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from commands import Commands
 from moesaic import Cluster, Job
 from moesaic.cli.main import main
 from moesaic.facts.plan import load_plan
@@ -71,11 +72,10 @@ def predict(layout: str, *sets: str, nproc: int = 16) -> dict[str, Any]:
 
 
 def test_output_names_the_bottleneck_and_a_timeline_is_written(
-    place: Path, capfd: pytest.CaptureFixture[str]
+    place: Path, commands: Commands
 ) -> None:
     (place / "cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
-    assert main([*LINE, "--trace", "step.json"]) == 0
-    text = capfd.readouterr().out
+    text = commands.output([*LINE, "--trace", "step.json"])
     assert text.startswith("two nodes (32 x NVIDIA H100 SXM5): 32 ranks, experts over 8, ")
     assert "predicted, not measured" in text
     assert "bottleneck         elementwise: " in text
@@ -89,19 +89,18 @@ def test_output_names_the_bottleneck_and_a_timeline_is_written(
     assert {event["pid"] for event in events} == set(range(16))
 
 
-def test_it_writes_the_plan(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_the_plan(place: Path, commands: Commands) -> None:
     line = [*LINE, *layout_sets("ep=4,dp_shard=2"), "--set", "train.recompute=true"]
-    assert main([*line, "--out", "plan.json"]) == 0
     train = "moesaic train job.toml --set train.recompute=true --plan plan.json\n"
-    assert capfd.readouterr().out.endswith(f"next               {train}")
+    text = commands.output([*line, "--out", "plan.json"])
+    assert text.endswith(f"next               {train}")
     plan = load_plan(place / "plan.json")
     assert (plan.ranks, plan.ep, plan.dp_shard, plan.recompute, plan.micro_batches) == (
         16, 4, 2, True, 2,
     )  # fmt: skip
     assert [place.host for place in plan.places] == ["node-0"] * 8 + ["node-1"] * 8
     assert {place.kind for place in plan.places} == {"gpu"}
-    assert main([*line, "--json"]) == 0
-    facts = json.loads(capfd.readouterr().out)
+    facts = commands.facts(line)
     assert plan.predictions is not None
     assert plan.predictions.cluster == "two nodes"
     assert plan.predictions.step_s == pytest.approx(facts["step_s"], rel=1e-4)
@@ -165,9 +164,8 @@ def test_settings_that_stay_open_are_chosen_under_pinned_ones() -> None:
     assert predict(f"{DEDUP},overlap_local=true", *more)["plan"]["overlap_local"] is True
 
 
-def test_alternatives_are_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE, "--nproc", "16", *layout_sets(f"ep=16,{PLAIN}")]) == 0
-    text = capfd.readouterr().out
+def test_alternatives_are_printed(commands: Commands) -> None:
+    text = commands.output([*LINE, "--nproc", "16", *layout_sets(f"ep=16,{PLAIN}")])
     assert re.search(r"\ndispatch +tokens once per .*; alternatives: once per .* \+", text)
     assert re.search(r"\nembedding +.*; alternative: .* \+", text)
 
@@ -194,17 +192,16 @@ BEYOND = (
         ),
     ],
 )  # fmt: skip
-def test_warnings(layout: str, sets: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings(layout: str, sets: str, words: str, commands: Commands) -> None:
     """On stderr, with JSON output too."""
     flags = [f"--set={item}" for item in sets.split()]
-    assert main([*LINE, "--json", *layout_sets(layout), *flags]) == 0
-    captured = capfd.readouterr()
+    captured = commands.run([*LINE, "--json", *layout_sets(layout), *flags])
     assert json.loads(captured.out)["plan"]["ranks"] == 16
     assert words in captured.err
 
 
 def test_gpu_kernels_are_refused_on_cpus_and_stay_in_the_train_command(
-    place: Path, capfd: pytest.CaptureFixture[str]
+    place: Path, commands: Commands
 ) -> None:
     (place / "cpu.toml").write_text(
         'name = "here"\n[[hosts]]\nname = "here"\nmemory_bytes = 1e12\n[[hosts.devices]]\n'
@@ -213,28 +210,25 @@ def test_gpu_kernels_are_refused_on_cpus_and_stay_in_the_train_command(
         '[[links]]\nends = ["here", "here"]\nkind = "loopback"\nlatency_s = 1e-5\nbandwidth = 1e9\n'
     )
     on_cpu = ["plan", "job.toml", "--cluster", "cpu.toml", "--nproc", "8", *layout_sets("ep=8")]
-    assert main([*on_cpu, "--set", "kernels.grouped_mm=torch"]) == 0
-    capfd.readouterr()
-    assert main([*on_cpu, "--set", "kernels.grouped_mm=triton"]) == 2
+    commands.run([*on_cpu, "--set", "kernels.grouped_mm=torch"])
     words = 'kernels.grouped_mm = "triton" needs GPUs, but rank 0 is on 8 cores'
-    assert words in capfd.readouterr().err.replace("\n", " ")
+    assert words in commands.refusal([*on_cpu, "--set", "kernels.grouped_mm=triton"])
     (place / "nowhere").write_text("some text")
     line = [*LINE, "--nproc", "8", "--set", "train.batch=32"]
-    assert main([*line, "--set", "kernels.grouped_mm=triton", "--out", "triton.json"]) == 0
-    (next_line,) = [x for x in capfd.readouterr().out.splitlines() if x.startswith("next ")]
+    text = commands.output([*line, "--set", "kernels.grouped_mm=triton", "--out", "triton.json"])
+    (next_line,) = [x for x in text.splitlines() if x.startswith("next ")]
     assert "--set train.batch=32 --set kernels.grouped_mm=triton --plan" in next_line
     more = ["--set", "data.format=text", "--dry-run"]
-    assert main([*next_line.split()[2:], *more]) == 0, capfd.readouterr().err
+    commands.run([*next_line.split()[2:], *more])
 
 
-def test_an_edited_plan_is_predicted(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE, "--nproc", "8", *layout_sets("ep=4"), "--out", "plan.json"]) == 0
+def test_an_edited_plan_is_predicted(place: Path, commands: Commands) -> None:
+    commands.run([*LINE, "--nproc", "8", *layout_sets("ep=4"), "--out", "plan.json"])
     raw = json.loads((place / "plan.json").read_text())
     before_s = raw["predictions"]["step_s"]
     raw["recompute"], raw["expert_placement"] = True, raw["expert_placement"][::-1]
     (place / "edited.json").write_text(json.dumps(raw))
-    assert main([*LINE, "--plan", "edited.json", "--out", "new.json"]) == 0
-    text, warnings = capfd.readouterr()
+    text, warnings = commands.run([*LINE, "--plan", "edited.json", "--out", "new.json"])
     assert "two nodes (8 x NVIDIA H100 SXM5): 8 ranks" in text
     assert "experts over 4" in text
     assert "predictions are for another job or by another version, or the plan was ed" in warnings
@@ -242,18 +236,15 @@ def test_an_edited_plan_is_predicted(place: Path, capfd: pytest.CaptureFixture[s
     assert new.predictions is not None
     assert new.predictions.step_s > before_s
     assert (new.recompute, new.expert_placement) == (True, raw["expert_placement"])
-    assert main([*LINE, "--plan", "new.json", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["step_s"] == pytest.approx(
-        new.predictions.step_s, rel=1e-4
-    )
+    facts = commands.facts([*LINE, "--plan", "new.json"])
+    assert facts["step_s"] == pytest.approx(new.predictions.step_s, rel=1e-4)
     (place / "other.toml").write_text(CLUSTER.replace("h100-8", "a100-8"))
     for flags, words in (
         (["--nproc", "4"], "plan 'edited.json' is for 8 ranks, but nproc is 4: leave out nproc"),
         ([*layout_sets("ep=2")], "layout.ep=2 beside plan 'edited.json', which has ep = 4"),
         (["--cluster", "other.toml"], "rank 0 is planned for a 'NVIDIA H100 SXM5', but it "),
     ):
-        assert main([*LINE, "--plan", "edited.json", *flags]) == 2
-        assert words in capfd.readouterr().err
+        assert words in commands.run([*LINE, "--plan", "edited.json", *flags], status=2).err
 
 
 def test_a_plan_has_timelines(place: Path) -> None:
@@ -285,11 +276,10 @@ def test_a_plan_has_timelines(place: Path) -> None:
     [("gpipe", 3 / 11), ("1f1b", 3 / 11), ("interleaved", 3 / 19), ("zero-bubble", 3 / 27)],
 )
 def test_a_pipeline_has_a_bubble(
-    place: Path, capfd: pytest.CaptureFixture[str], schedule: str, ideal: float
+    place: Path, commands: Commands, schedule: str, ideal: float
 ) -> None:
     line = [*LINE, *layout_sets(f"pp=4,ep=4,schedule={schedule}"), "--set", "train.micro_batches=8"]
-    assert main([*line, "--json"]) == 0
-    facts = json.loads(capfd.readouterr().out)
+    facts = commands.facts(line)
     assert facts["pipeline"]["ideal"] == pytest.approx(ideal)
     # The last pipeline rank has the head too, so the others wait for it.
     assert ideal < facts["pipeline"]["bubble"] < 0.6
@@ -297,11 +287,9 @@ def test_a_pipeline_has_a_bubble(
     assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
     assert len(facts["blocks_s"]) == 1 + 2 * 16 + 2
     assert min(facts["blocks_s"].values()) > 0
-    assert main([*line, "--trace", "step.json", "--out", "plan.json"]) == 0
+    text = commands.output([*line, "--trace", "step.json", "--out", "plan.json"])
     bubble = f"bubble {facts['pipeline']['bubble']:.0%} (ideal {ideal:.0%})"
-    assert f"pipeline           4 pipeline ranks, {schedule}, 8 micro-batches: {bubble}\n" in (
-        capfd.readouterr().out
-    )
+    assert f"pipeline           4 pipeline ranks, {schedule}, 8 micro-batches: {bubble}\n" in text
     events = json.loads((place / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))
     names = {event["name"] for event in events}
@@ -317,9 +305,8 @@ def test_a_pipeline_has_a_bubble(
     assert pipeline_s == pytest.approx(predictions.phases_s["pipeline"], rel=1e-4)
 
 
-def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE, "--json", "--nproc", "8"]) == 0
-    facts = json.loads(capfd.readouterr().out)
+def test_json_has_every_figure(commands: Commands) -> None:
+    facts = commands.facts([*LINE, "--nproc", "8"])
     assert facts["plan"]["ranks"] == 8
     assert [place["host"] for place in facts["plan"]["places"]] == ["node-0"] * 8
     assert facts["parameters"]["total"] == 6_919_161_856
@@ -333,45 +320,39 @@ def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
     assert 0.9 < facts["utilisation"] * facts["step_s"] * 9.9e14 / flops < 1.5
 
 
-def test_a_job_that_does_not_fit_gets_a_remedy(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*LINE, "--json", "--set", "layout.ep=1"]) == 0
-    captured = capfd.readouterr()
+def test_a_job_that_does_not_fit_gets_a_remedy(commands: Commands) -> None:
+    captured = commands.run([*LINE, "--json", "--set", "layout.ep=1"])
     facts = json.loads(captured.out)
     assert facts["fits"] is False
     assert facts["bottleneck"].startswith("memory: rank 0 needs ")
     assert "; it fits with layout." in facts["bottleneck"]
     assert captured.err == f"warning: the plan does not fit: {facts['bottleneck']}\n"
-    assert main([*LINE, "--json", "--set", "train.batch=1024", *layout_sets("ep=4")]) == 0
-    bottleneck = json.loads(capfd.readouterr().out)["bottleneck"]
+    facts = commands.facts([*LINE, "--set", "train.batch=1024", *layout_sets("ep=4")])
+    bottleneck = facts["bottleneck"]
     remedies = re.search(r"; it fits with (.*) \(([0-9.]+) GiB\)$", bottleneck)
     assert remedies is not None
     sets = {"train.batch": "1024", "layout.ep": "4"}
     sets |= dict(change.replace('"', "").split(" = ") for change in remedies[1].split(" and "))
-    assert main([*LINE, "--json", *(f"--set={key}={value}" for key, value in sets.items())]) == 0
-    facts = json.loads(capfd.readouterr().out)
+    facts = commands.facts([*LINE, *(f"--set={key}={value}" for key, value in sets.items())])
     assert facts["fits"]
     needed = facts["memory_per_rank"]["peak_bytes"] / 2**30
     assert needed == pytest.approx(float(remedies[2]), abs=0.05)
     sharded = [*layout_sets("ep=16,dp_shard=all"), "--set", "train.recompute=true"]
     long = [f"--set={key}=100000000" for key in ("data.sequence", "model.max_positions")]
-    assert main([*LINE, *sharded, *long, "--out", "plan.json"]) == 0
-    text = capfd.readouterr().out
+    text = commands.output([*LINE, *sharded, *long, "--out", "plan.json"])
     assert "; use devices with more memory, or more ranks with a larger layout.pp" in text
     assert "\nnext" not in text
 
 
-def test_implausible_units_cause_warnings(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_implausible_units_cause_warnings(place: Path, commands: Commands) -> None:
     slow = re.sub(r"bandwidth = [0-9.e]+", "bandwidth = 12.5", CLUSTER)
     (place / "cluster.toml").write_text(slow)
-    assert main([*LINE, "--json"]) == 0
-    warnings = capfd.readouterr().err
+    warnings = commands.run([*LINE, "--json"]).err
     assert "warning: bandwidth = 12.5 of the link of ['" in warnings
     assert "is read as 12.5 bytes/s: check the unit" in warnings
 
 
-def test_memory_is_compared_with_each_ranks_device(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Commands) -> None:
     """The slow host has much memory; the fast one, on no critical path, has little."""
     slow = "devices = { count = 1, memory_bytes = 1e13, memory_bandwidth = 1e10 }"
     fast = "devices = { count = 1, memory_bytes = 1e9 }"
@@ -381,9 +362,8 @@ def test_memory_is_compared_with_each_ranks_device(
     )
     link = CLUSTER[CLUSTER.index("[[links]]") :]
     (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}\n{link}')
-    line = ["plan", "job.toml", "--cluster", "unlike.toml", "--json", *layout_sets("ep=2")]
-    assert main(line) == 0
-    facts = json.loads(capfd.readouterr().out)
+    line = ["plan", "job.toml", "--cluster", "unlike.toml", *layout_sets("ep=2")]
+    facts = commands.facts(line)
     assert (facts["fits"], facts["memory_rank"], facts["device_memory_bytes"]) == (False, 1, 1e9)
     assert "rank 1 needs" in facts["bottleneck"]
 
@@ -411,14 +391,10 @@ def test_memory_is_compared_with_each_ranks_device(
         ("CLUSTER --out a --trace ./a", "are both 'a': name two file"),
     ],
 )
-def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(line: str, words: str, place: Path, commands: Commands) -> None:
     (place / "lonely.toml").write_text(CLUSTER.partition("[[links]]")[0])
     (place / "endless.toml").write_text(CLUSTER.replace("5e-6", "1e308"))
     before = set(place.iterdir())
-    assert main(["plan", *line.replace("CLUSTER", "job.toml --cluster cluster.toml").split()]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
+    line = f"plan {line}".replace("CLUSTER", "job.toml --cluster cluster.toml")
+    assert words in commands.refusal(line)
     assert set(place.iterdir()) == before

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from commands import Commands
 from moesaic.base.errors import ConfigError
 from moesaic.cli import flags
-from moesaic.cli.main import main
 from moesaic.facts.cluster import load_cluster
 
 TINY = [
@@ -80,23 +80,18 @@ def test_a_process_of_torchrun_is_one_rank(place: Path) -> None:
         ("--set second=3", "second=3: unknown key 'second': did you mean 'seconds'?"),
     ],
 )  # fmt: skip
-def test_user_errors(
-    line: str, sentence: str, place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_user_errors(line: str, sentence: str, place: Path, commands: Commands) -> None:
     (place / "there.toml").write_text("mine")
-    assert main(["probe", *line.split()]) == 2
-    assert capfd.readouterr() == ("", f"error: {sentence}\n")
+    assert commands.refusal(f"probe {line}") == f"error: {sentence}\n"
     assert sorted(path.name for path in place.rglob("*")) == ["disk", "there.toml"]
     assert (place / "there.toml").read_text() == "mine"
 
 
-def test_a_dry_run_measures_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe", "--dry-run", "--nproc", "2", "--set", "seconds=7"]) == 0
-    text = capfd.readouterr().out
+def test_a_dry_run_measures_nothing(place: Path, commands: Commands) -> None:
+    text = commands.output("probe --dry-run --nproc 2 --set seconds=7")
     assert text.startswith("# 2 ranks -> cluster.toml\n")
     assert "seconds = 7.0" in text
-    assert main(["probe", "--dry-run", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["ranks"] is None
+    assert commands.facts("probe --dry-run")["ranks"] is None
     assert [path.name for path in place.iterdir()] == ["disk"]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from commands import Commands
 from moesaic.base.config import parse
 from moesaic.base.events import read_events
 from moesaic.cli.main import main
@@ -41,15 +41,6 @@ def _chdir(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
 
 
-def run(line: str, capfd: pytest.CaptureFixture[str], *more: str) -> str:
-    assert main([*line.split(), *more]) == 0
-    return capfd.readouterr().out
-
-
-def loaded(line: str, capfd: pytest.CaptureFixture[str], *more: str) -> Any:
-    return json.loads(run(f"{line} --json", capfd, *more))
-
-
 def test_a_run_writes_its_files() -> None:
     job = parse(Job, json.loads(Path("run/job.json").read_text()), "job.json")
     assert job.checkpoint.every == 2
@@ -61,8 +52,8 @@ def test_a_run_writes_its_files() -> None:
     assert json.loads(Path("run/versions.json").read_text())["moesaic"]
 
 
-def test_training_prints_a_summary(capfd: pytest.CaptureFixture[str]) -> None:
-    text = run("train job.toml --out fresh --set train.steps=2", capfd)
+def test_training_prints_a_summary(commands: Commands) -> None:
+    text = commands.output("train job.toml --out fresh --set train.steps=2")
     assert "step 2/2: loss " in text
     assert "trained 2 steps in " in text
     assert "  checkpoint  fresh/checkpoints/step-00000002\n" in text
@@ -70,8 +61,8 @@ def test_training_prints_a_summary(capfd: pytest.CaptureFixture[str]) -> None:
     assert '  next        moesaic generate fresh --prompt "..."\n' in text
 
 
-def test_training_chooses_a_directory_and_prints_json(capfd: pytest.CaptureFixture[str]) -> None:
-    facts = loaded("train job.toml --set train.steps=1", capfd)
+def test_training_chooses_a_directory_and_prints_json(commands: Commands) -> None:
+    facts = commands.facts("train job.toml --set train.steps=1")
     out = Path(facts["directory"])
     assert out.parent == Path("runs")
     assert out.name.startswith("job-")
@@ -82,38 +73,33 @@ def test_training_chooses_a_directory_and_prints_json(capfd: pytest.CaptureFixtu
 FP16 = ("--set", "train.precision=fp16")
 
 
-def test_skipped_steps_are_reported(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_steps_are_reported(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "INITIAL_EXPONENT", 30)
-    facts = loaded("train job.toml --out over --set train.steps=20", capfd, *FP16)
+    facts = commands.facts("train job.toml --out over --set train.steps=20", *FP16)
     skipped = facts["skipped"]
     assert 1 < skipped < 20
-    text = run("train job.toml --out over2 --set train.steps=20", capfd, *FP16)
+    text = commands.output("train job.toml --out over2 --set train.steps=20", *FP16)
     assert f", {skipped} of 20 steps skipped because fp16 overflowed: loss " in text
     line = f"train job.toml --out none --set train.steps={skipped}".split()
     words = (
         f"error: all {skipped} steps were skipped because fp16 overflowed, so nothing was learnt: "
         f"the loss scale ({2 ** (31 - skipped):g} in the last step) halves"
     )
-    assert main([*line, *FP16]) == 2
-    captured = capfd.readouterr()
+    captured = commands.run(line, *FP16, status=2)
     assert captured.err.splitlines()[-1].startswith(words)
     assert f", {skipped} of {skipped} steps skipped because fp16" in captured.out
     assert Path("none/report.html").exists()
-    facts = loaded(f"train job.toml --out none --resume --set train.steps={skipped + 1}", capfd,
+    facts = commands.facts(f"train job.toml --out none --resume --set train.steps={skipped + 1}",
                    *FP16)  # fmt: skip
     assert facts["skipped"] == skipped
-    assert main([*line[:3], "none2", *line[4:], "--json", *FP16]) == 2
-    captured = capfd.readouterr()
+    captured = commands.run([*line[:3], "none2", *line[4:]], "--json", *FP16, status=2)
     assert json.loads(captured.out)["skipped"] == skipped
     assert words in captured.err
 
 
-def test_a_nan_loss_in_fp16_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_loss_in_fp16_ends_the_run(commands: Commands) -> None:
     line = ["train", "job.toml", "--out", "nan", "--set", "model.init_std=30.0", *FP16]
-    assert main(line) == 2
-    errors = capfd.readouterr().err.splitlines()[-1]
+    errors = commands.run(line, status=2).err.splitlines()[-1]
     assert errors.startswith(
         "error: step 1: the gradient's norm is nan as the loss is nan, for which "
     )
@@ -123,13 +109,13 @@ def test_a_nan_loss_in_fp16_ends_the_run(capfd: pytest.CaptureFixture[str]) -> N
     )
 
 
-def test_a_run_is_resumed(capfd: pytest.CaptureFixture[str]) -> None:
-    run("train job.toml --out resumed --set train.steps=2", capfd)
+def test_a_run_is_resumed(commands: Commands) -> None:
+    commands.output("train job.toml --out resumed --set train.steps=2")
     line = "train job.toml --out resumed"
-    assert "resuming from resumed/checkpoints/step-00000002" in run(f"{line} --resume", capfd)
+    assert "resuming from resumed/checkpoints/step-00000002" in commands.output(f"{line} --resume")
     path = "resumed/checkpoints/step-00000002"
-    run(f"train job.toml --resume {path}", capfd)
-    run(f"train job.toml --resume {path} --out branched", capfd)
+    commands.output(f"train job.toml --resume {path}")
+    commands.output(f"train job.toml --resume {path} --out branched")
     assert sorted(p.name for p in Path("branched/checkpoints").iterdir()) == ["step-00000004"]
     events = list(read_events(Path("resumed/events/rank-0.jsonl")))
     starts = [event for event in events if event["event"] == "run_start"]
@@ -137,15 +123,13 @@ def test_a_run_is_resumed(capfd: pytest.CaptureFixture[str]) -> None:
     (machine,) = starts[-1]["rank_hosts"]
     assert machine == {"host": 0, "kind": "cpu", "threads": torch.get_num_threads()}
 
-    assert main(f"{line} --resume --set train.steps=9 --set seed=3".split()) == 2
-    assert "was trained on other samples (seed = 3, was 0): restore" in capfd.readouterr().err
     before = Path("branched/job.json").read_bytes()
-    assert main(f"train job.toml --resume {path} --out branched".split()) == 2
-    assert "already holds a run" in capfd.readouterr().err
-    assert (
-        main(["train", "job.toml", "--resume", "--out", "resumed", "--set", "train.steps=3"]) == 2
-    )
-    assert "train.steps = 3" in capfd.readouterr().err
+    for wrong, words in (
+        (f"{line} --resume --set train.steps=9 --set seed=3", "on other samples (seed = 3, was 0)"),
+        (f"train job.toml --resume {path} --out branched", "already holds a run"),
+        (f"{line} --resume --set train.steps=3", "train.steps = 3"),
+    ):
+        assert words in commands.run(wrong, status=2).err
     assert Path("branched/job.json").read_bytes() == before
 
 
@@ -153,13 +137,12 @@ def test_a_run_is_resumed(capfd: pytest.CaptureFixture[str]) -> None:
     ("kept", "other"), [("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp64"), ("fp64", "bf16")]
 )
 def test_a_run_is_resumed_in_a_precision_with_equal_weights(
-    kept: str, other: str, capfd: pytest.CaptureFixture[str]
+    kept: str, other: str, commands: Commands
 ) -> None:
     out, refused = f"{kept}-to-{other}", "fp64" in (kept, other)
-    run("train job.toml --out", capfd, out, "--set", f"train.precision={kept}")
+    commands.output("train job.toml --out", out, "--set", f"train.precision={kept}")
     more = ["--out", out, "--resume", "--set", "train.steps=5", "--set", f"train.precision={other}"]
-    assert main(["train", "job.toml", *more]) == (2 if refused else 0)
-    captured = capfd.readouterr()
+    captured = commands.run("train job.toml", *more, status=2 if refused else 0)
     changed = f'changed since the checkpoint: train.precision = "{other}", was "{kept}"'
     assert (changed in captured.out) == (not refused)
     if refused:
@@ -169,11 +152,11 @@ def test_a_run_is_resumed_in_a_precision_with_equal_weights(
         ) in captured.err
 
 
-def test_text_is_generated_from_any_form(capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_is_generated_from_any_form(commands: Commands) -> None:
     tokens = []
     for model in ("run", "run/checkpoints/step-00000004", "hf"):
         more = ["--prompt", "Document", "--set", "temperature=0", "--set", "max_tokens=5"]
-        (row,) = loaded(f"generate {model}", capfd, *more)
+        (row,) = commands.facts(f"generate {model}", *more)
         assert row["prompt_tokens"] == list(b"Document")
         tokens.append(row["tokens"])
     assert tokens[0] == tokens[1] == tokens[2]
@@ -181,94 +164,90 @@ def test_text_is_generated_from_any_form(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_text_streams_and_sampling_repeats(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["--set", "max_tokens=12", "--set", "temperature=5"]
-    (row,) = loaded("generate run --prompt Doc", capfd, *sets)
-    assert run("generate run --prompt Doc", capfd, *sets) == row["text"] + "\n"
+    (row,) = commands.facts("generate run --prompt Doc", *sets)
+    assert commands.output("generate run --prompt Doc", *sets) == row["text"] + "\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("Doc\n"))
-    assert run("generate run", capfd, *sets) == row["text"] + "\n"
-    (other,) = loaded("generate run --prompt Doc --set seed=1", capfd, *sets)
+    assert commands.output("generate run", *sets) == row["text"] + "\n"
+    (other,) = commands.facts("generate run --prompt Doc --set seed=1", *sets)
     assert other["tokens"] != row["tokens"]
 
 
-def test_several_prompts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts(commands: Commands) -> None:
     line = "generate run --prompt One --prompt Two --set max_tokens=3"
-    text = run(line, capfd)
+    text = commands.output(line)
     assert [part for part in text.splitlines() if part.startswith("---")] == ["--- One", "--- Two"]
-    assert [row["prompt"] for row in loaded(line, capfd)] == ["One", "Two"]
+    assert [row["prompt"] for row in commands.facts(line)] == ["One", "Two"]
 
 
-def test_generation_refuses_wrong_settings(capfd: pytest.CaptureFixture[str]) -> None:
+def test_generation_refuses_wrong_settings(commands: Commands) -> None:
     for item, words in (
         ("max_tokens=5000", "max_tokens = 5000 exceed the model's 4096 positions"),
         ("device=tpu", "device = 'tpu' is not a device"),
         ("tokenizer=nowhere", 'tokenizer = "nowhere" does not exist'),
     ):
-        assert main(["generate", "run", "--prompt", "Doc", "--set", item]) == 2
-        assert words in capfd.readouterr().err
-    assert main(["generate", "run", "--prompt", ""]) == 2
-    assert 'prompt "" has no tokens' in capfd.readouterr().err
+        assert words in commands.refusal(f"generate run --prompt Doc --set {item}")
+    assert 'prompt "" has no tokens' in commands.refusal("generate run --prompt", "")
 
 
-def test_a_model_is_converted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_converted(commands: Commands) -> None:
     assert json.loads(Path("hf/config.json").read_text())["model_type"] == "olmoe"
-    facts = loaded("convert run --out narrow --set dtype=bf16", capfd)
+    facts = commands.facts("convert run --out narrow --set dtype=bf16")
     assert facts["from"] == "run/checkpoints/step-00000004"
     assert facts["bytes"] < sum(path.stat().st_size for path in Path("hf").iterdir())
-    assert "wrote back from hf" in run("convert hf --out back --set to=checkpoint", capfd)
-    assert loaded("inspect back", capfd)["kind"] == "checkpoint"
+    assert "wrote back from hf" in commands.output("convert hf --out back --set to=checkpoint")
+    assert commands.facts("inspect back")["kind"] == "checkpoint"
     assert ConvertConfig().max_shard_bytes == SHARD_BYTES
 
 
-def test_a_directory_is_inspected(capfd: pytest.CaptureFixture[str]) -> None:
-    facts = loaded("inspect run --verify", capfd)
+def test_a_directory_is_inspected(commands: Commands) -> None:
+    facts = commands.facts("inspect run --verify")
     assert (facts["kind"], facts["status"], facts["step"]) == ("run", "finished", 4)
     assert [row["step"] for row in facts["checkpoints"]] == [4, 2]
     assert all(row["verified"] for row in facts["checkpoints"])
 
-    facts = loaded("inspect run/checkpoints/step-00000002", capfd)
+    facts = commands.facts("inspect run/checkpoints/step-00000002")
     assert (facts["kind"], facts["step"], facts["verified"]) == ("checkpoint", 2, False)
     assert facts["tensor_kinds"] == ["first_moment", "parameter", "second_moment"]
 
-    facts = loaded("inspect hf", capfd)
+    facts = commands.facts("inspect hf")
     assert (facts["kind"], facts["dtypes"]) == ("Hugging Face model", ["F32"])
 
     for target in ("run", "run/checkpoints/step-00000002", "hf"):
-        text = run(f"inspect {target}", capfd)
+        text = commands.output(f"inspect {target}")
         assert text.startswith(f"{target}: ")
         assert "parameters total" in text
 
 
-def test_damage_is_found(capfd: pytest.CaptureFixture[str]) -> None:
-    run("train job.toml --out hurt --set train.steps=2 --set checkpoint.every=1", capfd)
+def test_damage_is_found(commands: Commands) -> None:
+    commands.output("train job.toml --out hurt --set train.steps=2 --set checkpoint.every=1")
     victim = next(Path("hurt/checkpoints/step-00000001").glob("*.safetensors"))
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.write_bytes(data)
-    assert main(["inspect", "hurt"]) == 0
-    capfd.readouterr()
-    assert main(["inspect", "hurt", "--verify"]) == 2
-    captured = capfd.readouterr()
+    commands.run("inspect hurt")
+    captured = commands.run("inspect hurt --verify", status=2)
     assert victim.name in captured.err
     assert "step 2" in captured.out
-    assert main(["generate", "hurt/checkpoints/step-00000001", "--prompt", "x"]) == 2
-    assert victim.name in capfd.readouterr().err
+    line = "generate hurt/checkpoints/step-00000001 --prompt x"
+    assert victim.name in commands.run(line, status=2).err
 
 
-def test_runs_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_reported(commands: Commands) -> None:
     Path("run/report.html").unlink()
-    assert loaded("report run", capfd)["step"] == 4
+    assert commands.facts("report run")["step"] == 4
     assert not Path("run/report.html").exists()
-    assert run("report run", capfd) == "wrote run/report.html\n"
-    assert run("report run --out pages/run.html", capfd) == "wrote pages/run.html\n"
+    assert commands.output("report run") == "wrote run/report.html\n"
+    assert commands.output("report run --out pages/run.html") == "wrote pages/run.html\n"
     assert Path("pages/run.html").stat().st_size > 1000
 
 
-def test_from_fine_tunes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_from_fine_tunes(commands: Commands) -> None:
     job = JOB.partition("[data]")
     Path("tune.toml").write_text('[model]\nfrom = "hf"\n\n' + job[1] + job[2])
-    facts = loaded("train tune.toml --out tuned --set train.steps=1", capfd)
-    base = loaded("report run", capfd)
+    facts = commands.facts("train tune.toml --out tuned --set train.steps=1")
+    base = commands.facts("report run")
     assert facts["first_loss"] < base["first_loss"]
     assert json.loads(Path("tuned/job.json").read_text())["source"] == str(Path("hf").resolve())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from moesaic.cli.main import main
+from commands import Commands
 from moesaic.facts.workload import load_traced
 
 NETS = """
@@ -66,15 +65,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def call(line: str, place: Path) -> int:
-    return main(line.replace("nets", f"nets_{place.name.replace('-', '_')}").split())
+def named(line: str, place: Path) -> str:
+    """Return a line with the name of the module in `place`."""
+    return line.replace("nets", f"nets_{place.name.replace('-', '_')}")
 
 
-def test_a_model_becomes_a_file_and_the_file_a_prediction(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert call("trace nets:make --batch 32 --out workload.json", place) == 0
-    text = capfd.readouterr().out
+def test_a_model_becomes_a_file_and_the_file_a_prediction(place: Path, commands: Commands) -> None:
+    text = commands.output(named("trace nets:make --batch 32 --out workload.json", place))
     assert text.startswith("Sequential: 9,610 parameters, 1.29 MFLOP and ")
     assert "per micro-batch of 32x64 float32" in text
     assert "wrote workload.json" in text
@@ -83,22 +80,18 @@ def test_a_model_becomes_a_file_and_the_file_a_prediction(
     assert traced.batch == 32
 
     line = "plan --workload workload.json --cluster cluster.toml"
-    assert call(f"{line} --nproc 4 --json", place) == 0
-    facts = json.loads(capfd.readouterr().out)
+    facts = commands.facts(f"{line} --nproc 4")
     assert (facts["ranks"], facts["parameters"], facts["fits"]) == (4, 9610, True)
     assert set(facts["phases_s"]) == {"forward", "backward", "reduce", "clip", "optimizer"}
     assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
     assert facts["samples_per_s"] == pytest.approx(4 * 32 / facts["step_s"])
     assert facts["memory_per_rank"]["moments_bytes"] == 2 * 9610 * 4
-    assert call(line, place) == 0
-    text = capfd.readouterr().out
+    text = commands.output(line)
     assert text.startswith("Sequential, a replica on each of 8 ranks on a node (NVIDIA H100")
     assert "blocks " in text
 
 
-def test_replicas_must_fit_the_smallest_device(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_must_fit_the_smallest_device(place: Path, commands: Commands) -> None:
     slow = "devices = { count = 1, memory_bandwidth = 1e6 }"
     small = "devices = { count = 1, memory_bytes = 1e3 }"
     hosts = "".join(
@@ -107,18 +100,15 @@ def test_replicas_must_fit_the_smallest_device(
     )
     link = '[[links]]\nends = ["*", "*"]\nkind = "wire"\nlatency_s = 1e-5\nbandwidth = 1e9\n'
     (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}{link}')
-    assert call("trace nets:make --out workload.json", place) == 0
-    capfd.readouterr()
-    assert call("plan --workload workload.json --cluster unlike.toml --json", place) == 0
-    facts = json.loads(capfd.readouterr().out)
+    commands.run(named("trace nets:make --out workload.json", place))
+    facts = commands.facts("plan --workload workload.json --cluster unlike.toml")
     assert (facts["fits"], facts["device_memory_bytes"]) == (False, 1e3)
 
 
-def test_blocks_and_real_numbers(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert call("trace nets:asks --real --json", place) == 0
-    assert json.loads(capfd.readouterr().out)["batch"] == 3
-    assert call("trace nets:make --block 0 --block 2", place) == 0
-    rows = [line.split()[0] for line in capfd.readouterr().out.splitlines() if line]
+def test_blocks_and_real_numbers(place: Path, commands: Commands) -> None:
+    assert commands.facts(named("trace nets:asks --real", place))["batch"] == 3
+    text = commands.output(named("trace nets:make --block 0 --block 2", place))
+    rows = [line.split()[0] for line in text.splitlines() if line]
     assert rows == ["Sequential:", "block", "0", "2", "(outside)"]
 
 
@@ -148,10 +138,5 @@ def test_blocks_and_real_numbers(place: Path, capfd: pytest.CaptureFixture[str])
         ("plan --workload a.json --cluster cluster.toml --set a=1", "combined with --set, which"),
     ],
 )
-def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert call(line, place) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
+def test_mistakes(line: str, words: str, place: Path, commands: Commands) -> None:
+    assert words in commands.refusal(named(line, place))

@@ -27,10 +27,9 @@ from moesaic.facts.workload import (
 from moesaic.facts.workload.blocks import BlockBuilder
 from moesaic.facts.workload.loads import expert_counts
 from moesaic.kernels import device as devices
-from moesaic.models.init import InitialSource
 from moesaic.nn.experts import tiles
 from moesaic.testing.blocks import BlockTrace, check_work, trace_blocks
-from moesaic.train.assemble import assemble
+from moesaic.testing.runs import start_run
 
 SMALL = {
     "vocab": 331, "hidden": 48, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 72,
@@ -135,9 +134,7 @@ def test_frozen_parameters_have_no_gradients(
 @pytest.mark.parametrize("tied", [False, True])
 def test_stored_bytes_match_a_run(name: str, tied: bool) -> None:
     job = make_job(name, tied=tied)
-    plan = one_rank_plan(job)
-    run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
-    rank_memory = memory(job, plan)
+    run, rank_memory = start_run(job), memory(job, one_rank_plan(job))
     num_bytes = sum(item.local.nbytes for item in run.part.trainable)
     biases = sum(router.bias.nbytes for _, router in run.part.model.sigmoid_routers())
     assert (

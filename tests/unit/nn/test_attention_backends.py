@@ -19,7 +19,7 @@ from moesaic.nn.attention_backends import (
     Segment,
     attend,
     attend_blocks,
-    attend_one_query,
+    attend_pool,
     attend_varlen,
     choose_backend,
 )
@@ -110,19 +110,32 @@ def test_packed_documents_equal_a_dense_mask(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
-@pytest.mark.parametrize("padding", [[0, 0, 0], [2, 0, 4], [4, 4, 1]], ids=str)
-@pytest.mark.parametrize("first", [0, 3, 5, 8])
-def test_cached_rows_of_unequal_length_equal_a_dense_mask(
-    first: int, padding: list[int], window: int | None
-) -> None:
-    """The sequence ends at position 9; queries start at `first`, and may be padding."""
-    q, k, v = tensors(3, 4, 2, 9, 8, torch.float64)
-    is_padding = torch.arange(9) < torch.tensor(padding)[:, None]
-    mask = dense_mask(PLAIN, window) & ~is_padding[:, :, None] & ~is_padding[:, None, :]
-    metadata = AttentionMetadata.cached(padding, range(first, 9), window)
-    actual = with_gradients(lambda q, k, v: attend(q[:, :, first:], k, v, metadata, 0.3), q, k, v)
-    expected = with_gradients(lambda q, k, v: reference(q, k, v, mask, 0.3)[:, :, first:], q, k, v)
-    assert_close(actual, expected)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_requests_in_one_row_equal_a_dense_mask(kv_heads: int, window: int | None) -> None:
+    """Keys are ranges of a pool, position-major in memory, with gaps that nothing reads."""
+    starts, lengths, news = [20, 2, 9, 15], [5, 7, 4, 1], [1, 3, 4, 1]
+    q, k, v = tensors(1, 4, kv_heads, 26, 8, torch.float64)
+    mask, segments, index = torch.zeros(1, 26, 26, dtype=torch.bool), [], 0
+    for start, length, new in zip(starts, lengths, news, strict=True):
+        queries = range(index, index + new)
+        segments.append(Segment(range(1), queries, range(start, start + length)))
+        visible = dense_mask(PLAIN[:1, :length], window)[0, length - new :]
+        mask[0, queries.start : queries.stop, start : start + length] = visible
+        index += new
+    metadata = AttentionMetadata(tuple(segments), window)
+    queries_only = q[:, :, :index].detach()
+    assert choose_backend(queries_only, k, metadata) is attend_pool
+    expected = reference(queries_only, k, v, mask[:, :index], 0.3)
+    keys = mask.any(1)[0]
+    k, v = (x.detach().masked_fill(~keys[:, None], torch.nan) for x in (k, v))
+    for _ in range(2):  # Layers share the metadata.
+        result = attend(queries_only, k, v, metadata, 0.3)
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():  # The first request takes another kernel.
+        metadata = AttentionMetadata(metadata.segments, window)
+        narrow = attend(*(x.bfloat16() for x in (queries_only, k, v)), metadata, 0.3)
+    assert narrow.dtype == torch.bfloat16
+    assert (narrow - expected).norm() <= 0.01 * expected.norm()
 
 
 def test_attention_is_causal_by_default() -> None:
@@ -177,13 +190,13 @@ def test_metadata_names_documents_once() -> None:
 
 def test_backends_are_chosen_by_device_dtype_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     q, _, _ = tensors(3, 4, 2, 9, 8, torch.bfloat16)
-    packed, cached = AttentionMetadata.packed(PACKED), AttentionMetadata.cached([0] * 3, range(9))
+    packed, causal = AttentionMetadata.packed(PACKED), AttentionMetadata.causal(3, 9)
 
     def choices(x: Tensor) -> list[AttentionBackend]:
-        return [choose_backend(x, q, packed), choose_backend(x, q, cached)]
+        return [choose_backend(x, q, packed), choose_backend(x, q, causal)]
 
     assert choices(q) == [attend_blocks, attend_blocks]
-    assert choose_backend(q[:, :, -1:], q, cached) is attend_one_query
+    assert choose_backend(q[:1, :, -1:], q[:1], causal) is attend_pool
     capability = attention_backends.devices
     monkeypatch.setattr(capability, "compute_capability", lambda _: (9, 0))
     assert choices(q) == [attend_varlen, attend_blocks]

@@ -136,17 +136,16 @@ class ConcatCache:
 @pytest.mark.parametrize("latent", LATENTS, ids=str)
 def test_latent_cache_equals_full_attention(latent: LatentConfig, chunk_sizes: list[int]) -> None:
     layer = make(latent, YARN).double()
-    x = torch.randn(2, 7, HIDDEN, dtype=torch.float64)
-    padding = [0, 2]  # left padding of a shorter prompt
-    whole, _ = layer(x, make_inputs(2, 7, AttentionMetadata.cached(padding, range(7))))
+    x = torch.randn(1, 7, HIDDEN, dtype=torch.float64)
+    whole, _ = layer(x, make_inputs(1, 7))
     cache, actual, start = ConcatCache(), [], 0
     for size in chunk_sizes:
         end = start + size
-        rotary = make_inputs(2, 7).rotary
+        rotary = make_inputs(1, 7).rotary
         rotary = Rotary(rotary.cosine[:, :, start:end], rotary.sine[:, :, start:end])
-        attention = AttentionMetadata.cached(padding, range(start, end))
+        attention = AttentionMetadata.causal(1, size, end)
         inputs = Inputs(rotary, attention=attention, cache=cache)
         actual.append(layer(x[:, start:end], inputs)[0])
         start = end
     torch.testing.assert_close(torch.cat(actual, 1), whole, rtol=1e-9, atol=1e-9)
-    assert cache.entries.shape == (2, 1, 7, latent.kv_lora_rank + latent.qk_rope_head_dim)
+    assert cache.entries.shape == (1, 1, 7, latent.kv_lora_rank + latent.qk_rope_head_dim)

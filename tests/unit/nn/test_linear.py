@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from moesaic.kernels import cpu_gemv
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import matmul
 from moesaic.nn.attention import linear
@@ -58,3 +59,18 @@ def test_bf16_and_fp64_use_torch(engine: bool) -> None:
     x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
     with torch.autocast("cpu"):
         assert linear(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 64), (1, 64), (1, 2, 64), (2, 5, 64)])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_inference_equals_torch(
+    engine: bool, dtype: torch.dtype, shape: tuple[int, ...], is_large: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cpu_gemv, "_MIN_ELEMENTS", 1 if is_large else 1 << 30)
+    x, weight = torch.randn(*shape[:-1], 70).to(dtype)[..., 3:67], torch.randn(24, 64).to(dtype)
+    with torch.inference_mode():
+        product = linear(x, weight)
+    assert product.dtype == dtype
+    torch.testing.assert_close(product, F.linear(x, weight))

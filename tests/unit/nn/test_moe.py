@@ -12,22 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moesaic.nn.attention import FeedForward
 from moesaic.nn.aux_loss import AuxLoss
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
-from moesaic.nn.router import NO_EXPERT, Router
+from moesaic.nn.router import NO_EXPERT, Router, SigmoidRouter
 
 HIDDEN, FFN = 12, 10
 
 
 def make(experts: int, top_k: int, capacity: float | None = None, **router: Any) -> MoE:
+    return make_layer(Router(0, HIDDEN, experts, top_k, **router), capacity)
+
+
+def make_layer(
+    router: Router | SigmoidRouter, capacity: float | None = None, shared: FeedForward | None = None
+) -> MoE:
     layer = MoE(
-        Router(0, HIDDEN, experts, top_k, **router),
-        ExpertBank(range(experts), HIDDEN, FFN),
-        Dispatcher(experts, DispatchGroups(), capacity),
+        router,
+        ExpertBank(range(router.num_experts), HIDDEN, FFN),
+        Dispatcher(router.num_experts, DispatchGroups(), capacity),
+        shared,
     ).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -50,6 +58,9 @@ def oracle(layer: MoE, x: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Ten
                 continue
             gate, up, down = (views[expert, part] for part in ("gate", "up", "down"))
             total = total + weight * (down @ (F.silu(gate @ token) * (up @ token)))
+        if layer.shared is not None:
+            gate, up, down = (getattr(layer.shared, part).weight for part in ("gate", "up", "down"))
+            total = total + down @ (F.silu(gate @ token) * (up @ token))
         rows.append(total)
     return torch.stack(rows).view(x.shape) if rows else x * 0
 

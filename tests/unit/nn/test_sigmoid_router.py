@@ -7,40 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_moe import FFN, HIDDEN, make_inputs, make_layer, oracle
 from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from moesaic.nn.attention import FeedForward
 from moesaic.nn.aux_loss import AuxLoss
-from moesaic.nn.dispatch.all_to_all import DispatchGroups
-from moesaic.nn.dispatch.dispatcher import Dispatcher
-from moesaic.nn.experts.bank import ExpertBank
-from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import SigmoidRouter
 
-HIDDEN, FFN = 12, 10
-
 
 def make(experts: int, top_k: int, shared: int = 0, **router: Any) -> MoE:
-    layer = MoE(
+    layer = make_layer(
         SigmoidRouter(0, HIDDEN, experts, top_k, **router),
-        ExpertBank(range(experts), HIDDEN, FFN),
-        Dispatcher(experts, DispatchGroups()),
-        FeedForward(HIDDEN, shared * FFN) if shared else None,
-    ).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+        shared=FeedForward(HIDDEN, shared * FFN) if shared else None,
+    )
     torch.nn.init.normal_(layer.router.bias, std=0.3)
     return layer
-
-
-def make_inputs() -> Inputs:
-    return Inputs(Rotary(torch.empty(0), torch.empty(0)), training=True)
 
 
 def reference_route(router: SigmoidRouter, token: Tensor) -> tuple[list[int], Tensor]:
@@ -56,21 +42,6 @@ def reference_route(router: SigmoidRouter, token: Tensor) -> tuple[list[int], Te
     if router.renormalise:
         weights = weights / (weights.sum() + 1e-20)
     return chosen, weights * router.scale
-
-
-def reference_output(layer: MoE, x: Tensor) -> Tensor:
-    views = {(e, part): view for e, part, view in layer.bank.matrices(layer.bank.arena)}
-    rows = []
-    for token in x.reshape(-1, HIDDEN):
-        total = torch.zeros(HIDDEN, dtype=x.dtype)
-        for expert, weight in zip(*reference_route(layer.router, token), strict=True):
-            gate, up, down = (views[expert, part] for part in ("gate", "up", "down"))
-            total = total + weight * (down @ (F.silu(gate @ token) * (up @ token)))
-        if layer.shared is not None:
-            gate, up, down = (getattr(layer.shared, p).weight for p in ("gate", "up", "down"))
-            total = total + down @ (F.silu(gate @ token) * (up @ token))
-        rows.append(total)
-    return torch.stack(rows).view(x.shape)
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,7 +61,9 @@ def test_layer_equals_loop(
         renormalise=renormalise, scale=2.5,
     )  # fmt: skip
     x = torch.randn(1, tokens, HIDDEN).double().requires_grad_()
-    fast, expected = layer(x, make_inputs())[0], reference_output(layer, x)
+    experts, weights = zip(*(reference_route(layer.router, token) for token in x[0]), strict=True)
+    fast = layer(x, make_inputs())[0]
+    expected = oracle(layer, x, torch.tensor(experts), torch.stack(weights))
     torch.testing.assert_close(fast, expected, rtol=1e-12, atol=1e-12)
     cotangent, inputs = torch.randn_like(x), [x, *layer.parameters()]
     ours, theirs = (torch.autograd.grad(y, inputs, cotangent) for y in (fast, expected))

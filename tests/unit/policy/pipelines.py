@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from moesaic.facts.cluster import Cluster, place_ranks
-from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import STEP, Block, BlockSpec, BlockWork, MatmulShape, Op
@@ -14,6 +13,7 @@ from moesaic.policy.cost.compute import PEAK_FRACTION
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_events
 from moesaic.policy.cost.timeline import Timeline, simulate_events
+from moesaic.testing.clusters import make_cluster
 
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 UNIT = MatmulShape(2, 3, 4)
@@ -22,18 +22,10 @@ UNIT = MatmulShape(2, 3, 4)
 
 def cluster(hosts: int = 1, count: int = 8, latency_s: float = 0.0) -> Cluster:
     """Return devices that only compute matmuls, with links that have latency only."""
-    speed = UNIT.flops / PEAK_FRACTION
-    device = {
-        "kind": "gpu", "model": "one", "count": count, "memory_bytes": 1e12,
-        "memory_bandwidth": 1e30, "launch_s": 0.0,
-        "matmul": [{"dtype": kind, "flops": speed} for kind in ("fp32", "fp64")],
-    }  # fmt: skip
-    wire = {"kind": "bus", "latency_s": latency_s, "bandwidth": 1e30}
-    host = {
-        "name": "a", "replicas": hosts, "memory_bytes": 1e12, "devices": [device], "link": wire,
-    }  # fmt: skip
-    links = [{"ends": ["*", "*"], **wire}] * (hosts > 1)
-    return resolve_cluster({"name": "test", "hosts": [host], "links": links}, "test")
+    speed = [{"dtype": kind, "flops": UNIT.flops / PEAK_FRACTION} for kind in ("fp32", "fp64")]
+    device = {"count": count, "memory_bandwidth": 1e30, "launch_s": 0.0, "matmul": speed}
+    wire = {"latency_s": latency_s, "bandwidth": 1e30}
+    return make_cluster(*[device] * hosts, bus=wire, network=wire)
 
 
 def block(name: str, seconds: int = 1, update: BlockWork | None = None) -> Block:

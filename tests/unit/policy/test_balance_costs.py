@@ -26,6 +26,7 @@ from moesaic.policy.balance import (
 from moesaic.policy.balance.cost_model import RankTokens, layer_times_from_tokens
 from moesaic.policy.cost.compute import matmul_s
 from moesaic.policy.cost.step import JobCosts
+from moesaic.testing.clusters import make_cluster
 from moesaic.testing.jobs import tiny_job
 
 FAST, SLOW = 1e13, 1e12
@@ -81,20 +82,12 @@ def test_default_costs_by_hand() -> None:
 
 def cluster(*flops: float, kind: str = "gpu", factor: float | None = None) -> Cluster:
     """Return a cluster of one host with one device for each of `flops`."""
-    hosts = [
-        {
-            "name": f"h{index}", "memory_bytes": 1e12,
-            "link": {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10},
-            "devices": [
-                {"kind": kind, "model": f"{speed:g}", "count": 1, "memory_bytes": 1e10,
-                 "memory_bandwidth": 1e14, "launch_s": 1e-9,
-                 "matmul": [{"dtype": "fp32", "flops": speed}]}
-            ],
-        }
-        for index, speed in enumerate(flops)
+    devices = [
+        {"kind": kind, "model": f"{speed:g}", "memory_bandwidth": 1e14, "launch_s": 1e-9,
+         "matmul": [{"dtype": "fp32", "flops": speed}]}
+        for speed in flops
     ]  # fmt: skip
-    net = {"ends": ["*", "*"], "kind": "ether", "latency_s": 5e-5, "bandwidth": 1e9}
-    made = resolve_cluster({"name": "test", "hosts": hosts, "links": [net]}, "test")
+    made = make_cluster(*devices)
     if factor is None:
         return made
     calibration = Calibration(
@@ -171,17 +164,8 @@ def test_noise_in_measured_times_gives_no_absurd_bandwidth() -> None:
 
 def test_cpu_ranks_on_one_host_do_not_overlap() -> None:
     job, plan = job_and_plan(ep=4)
-    host = {
-        "name": "a", "memory_bytes": 1e12,
-        "link": {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10},
-        "devices": [
-            {"kind": "cpu", "model": "x", "count": 4, "memory_bytes": 1e10,
-             "memory_bandwidth": 1e11, "matmul": [{"dtype": "fp32", "flops": 1e12}]}
-        ],
-    }  # fmt: skip
-    assert not predict_balance_costs(
-        JobCosts.from_job(job, plan, resolve_cluster({"name": "c", "hosts": [host]}, "c"))
-    ).overlaps
+    cpus = make_cluster({"kind": "cpu", "count": 4})
+    assert not predict_balance_costs(JobCosts.from_job(job, plan, cpus)).overlaps
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])

@@ -21,7 +21,6 @@ from moesaic.facts.cluster import (
     Grid,
     Matmul,
 )
-from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import GROUPED_MM, BlockWork, CollectiveCall, MatmulShape, Op, workload
@@ -30,18 +29,14 @@ from moesaic.facts.workload.traced import TracedMatmul, TracedOp
 from moesaic.policy.cost.compute import PEAK_FRACTION, elementwise_s, matmul_s, op_s
 from moesaic.policy.cost.step import JobCosts, replicated_events
 from moesaic.policy.cost.timeline import simulate_events
+from moesaic.testing.clusters import make_cluster, make_device
 from moesaic.testing.jobs import tiny_job
 
 SIZES = st.integers(1, 5000)
 
 
 def device(**changes: Any) -> Device:
-    facts = {
-        "kind": "gpu", "model": "one", "memory_bytes": 1e10, "memory_bandwidth": 1e11,
-        "launch_s": 1e-6,
-        "matmul": [Matmul(dtype="fp32", flops=1e12), Matmul(dtype="fp64", flops=5e11)],
-    }  # fmt: skip
-    return Device(**{**facts, **changes})
+    return Device(**make_device(**changes))
 
 
 def test_large_matmuls_run_at_peak_flops_and_thin_ones_at_memory_bandwidth() -> None:
@@ -142,13 +137,7 @@ def test_more_rows_never_take_less_time(rows: int, more: int, columns: int, inne
 
 
 def cluster(hosts: int = 1, count: int = 8, kind: str = "gpu") -> Cluster:
-    host = {
-        "name": "a", "replicas": hosts, "memory_bytes": 1e12,
-        "devices": [device(kind=kind, count=count).model_dump(exclude_none=True)],
-        "link": {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10},
-    }  # fmt: skip
-    net = {"ends": ["*", "*"], "kind": "ethernet", "latency_s": 5e-5, "bandwidth": 1e9}
-    return resolve_cluster({"name": "test", "hosts": [host], "links": [net] * (hosts > 1)}, "test")
+    return make_cluster(*[{"kind": kind, "count": count}] * hosts)
 
 
 def step_s(

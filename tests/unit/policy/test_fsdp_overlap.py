@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.facts.cluster import Cluster
-from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost import fsdp_overlap
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.cost.timeline import simulate_events
+from moesaic.testing.clusters import make_cluster
 from moesaic.testing.jobs import tiny_job
 
 
@@ -26,14 +26,8 @@ class Sequential(JobCosts):
 
 
 def cluster(kind: str = "gpu", bandwidth: float = 1e9, count: int = 8) -> Cluster:
-    device = {
-        "kind": kind, "model": "one", "count": count, "memory_bytes": 1e10,
-        "memory_bandwidth": 1e11,
-        "launch_s": 1e-6, "matmul": [{"dtype": d, "flops": 1e12} for d in ("fp32", "fp64")],
-    }  # fmt: skip
-    link = {"kind": "bus", "latency_s": 1e-6, "bandwidth": bandwidth}
-    host = {"name": "a", "memory_bytes": 1e12, "devices": [device], "link": link}
-    return resolve_cluster({"name": "test", "hosts": [host]}, "test")
+    bus = {"latency_s": 1e-6, "bandwidth": bandwidth}
+    return make_cluster({"kind": kind, "count": count}, bus=bus)
 
 
 def layer(number: int, compute_s: float, collective_s: float, *, back: bool = False) -> list[Event]:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from moesaic.facts.cluster import Cluster
-from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload.gradient_reduction import OVERLAPPED_REDUCTIONS
@@ -19,6 +18,7 @@ from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.gradient_reduction import overlap_reductions
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.cost.timeline import simulate_events
+from moesaic.testing.clusters import make_cluster
 from moesaic.testing.jobs import tiny_job
 
 
@@ -87,17 +87,10 @@ def test_exposed_time_is_the_last_reduction_or_the_first_block(
 
 
 def cluster(hosts: int, kind: str = "cpu", bandwidth: float = 1e9) -> Cluster:
-    device = {
-        "kind": kind, "model": "one", "count": 4 // hosts, "memory_bytes": 1e10,
-        "memory_bandwidth": 1e11, "launch_s": 1e-6, "matmul": [{"dtype": "fp32", "flops": 1e11}],
-    }  # fmt: skip
-    link = {"kind": "bus", "latency_s": 1e-6, "bandwidth": bandwidth}
-    some = [
-        {"name": name, "memory_bytes": 1e12, "devices": [device], "link": link}
-        for name in "abcd"[:hosts]
-    ]
-    links = [{"ends": ["a", "b"], "kind": "ethernet", "latency_s": 1e-5, "bandwidth": bandwidth}]
-    return resolve_cluster({"name": "test", "hosts": some, "links": links[: hosts - 1]}, "test")
+    speed = [{"dtype": "fp32", "flops": 1e11}]
+    bus, network = ({"latency_s": s, "bandwidth": bandwidth} for s in (1e-6, 1e-5))
+    devices = [{"kind": kind, "count": 4 // hosts, "matmul": speed}] * hosts
+    return make_cluster(*devices, bus=bus, network=network)
 
 
 class WithoutOverlap(JobCosts):

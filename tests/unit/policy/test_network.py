@@ -20,35 +20,15 @@ from moesaic.facts.cluster import (
     intra_host_link,
     place_ranks,
 )
-from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.policy.cost.network import CollectiveCost, NetworkModel
+from moesaic.testing.clusters import make_cluster
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-MATMUL = [{"dtype": "fp32", "flops": 1e12}]
 
 
 def cluster(*counts: int, net: dict[str, Any] | None = None, **bus: Any) -> Cluster:
     """Return a cluster with one host for each of `counts`, with that many devices."""
-    wire = {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10, **bus}
-    hosts = [
-        {
-            "name": f"h{index}", "memory_bytes": 1e12, "link": wire,
-            "devices": [
-                {"kind": "gpu", "model": "one", "count": count, "memory_bytes": 1e10,
-                 "memory_bandwidth": 1e11, "matmul": MATMUL}
-            ],
-        }
-        for index, count in enumerate(counts)
-    ]  # fmt: skip
-    ether = {
-        "ends": ["*", "*"],
-        "kind": "ether",
-        "latency_s": 5e-5,
-        "bandwidth": 1e9,
-        **(net or {}),
-    }
-    links = [ether] * (len(counts) > 1)
-    return resolve_cluster({"name": "test", "hosts": hosts, "links": links}, "test")
+    return make_cluster(*({"count": count} for count in counts), bus=bus, network=net or {})
 
 
 def all_places(made: Cluster) -> list[Place]:

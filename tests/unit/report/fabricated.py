@@ -151,7 +151,8 @@ class Fabric:
                 "imbalance_before": 1.9, "imbalance_after": 1.1,
                 "planning_s": 1e-3} if story.balanced else {}),
             **({"memory_hit_rate": 0.4, "memory_stall_s": story.stall * step_s,
-                "memory_read_bytes": 3 << 30, "memory_written_bytes": 1 << 30}
+                "memory_read_bytes": 3 << 30, "memory_written_bytes": 1 << 30,
+                "memory_read_s": 0.7 * step_s, "memory_write_s": 0.2 * step_s}
                if story.stall is not None else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):

@@ -103,7 +103,11 @@ def test_memory_charts_need_a_budget(tmp_path: Path) -> None:
     waiting = figures["memory-waiting"]["data"][0]["y"]
     assert waiting == pytest.approx([3.0] * 4)
     assert {trace["name"] for trace in figures["memory-bandwidth"]["data"]} == {"read", "written"}
-    for name in ("memory-waiting", "memory-bandwidth"):
+    step = {trace["name"]: trace["y"] for trace in figures["memory-step"]["data"]}
+    whole = np.array(step["computing"]) + step["waiting for the drive"]
+    assert step["reads in flight"] == pytest.approx(0.7 * whole, rel=1e-3)
+    assert step["writes in flight"] == pytest.approx(0.2 * whole, rel=1e-3)
+    for name in ("memory-step", "memory-waiting", "memory-bandwidth"):
         (guide,) = re.findall(rf'{name}.*?<p class="guide">([^<]+\.)</p>', text, re.S)[:1]
         assert len(guide) <= 120
     assert "The drive is the bottleneck" not in text
@@ -146,14 +150,21 @@ def test_starts_show_their_layout(tmp_path: Path) -> None:
     plan = {"ep": 2, "dp_shard": 1, "tp": 4}
     words = "experts: torch's loop; tokens sent by memory"
     log.emit("run_start", step=16, ranks=8, device="cpu", plan=plan, backends=words)
-    log.emit("run_start", step=17, ranks=2, device="cpu")
+    parts = [
+        {"prefix": "teacher.", "ranks": [0, 1], "plan": {"dp_shard": 2}},
+        {"prefix": "student.", "ranks": [2], "plan": {"dp_shard": 1}},
+    ]
+    log.emit("run_start", step=17, ranks=3, device="cpu", plan=parts[0]["plan"], parts=parts)
+    log.emit("run_start", step=18, ranks=2, device="cpu")
     log.close()
     run = RunStats.read(directory)
-    assert [(one.layout, one.backends) for one in run.launches[-2:]] == [
-        ("ep=2,tp=4", words), ("", ""),
+    placed = "teacher. on 0,1 dp_shard=2; student. on 2"
+    assert [(one.layout, one.backends) for one in run.launches[-3:]] == [
+        ("ep=2,tp=4", words), (placed, ""), ("", ""),
     ]  # fmt: skip
     section = page.render(run).split("Starts and resumes")[1].split("</table>")[0]
     assert "ep=2,tp=4" in section
+    assert placed in section
     assert escape(words) in section
     assert "replicated" in section.split("<tr>")[-1]
 

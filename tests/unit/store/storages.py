@@ -12,50 +12,47 @@ from numpy.typing import NDArray
 from moesaic.store.cache import BlockCache, Residency
 from moesaic.store.file import BlockFile
 from moesaic.store.io_threads import BlockStorage
+from moesaic.testing.residency import RandomResidency, SlowResidency
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 5000
 
 
-class LRU:
+class LRU(SlowResidency):
     """The least recently used block leaves, first of those that are not expected."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.used: dict[int, None] = {}
 
     def access(self, block: int) -> None:
+        super().access(block)
         self.used.pop(block, None)
         self.used[block] = None
 
-    def evict(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
+    def choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
         order = {block: index for index, block in enumerate(self.used)}
         return min(candidates, key=lambda block: (block in coming, order.get(block, -1)))
 
     def removed(self, block: int) -> None:
+        super().removed(block)
         self.used.pop(block, None)
 
 
-class Belady(LRU):
+class Belady(SlowResidency):
     """The block whose next expected access is last leaves."""
 
-    def evict(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
+    def choose(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
+        assert all(position >= 0 for position in coming.values())
         return max(candidates, key=lambda block: coming.get(block, 1 << 60))
 
 
-class Random(LRU):
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = random.Random(5)
-
-    def evict(self, candidates: Sequence[int], coming: Mapping[int, int]) -> int:
-        assert all(indices >= 0 for indices in coming.values())
-        return self.random.choice(candidates)
-
-
-RESIDENCIES: list[Callable[[], Residency]] = [LRU, Belady, Random]
+RESIDENCIES: list[Callable[[], Residency]] = [LRU, Belady, RandomResidency]
 
 
 class Recorder:
     """Storage that lists its transfers and may be slow; without a file it moves nothing."""
+
+    is_read_only = False
 
     def __init__(self, file: BlockFile | None, delay_s: float = 0.0) -> None:
         self.file = file
@@ -89,9 +86,6 @@ class Recorder:
             move(block, memory)
         with self.lock:
             self.running.remove(block)
-
-    def checksum(self, memory: NDArray[np.uint8]) -> int:
-        return 0
 
     def close(self) -> None:
         if self.file:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError
+from moesaic.store.checksum import block_checksum
 from moesaic.store.file import BlockFile
+from moesaic.testing.places import content_path
 
-SHARED = Path("/dev/shm")
 CHECKPOINT = "resume from the newest checkpoint"
 
 
@@ -24,19 +25,6 @@ def buffer(file: BlockFile, seed: int = 0) -> NDArray[np.uint8]:
     memory = np.frombuffer(direct_io.aligned_buffer(file.stride_bytes), np.uint8)
     memory[:] = np.random.default_rng(seed).integers(0, 256, len(memory), np.uint8)
     return memory
-
-
-@pytest.fixture(params=["disk", "memory"])
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Yield a path on a disk, then one in memory, where direct I/O may not exist."""
-    if request.param == "disk":
-        yield tmp_path / "blocks"
-        return
-    if not SHARED.is_dir():
-        pytest.skip("there is no /dev/shm")
-    path = SHARED / f"moesaic-{os.getpid()}"
-    yield path
-    path.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -50,11 +38,11 @@ def file(tmp_path: Path) -> Iterator[BlockFile]:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4095, 4096, 4097, 300_001])
-def test_blocks_are_read_back(path: Path, block_bytes: int) -> None:
-    file = BlockFile(path, 5, block_bytes)
+def test_blocks_are_read_back(disk_or_memory: Path, block_bytes: int) -> None:
+    file = BlockFile(disk_or_memory, 5, block_bytes)
     assert file.stride_bytes >= block_bytes
     assert file.stride_bytes % 4096 == 0
-    assert path.stat().st_size == 5 * file.stride_bytes
+    assert content_path(file).stat().st_size == 5 * file.stride_bytes
     order = [3, 0, 4, 1]
     for block in order:
         assert not file.has(block)
@@ -66,8 +54,8 @@ def test_blocks_are_read_back(path: Path, block_bytes: int) -> None:
     for block, seed in ((0, 0), (1, 1), (3, 30), (4, 4)):
         file.read(block, memory)
         assert np.array_equal(memory, buffer(file, seed))
+    assert not disk_or_memory.exists()
     file.close()
-    assert not path.exists()
 
 
 def test_another_block_or_length_is_refused(file: BlockFile) -> None:
@@ -81,7 +69,7 @@ def test_another_block_or_length_is_refused(file: BlockFile) -> None:
 @pytest.mark.parametrize("bit", [0, 7, 8 * 4096 + 3, 8 * 3 * 4096 - 1])
 def test_a_flipped_bit_is_found(file: BlockFile, bit: int) -> None:
     offset = 2 * file.stride_bytes + bit // 8
-    with file.path.open("r+b") as other:
+    with content_path(file).open("r+b") as other:
         other.seek(offset)
         value = other.read(1)[0] ^ 1 << bit % 8
         other.seek(offset)
@@ -97,12 +85,12 @@ def test_a_flipped_bit_is_found(file: BlockFile, bit: int) -> None:
 
 def test_the_checksum_finds_every_flipped_bit(file: BlockFile) -> None:
     memory = buffer(file)
-    before = file.checksum(memory)
+    before = block_checksum(memory)
     for bit in range(8 * len(memory)):
         memory[bit // 8] ^= 1 << bit % 8
-        assert file.checksum(memory) != before
+        assert block_checksum(memory) != before
         memory[bit // 8] ^= 1 << bit % 8
-    assert file.checksum(memory) == before
+    assert block_checksum(memory) == before
 
 
 def exchange(path: Path, first: int, second: int, count: int) -> None:
@@ -118,7 +106,7 @@ def exchange(path: Path, first: int, second: int, count: int) -> None:
 
 
 def test_exchanged_blocks_are_found(file: BlockFile) -> None:
-    exchange(file.path, 0, 2 * file.stride_bytes, file.stride_bytes)
+    exchange(content_path(file), 0, 2 * file.stride_bytes, file.stride_bytes)
     for block in (0, 2):
         with pytest.raises(StoreError, match="differs from"):
             file.read(block, buffer(file))
@@ -127,16 +115,16 @@ def test_exchanged_blocks_are_found(file: BlockFile) -> None:
 def test_exchanged_sectors_are_found(file: BlockFile) -> None:
     sectors = range(0, file.stride_bytes, 512)
     for first, second in pairwise([*sectors, *sectors[::9]]):
-        exchange(file.path, first, second, 512)
+        exchange(content_path(file), first, second, 512)
         with pytest.raises(StoreError, match="differs from"):
             file.read(0, buffer(file))
-        exchange(file.path, first, second, 512)
+        exchange(content_path(file), first, second, 512)
     file.read(0, buffer(file))
 
 
 @pytest.mark.parametrize("left", [0, 100, 4096])
 def test_a_truncated_file_is_found(file: BlockFile, left: int) -> None:
-    os.truncate(file.path, 3 * file.stride_bytes + left)
+    os.truncate(content_path(file), 3 * file.stride_bytes + left)
     with pytest.raises(StoreError, match=f"ends after {left} of 12288 bytes: {CHECKPOINT}"):
         file.read(3, buffer(file))
     file.read(2, buffer(file))
@@ -198,6 +186,39 @@ def test_a_disk_of_another_alignment_uses_the_page_cache(
     file.close()
 
 
+def test_a_short_transfer_leaves_direct_io_on(
+    file: BlockFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rest is not aligned, and goes through the page cache."""
+    if not file.is_direct:
+        pytest.skip("the file system of the test has no direct I/O")
+    pwritev = os.pwritev
+    # The file has no name any more.
+    with open(f"/proc/self/fd/{file._file.fileno()}", "rb+", buffering=0) as plain:
+
+        def short(fd: int, buffers: list[memoryview], at: int) -> int:
+            if at % 4096:
+                return pwritev(fd, buffers, at)
+            return pwritev(plain.fileno(), [buffers[0][:100]], at)
+
+        monkeypatch.setattr(os, "pwritev", short)
+        file.write(1, buffer(file, 10))
+    assert file.is_direct
+    memory = buffer(file)
+    file.read(1, memory)
+    assert np.array_equal(memory, buffer(file, 10))
+
+
+def test_a_refusal_for_another_reason_leaves_direct_io_on(
+    file: BlockFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_direct = file.is_direct
+    monkeypatch.setattr(os, "preadv", failing(errno.EINVAL))
+    with pytest.raises(StoreError, match=os.strerror(errno.EINVAL)):
+        file.read(1, buffer(file))
+    assert file.is_direct == was_direct
+
+
 def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,8 +227,8 @@ def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     file = BlockFile(tmp_path / "blocks", 10, 4096)
-    assert file.path.stat().st_size == 10 * 4096
-    assert file.path.stat().st_blocks == 0
+    stat = content_path(file).stat()
+    assert (stat.st_size, stat.st_blocks) == (10 * 4096, 0)
     file.close()
 
 
@@ -219,11 +240,11 @@ def test_a_full_disk_is_found_at_creation(
         raise OSError(number, os.strerror(number))
 
     path = tmp_path / "blocks"
-    with pytest.raises(StoreError, match=f"'{path}' needs {4096 << 50} bytes, and [0-9]+ are free"):
+    with pytest.raises(StoreError, match=f"'{path}' needs 4194304.0 TiB, and [0-9.]+ .iB are free"):
         BlockFile(path, 1 << 50, 4096)
     assert not path.exists()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(StoreError, match=r"needs 40960 bytes.*make room, or name"):
+    with pytest.raises(StoreError, match=r"needs 40.0 KiB.*make room, or name"):
         BlockFile(path, 10, 4096)
     assert not path.exists()
 
@@ -231,7 +252,3 @@ def test_a_full_disk_is_found_at_creation(
 def test_a_path_that_cannot_be_created(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"missing/blocks' cannot be written .*name another place"):
         BlockFile(tmp_path / "missing" / "blocks", 1, 1)
-    (tmp_path / "blocks").write_text("mine")
-    with pytest.raises(StoreError, match=r"blocks' exists: delete it"):
-        BlockFile(tmp_path / "blocks", 1, 1)
-    assert (tmp_path / "blocks").read_text() == "mine"

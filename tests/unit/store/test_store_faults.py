@@ -7,15 +7,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from storages import NUM_BLOCKS, RESIDENCIES, Belady, Recorder, Twin, filled, new_file
 
 from moesaic.base.errors import StoreError
 from moesaic.store.cache import BlockCache, Residency
 from moesaic.store.file import BlockFile
+from moesaic.testing.places import content_path
 
 pytestmark = pytest.mark.timeout(60)
 """The deadline: a hang fails."""
@@ -68,9 +72,9 @@ def test_an_io_error_ends_a_run_once(
 def damage(file: BlockFile, kind: str) -> None:
     stride_bytes, seed = file.stride_bytes, random.Random(0)
     if kind == "truncated":
-        os.truncate(file.path, 7 * stride_bytes + 100)
+        os.truncate(content_path(file), 7 * stride_bytes + 100)
         return
-    with file.path.open("r+b") as other:
+    with content_path(file).open("r+b") as other:
         contents = bytearray(other.read())
         for block in range(0, NUM_BLOCKS, 2):
             if kind == "flipped":
@@ -166,6 +170,33 @@ def test_an_error_while_blocks_are_held_comes_after_the_body(
 
     with pytest.raises(KeyError):
         fail()
+
+
+def test_read_only_storage_goes_on_after_an_error(tmp_path: Path) -> None:
+    """The holds that need the damaged block fail, each with its own error."""
+
+    class Damaged(Recorder):
+        damaged = frozenset[int]()
+
+        def read(self, block: int, memory: NDArray[np.uint8]) -> None:
+            if block in self.damaged:
+                raise StoreError(f"block {block} is damaged")
+            super().read(block, memory)
+
+    storage = Damaged(new_file(tmp_path))
+    with filled(storage, 4) as cache:
+        storage.is_read_only, storage.damaged = True, frozenset({5, 6})
+        for blocks in ([4, 5], [7], [5, 6, 8], [1, 2, 3, 4], [6], [7, 8]):
+            is_damaged = not storage.damaged.isdisjoint(blocks)
+            with pytest.raises(StoreError, match=r"block [56] is") if is_damaged else nullcontext():
+                with cache.hold(blocks) as slots:
+                    assert all((cache.memory[slots[block]] == block).all() for block in blocks)
+                assert not is_damaged
+        with cache.hold([1]), pytest.raises(StoreError, match="block 5"), cache.hold([5]):
+            pass
+        storage.damaged = frozenset()
+        with cache.hold([5, 6]) as slots:
+            assert (cache.memory[slots[5]] == 5).all()
 
 
 def test_close_with_transfers_in_flight(tmp_path: Path) -> None:
@@ -272,7 +303,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_at_creation(tiny_disk: Path) -> None:
     path = tiny_disk / "blocks"
-    with pytest.raises(StoreError, match=f"'{path}' needs 786432 bytes, and 524288 are free"):
+    with pytest.raises(StoreError, match=f"'{path}' needs 768.0 KiB, and 512.0 KiB are free"):
         BlockFile(path, 2 * 48, 5000)
     assert list(tiny_disk.iterdir()) == []
 

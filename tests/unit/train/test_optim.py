@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.dist.world import World
+from moesaic.facts.expert_blocks import STATE
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.places import make_places
 from moesaic.testing.states import live_values
+from moesaic.train import optim
 from moesaic.train.assemble import assemble
 from moesaic.train.optim import AdamW, learning_rate, zero_moments
+
+GRADIENTS = (range(1, 8), (2, 6), ())
+"""Steps in which each of three experts has a gradient."""
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.3])
@@ -36,6 +43,43 @@ def test_equals_torch(clip: float, decay: bool) -> None:
         reference.step()
         ours.update([values], [grad.clone()], [moments], step, lr=0.01, clip=clip, decay=decay)
     torch.testing.assert_close(values, theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("part", [64, 1 << 20])
+def test_skipped_updates_are_applied_part_by_part_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, part: int
+) -> None:
+    """Expert 0 has a gradient in each step, 1 in some, 2 in none; all equal plain updates."""
+    monkeypatch.setattr(optim, "_CACHED_ELEMENTS", part)
+    width, ours = 333, AdamW(OptimizerConfig(betas=[0.8, 0.9], weight_decay=0.3))
+    plain = [[torch.randn(width).to(dtype), *zero_moments(torch.zeros(width))] for _ in range(3)]
+    with make_places(tmp_path / "experts", 3, width, 4, dtype) as places:
+        ours.register_places(places)
+        for slot in range(3):
+            plain[slot] = [one.to(dtype) for one in plain[slot]]
+            with places.borrow(slot, writes=True) as row:
+                row.copy_(plain[slot][0])
+        for step in range(1, 8):
+            grads = [torch.randn(width).to(dtype) if step in steps else None for steps in GRADIENTS]
+            ours.begin_update(step, 0.1 / step)
+            for slot, grad in enumerate(grads):
+                if grad is not None:
+                    with places.hold([slot]):
+                        places.add_gradient(slot, grad)
+            ours.update_places(places, step, lr=0.1 / step, clip=1.0)
+            assert len(ours._updates) == step
+            for (values, *moments), grad in zip(plain, grads, strict=True):
+                grad = torch.zeros_like(values) if grad is None else grad
+                ours.update(
+                    [values], [grad], [tuple(moments)], step, lr=0.1 / step, clip=1.0, decay=True
+                )
+        for slot, tensors in enumerate(plain):
+            for kind, expected in zip(STATE, tensors, strict=True):
+                with places.borrow(slot, kind) as row:
+                    assert torch.equal(row, expected), (slot, kind)
+        ours.begin_update(8, 0.1)
+        assert ours._updates == [], "no expert needs them any more"
 
 
 class Counting(TorchDispatchMode):

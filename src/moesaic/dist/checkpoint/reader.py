@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,6 +165,35 @@ class Checkpoint:
         (values,) = self._read_values(record.file, [(record, self._manifest.tensors[key].dtype)])
         return values
 
+    def locate(self, key: str) -> list[tuple[ShardRecord, Path, int]]:
+        """Return the shards of a tensor, each with its file and the byte where its values begin;
+        the files are verified."""
+        record = self._manifest.tensors[key]
+        names = {stored.file for stored in record.shards}
+        self._raise_damage(self._find_damage(names - self._verified))
+        found = []
+        for stored in record.shards:
+            if stored.file not in self._entries:
+                self._entries[stored.file] = safetensors_file.read_entries(self.path / stored.file)
+            start = self._start(stored, record.dtype, self._entries[stored.file])
+            found.append((stored, self.path / stored.file, start))
+        return found
+
+    def _start(
+        self, record: ShardRecord, dtype: str, entries: Mapping[str, tuple[TensorEntry, int]]
+    ) -> int:
+        """Return the byte of a shard's file where its values begin."""
+        expected = TensorEntry(record.entry, dtype, record.size)
+        entry, start = entries.get(record.entry, (None, 0))
+        if (
+            entry != expected
+            or start + expected.num_bytes > self._manifest.files[record.file].num_bytes
+        ):
+            raise StoreError(
+                f"'{self.path / record.file}' does not contain {expected}, which its manifest lists"
+            )
+        return start
+
     def _check_shard(self, shard: TensorShard) -> None:
         record = self._manifest.tensors.get(shard.key)
         if record is None:
@@ -232,7 +261,7 @@ class Checkpoint:
     def _copy_out(self, name: str, copies: Sequence[_Copy]) -> None:
         tensors = self._read_values(name, [(copy.record, copy.dtype) for copy in copies])
         for copy, values in zip(copies, tensors, strict=True):
-            with copy.shard.borrow() as tensor:
+            with copy.shard.borrow(writes=True) as tensor:
                 tensor[copy.target].copy_(values[copy.source])
 
     def _read_values(
@@ -253,12 +282,9 @@ class Checkpoint:
         else:
             content = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
         for record, dtype in wanted:
-            expected = TensorEntry(record.entry, dtype, record.size)
-            entry, start = entries.get(record.entry, (None, 0))
-            if entry != expected or start + expected.num_bytes > num_bytes:
-                raise StoreError(f"'{file}' does not contain {expected}, which its manifest lists")
-            raw = content[start : start + expected.num_bytes]
-            yield raw.view(DTYPES[dtype]).view(record.size)
+            start = self._start(record, dtype, entries)
+            stop = start + TensorEntry(record.entry, dtype, record.size).num_bytes
+            yield content[start:stop].view(DTYPES[dtype]).view(record.size)
 
 
 def newest_intact(

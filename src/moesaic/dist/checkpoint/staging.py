@@ -16,7 +16,7 @@ import torch
 from moesaic.base.errors import StoreError
 from moesaic.base.safetensors_file import TensorEntry
 from moesaic.dist.checkpoint.manifest import DTYPES, ShardRecord, TensorRecord
-from moesaic.dist.state import TensorShard
+from moesaic.dist.state import State, TensorShard
 from moesaic.kernels import device as devices
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -113,10 +113,13 @@ class Staging:
 
 
 @torch.no_grad()
-def live_values(data_file: DataFile, shards: Sequence[TensorShard]) -> Iterator[memoryview]:
+def live_values(data_file: DataFile, state: State) -> Iterator[memoryview]:
     """Yield the live values of a file's entries, copied to the host one at a time."""
-    for index in data_file.shard_indices:
-        with shards[index].borrow() as tensor:
+    shards = [state.shards[index] for index in data_file.shard_indices]
+    if state.expect_reads is not None:
+        state.expect_reads(shards)
+    for shard in shards:
+        with shard.borrow() as tensor:
             host = tensor.detach().to("cpu").contiguous()
             yield host.reshape(-1).view(torch.uint8).numpy().data
 

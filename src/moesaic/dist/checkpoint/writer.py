@@ -382,7 +382,7 @@ class Saver:
         buffers = (
             self._staging.staged_values(data_file)
             if save.is_staged
-            else live_values(data_file, save.state.shards)
+            else live_values(data_file, save.state)
         )
         file, digest = path / data_file.file, hashlib.sha256()
         direct_io.write(

@@ -7,6 +7,11 @@ import re
 from moesaic.base.errors import ConfigError
 
 
+def is_gpu(name: str) -> bool:
+    """Return whether `name` asks for a GPU."""
+    return name.startswith("cuda")
+
+
 def check_device_name(key: str, name: str) -> str:
     """Return `name`, the value of the setting `key`, if it can name a device; raise if not."""
     if re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", name) is None:

@@ -11,6 +11,7 @@ from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.facts.job.balance import BalanceConfig, no_effect
 from moesaic.facts.job.data import DataConfig
+from moesaic.facts.job.device_name import is_gpu
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import PRESETS, ModelConfig
@@ -182,6 +183,7 @@ class Job(Section):
             'train.micro_batch_order = "by_micro_batch"': not self.is_by_block,
             f'optimizer.moments = "{self.optimizer.moments}"': self.optimizer.moments != "full",
             "[finetune]": self.finetune is not None,
+            f'train.device = "{self.train.device}"': is_gpu(self.train.device),
             f"balance.migrate_every = {self.balance.migrate_every}": (
                 self.balance.migrate_every > 0
             ),

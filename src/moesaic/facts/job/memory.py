@@ -20,8 +20,9 @@ class MemoryConfig(Section):
     """Memory of a rank for everything but the interpreter, such as "2GB" or "1500MiB". auto: 80% of
     the memory that is free at the start, divided among the ranks of the host."""
     ssd: str
-    """Directory on a drive for expert state that is not in memory: 16 bytes per expert parameter in
-    files `experts-rank-*`, which a run replaces at its start. It resumes from its checkpoints."""
+    """Directory on a drive for expert state that is not in memory: 16 bytes per expert parameter.
+    The files have no names, and their space is free when a run ends; it resumes from checkpoints.
+    """
     residency: ResidencyName = "next-use"
     """Policy that chooses the state that leaves memory. next-use: the one that training needs last.
     The others, lru, lfu and se-moe (the published one), are for comparison."""

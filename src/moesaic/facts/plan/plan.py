@@ -340,7 +340,7 @@ class Plan(Section):
     def partitions(self) -> list[list[list[int]]]:
         """Return every partition of the ranks into groups that a model may use in forward and
         backward."""
-        tied = [[chain[0], chain[-1]] for chain in self.pp_groups()]
+        tied = [[chain[0], chain[-1]] for chain in self.pp_groups() if self.pp > 1]
         return [
             self.stage_groups(), self.pp_groups(), tied, self.tp_groups(), self.ep_groups(),
             *self.exchange_groups(), self.etp_groups(), self.same_etp_rank_groups(),

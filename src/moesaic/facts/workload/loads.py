@@ -150,6 +150,8 @@ class RoutedTokens(NamedTuple):
 
     def split_chunks(self) -> list[RoutedTokens]:
         """Return each dispatched chunk, of evenly split tokens."""
+        if self.num_chunks == 1:
+            return [self._replace(local_slot_tokens=())]
         return [
             RoutedTokens(
                 split_evenly(self.num_sent, self.num_chunks)[index],

@@ -41,8 +41,8 @@ class Memory:
     moments_bytes: int
     staging_bytes: int
     """Copy that checkpoints are written from; 0 where it is in separate host memory."""
-    gradients_bytes: int
-    activations_bytes: int
+    gradients_bytes: int = 0
+    activations_bytes: int = 0
     """Activations saved for backward, over all micro-batches in flight."""
     gathered_bytes: int = 0
     """FSDP's gathered parameters, and gradients before reduce-scatter."""
@@ -82,20 +82,19 @@ def memory(
             block; None: all.
     """
     rank = plan.ranks - 1 if rank is None else rank
-    params = RankParams(job, plan, rank)
+    params = RankParams(job, plan, rank, with_experts=job.memory is None)
     num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense)
-    num_elements += sum(p.size for p in params.experts_in_memory)
+    num_elements += sum(p.size for p in params.experts)
     has_staging = job.checkpoint.asynchronous and on_cpu and job.memory is None
     lasting = Memory(
         parameters_bytes=num_elements * STORED_BYTES[job.train.precision]
         + sum(p.size for p in params.biases) * BIAS_BYTES,
         moments_bytes=params.moments_bytes(),
         staging_bytes=params.checkpoint_bytes() if has_staging else 0,
-        gradients_bytes=0,
-        activations_bytes=0,
     )
     builder = BlockBuilder(params, Sizes(job, plan, rank, on_cpu), loads)
-    return _StepMemory(builder, lasting).run(group_size)
+    group_size = (group_size or job.train.micro_batches) if job.is_by_block else 1
+    return _StepMemory(builder, lasting, group_size).run()
 
 
 @dataclass
@@ -116,37 +115,36 @@ class _Stage:
 class _StepMemory:
     """Walk over one step of a rank, which records the peak."""
 
-    def __init__(self, builder: BlockBuilder, lasting: Memory) -> None:
-        params = builder.params
-        self.params, self.plan, self.sizes = params, params.plan, builder.sizes
+    def __init__(self, builder: BlockBuilder, lasting: Memory, group_size: int) -> None:
+        params, s = builder.params, builder.sizes
+        self.params, self.plan, self.sizes = params, params.plan, s
+        self.group_size, self.is_by_block = group_size, params.job.is_by_block
         self.recomputes = self.plan.recomputes(params.job)
-        self.holds_experts = params.job.memory is None
         self.routed, self.is_sharded = builder.routed, self.plan.dp_shard > 1
-        self.stream_bytes = self.sizes.stream_elements * self.sizes.stored_bytes
-        rotary_elements = self.sizes.tokens * self.sizes.model.rotary_dim
-        self.angle_bytes = rotary_elements * self.sizes.stored_bytes
+        self.stream_bytes = s.stream_elements * s.stored_bytes
+        self.angle_bytes = s.tokens * s.model.rotary_dim * s.stored_bytes
         self.saved: Counter[str] = Counter()
         """Bytes that autograd saves per module."""
         self.captured: Counter[str] = Counter()
         """Bytes of gradients per module that a split backward keeps."""
         self.dense_bytes: Counter[str] = Counter()
-        """Bytes of the dense parameters of each module, which FSDP gathers; "" for embedding and
-        head."""
+        """Bytes of the dense parameters of each module, which FSDP gathers, in model order."""
         for block in builder.blocks():
-            name, layer = block.spec.model_block, block.spec.layer
+            name = block.spec.model_block
             self.saved[name] += block.saved_bytes
             self.captured[name] += block.captured_bytes
             elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
-            self.dense_bytes["" if layer is None else name] += elements * self.sizes.stored_bytes
-        trained = [p for p in params.experts_in_memory if params.is_trained(p)]
-        self.arena_bytes = self.sizes.stored_bytes * sum(
-            p.size for p in trained if p.layer == trained[0].layer
-        )
+            self.dense_bytes[name] += elements * s.stored_bytes
+        trained = [p for p in params.experts if params.is_trained(p)]
+        arena_elements = sum(p.size for p in trained if p.layer == trained[0].layer)
+        self.arena_bytes = arena_elements * s.stored_bytes
         """Bytes of the gradient of one layer's experts."""
         has_table = any(p.layer is None and params.is_trained(p) for p in params.dense)
-        self.table_bytes = has_table * self.sizes.table_elements * self.sizes.stored_bytes
+        self.table_bytes = has_table * s.table_elements * s.stored_bytes
         """Bytes of the embedding's gradient."""
         self.reductions = gradient_reductions(params)
+        # FSDP reduces embedding and head together, at the end, unless they are walked apart.
+        self.is_head_late = self.is_sharded and self.plan.pp == 1 and not self.is_by_block
         self.current = self.made = 0
         """Bytes of activations and buffers, and of gradients, at present."""
         self.peak = lasting
@@ -155,61 +153,65 @@ class _StepMemory:
         """Return when backward of some modules allocates gradients, and their bytes.
 
         Times count down from infinity for the head over the indices of layers to -1 for the
-        embedding. A bucket of several gradients is allocated with its first one. Pipelines keep
-        gradients unsharded until the last backward.
+        embedding. A bucket of several gradients is allocated with its first one. FSDP allocates
+        shards after the block; pipelines keep gradients unsharded until the last backward.
         """
         num_shards = 1 if self.plan.pp > 1 else self.plan.dp_shard
-        own_bytes: Counter[str] = Counter()
-        for spec in self.params.blocks:
-            if spec.model_block in names:
-                own_bytes[spec.name] = self.sizes.stored_bytes * sum(
-                    p.size if p.expert is not None else local_size(p, num_shards)
-                    for p in spec.parameters
-                    if self.params.is_trained(p) and (p.expert is None or self.holds_experts)
-                )
-        found = list[tuple[float, int]]()
+        allocated: Counter[float] = Counter()
+        for spec in (spec for spec in self.params.blocks if spec.model_block in names):
+            time = self._time(spec.name)
+            for p in filter(self.params.is_trained, spec.parameters):
+                if p.expert is None:
+                    num_bytes = local_size(p, num_shards) * self.sizes.stored_bytes
+                    allocated[time - self.is_sharded / 2] += num_bytes
+                else:
+                    allocated[time] += p.size * self.sizes.stored_bytes
         for reduction in self.reductions:
             for bucket in reduction.buckets if reduction.overlaps_backward else ():
                 members = [reduction.gradients[at] for at in bucket.members]
                 if len(members) > 1:
-                    found.append((self._time(members[0].block), bucket.num_bytes))
+                    allocated[self._time(members[0].block)] += bucket.num_bytes
                     for gradient in members:
-                        own_bytes[gradient.block] -= gradient.num_bytes
-        return found + [(self._time(name), size) for name, size in own_bytes.items()]
+                        allocated[self._time(gradient.block)] -= gradient.num_bytes
+        return list(allocated.items())
 
     def _time(self, block: str) -> float:
         if block.startswith("layers."):
             return int(block.split(".")[1])
-        # FSDP reduces embedding and head together, at the end.
-        is_late = block == "embed" or (self.is_sharded and self.plan.pp == 1)
-        return -1.0 if is_late else math.inf
+        return -1.0 if block == "embed" or self.is_head_late else math.inf
 
-    def _gathered_bytes(self, index: float) -> int:
+    def _gathered_bytes(self, index: int = 0) -> int:
         """Return bytes of FSDP's buffers while backward is in layer `index`.
 
         These are embedding, head and the layer, the prefetched next layer, and the reduce-scatter
-        of the layer before. In a pipeline all parameters stay gathered.
+        of the layer before. In a pipeline all parameters stay gathered. Block by block, these are
+        the layer and the prefetched next block.
         """
         if not self.is_sharded:
             return 0
-        if self.plan.pp > 1:
-            return sum(self.dense_bytes.values())
-        near = [f"layers.{index + offset}" for offset in (-1, 0, 1)]
-        return sum(self.dense_bytes.get(name, 0) for name in ("", *near))
+        names = [*self.dense_bytes]
+        if self.is_by_block:
+            names = names[index : index + 2]
+        elif self.plan.pp == 1:
+            names = [*{*names[index : index + 3], "embed", "head"}]
+        return sum(self.dense_bytes[name] for name in names)
 
-    def _working_bytes(self, index: int) -> int:
+    def _working_bytes(self, index: int, *, adds: bool) -> int:
         """Return bytes of temporaries in backward of the larger half of layer `index`, less freed
-        activations."""
+        activations. `adds`: whether gradients are added to those of other micro-batches."""
         s = self.sizes
         if index not in self.routed:
             # Three gradients around a matmul, but not its result, and the next weight's gradient.
             inner = s.model.ffn_width(index) // s.tp
-            weight_bytes = inner * s.model.hidden * s.stored_bytes
+            weight_bytes = (not adds) * inner * s.model.hidden * s.stored_bytes
             return self.stream_bytes + weight_bytes + 2 * s.tokens * inner * s.compute_bytes
-        expert_bytes = _expert_backward_bytes(s, self.routed[index])
-        return self.stream_bytes + self.arena_bytes + expert_bytes
+        num_bytes = self.stream_bytes + _expert_backward_bytes(s, self.routed[index])
+        if self.params.with_experts:
+            return num_bytes + self.arena_bytes
+        # One expert's gradient at a time joins the others.
+        return num_bytes + adds * 3 * s.expert_width * s.model.hidden * s.stored_bytes
 
-    def run(self, group_size: int | None) -> Memory:
+    def run(self) -> Memory:
         """Walk over the step, and return the memory at its peak."""
         plan, micro_batches = self.plan, self.params.job.train.micro_batches
         names, pp_rank = stage_blocks(plan, self.sizes.model), plan.pp_rank(self.params.rank)
@@ -217,11 +219,8 @@ class _StepMemory:
         if plan.pp > 1:
             self._run_pipeline(stages, micro_batches)
             return self.peak
-        together = (group_size or micro_batches) if self.params.job.is_by_block else 1
-        saved = {name: together * num_bytes for name, num_bytes in stages[0].saved.items()}
-        stages[0].saved = saved
-        for _ in range(min(micro_batches // together, 2)):  # Later ones are like the second.
-            self.current = together * self.angle_bytes
+        for _ in range(min(micro_batches // self.group_size, 2)):  # Later ones are like the second.
+            self.current = self.group_size * self.angle_bytes
             self._forward(stages[0])
             self._backward(stages[0])
         return self.peak
@@ -241,14 +240,13 @@ class _StepMemory:
             elif kind == "input":
                 self.current += (not stage.is_first) * stage.captured_bytes
                 norm_bytes = 6 * self.stream_bytes  # Temporaries of a norm and its gradients.
-                self._record(self.made, self.current, self._gathered_bytes(math.inf), norm_bytes)
+                self._record(self.made, self.current, self._gathered_bytes(), norm_bytes)
             else:
                 num_bytes = sum(stage.saved.values())
                 if kind == "backward" or stage.is_first:  # The first stage has no input half.
                     self._backward(stage)
                 else:
-                    gathered = self._gathered_bytes(math.inf)
-                    self._record(self.made, self.current, gathered, self.arena_bytes)
+                    self._record(self.made, self.current, self._gathered_bytes(), self.arena_bytes)
                     self._make_gradients(stage)
                     num_bytes += stage.captured_bytes
                 self.current -= num_bytes
@@ -261,9 +259,10 @@ class _StepMemory:
 
     def _stage(self, number: int, names: Sequence[str]) -> _Stage:
         layers = [int(name.removeprefix("layers.")) for name in names if "." in name]
-        saved = {name: self.saved[name] for name in names}
+        saved = {name: self.group_size * self.saved[name] for name in names}
         if self.recomputes:
-            saved.update({f"layers.{index}": self.stream_bytes for index in layers})
+            inputs = self.group_size * self.stream_bytes
+            saved.update({f"layers.{index}": inputs for index in layers})
         is_first, is_last = number == 0, number == self.plan.num_stages - 1
         if not is_first:
             saved[names[0]] -= self.stream_bytes  # It is in a receive buffer.
@@ -285,9 +284,12 @@ class _StepMemory:
         sent_bytes = (not stage.is_last) * self.stream_bytes
         self.current += sum(stage.saved.values()) + sent_bytes
         # Forward has prefetched no layer after the last one.
-        gathered = self._gathered_bytes(stage.layers[-1] + 1 if stage.layers else math.inf)
+        gathered = self._gathered_bytes(len(stage.layers) + self.is_by_block)
         logits = _logits_bytes(self.sizes) if stage.is_last else 0
         self._record(self.made, self.current, gathered, logits)
+        if self.is_by_block and self.is_sharded:  # Gloo has a layer that arrives twice.
+            arriving = self.dense_bytes[f"layers.{stage.layers[-1]}"]
+            self._record(self.made, self.current, gathered + 2 * arriving)
 
     def _gradients_at(self, stage: _Stage, time: float) -> int:
         """Return bytes of gradients while backward is at `time`, those made before included."""
@@ -306,20 +308,27 @@ class _StepMemory:
             table = self.table_bytes
             if not s.gathers_tied_embedding:
                 table *= s.plan.embedding_shards
-            held = (s.model.tied or self.is_sharded) * table
+            held = (s.model.tied or self.is_head_late) * table
             at_head = self._gradients_at(stage, 1e9)
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
                 self._record(at_head + table, base, working=s.stream_elements * s.compute_bytes)
+        # Block by block, results and their gradients stay until the block is done.
+        base += self.is_by_block * 2 * self.group_size * self.stream_bytes
         for index in reversed(stage.layers):
-            name, working = f"layers.{index}", self._working_bytes(index)
-            if self.recomputes:
-                working += self.saved[name] - self.stream_bytes
-            gradients = self._gradients_at(stage, index) + held
-            self._record(gradients, base, self._gathered_bytes(index), working)
+            name, gathered = f"layers.{index}", self._gathered_bytes(index)
+            recomputed = self.recomputes * (self.saved[name] - self.stream_bytes)
+            working = recomputed + self._working_bytes(index, adds=not stage.gradients)
+            self._record(self._gradients_at(stage, index) + held, base, gathered, working)
+            if self.group_size > 1:  # The second micro-batch adds to gradients that FSDP gathers.
+                freed = stage.saved[name] // self.group_size - self.stream_bytes
+                gathered += self.is_sharded * self.dense_bytes[name]
+                working = recomputed + self._working_bytes(index, adds=True)
+                gradients = self._gradients_at(stage, index - 0.5) + held
+                self._record(gradients, base - freed, gathered, working)
             base -= stage.saved[name]
         if stage.is_first:
             gradients = self._gradients_at(stage, -1.0) + held
-            gathered = self._gathered_bytes(math.inf) if self.plan.pp > 1 else 0
+            gathered = self._gathered_bytes() if self.plan.pp > 1 else 0
             self._record(gradients, base, gathered, self.table_bytes)
         self._make_gradients(stage)
 
@@ -327,13 +336,13 @@ class _StepMemory:
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
     """Return peak bytes beside the gradient of the experts, less freed activations.
 
-    A CPU computes slots in chunks that fit the cache.
+    A CPU computes slots in chunks that fit the cache, or one by one if they are on a drive.
     """
     hidden, ffn, chunk = s.model.hidden, s.expert_width, routed.split_chunks()[0]
     rows = at_once = sum(chunk.slot_tokens)
     if s.on_cpu:
         largest = max(*chunk.slot_tokens, 1)
-        limit = EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
+        limit = (s.job.memory is None) * EXPERT_CHUNK_BYTES // (2 * ffn * s.compute_bytes)
         at_once = min(rows, max(limit // largest, 1) * largest)
     if routed.is_all_to_all:
         elements = (rows - chunk.num_sent) * hidden
@@ -355,9 +364,12 @@ def _logits_bytes(s: Sizes) -> int:
     """Return peak bytes of the loss beside what it saves.
 
     These are its input, and logits and log-probabilities of a chunk. Low precision adds a cast
-    weight. A tied weight may be gathered from column shards.
+    weight, and later the gradients of logits and weight. A CPU casts the latter to add it. A tied
+    weight may be gathered from column shards.
     """
     logits, weight = min(s.tokens, LOSS_CHUNK_TOKENS) * s.vocab, s.vocab * s.model.hidden
-    inputs = s.gathered_elements * s.compute_bytes
-    weights = s.num_casts * s.compute_bytes + s.gathers_tied_embedding * s.stored_bytes
-    return inputs + 2 * logits * s.stored_bytes + weights * weight
+    narrow, wide = s.num_casts * s.compute_bytes, s.stored_bytes
+    inputs = s.gathered_elements * (narrow + wide)
+    gradients = logits * (wide + narrow) + weight * s.num_casts * (narrow + s.on_cpu * wide)
+    weights = narrow + s.gathers_tied_embedding * wide
+    return inputs + max(2 * logits * wide, gradients) + weights * weight

@@ -50,11 +50,15 @@ class RankParams:
     job: Job
     plan: Plan
     rank: int
+    with_experts: bool = True
+    """False to leave out matrices of experts, which a budget (`[memory]`) counts as blocks."""
 
     @cached_property
     def blocks(self) -> list[BlockSpec]:
         """Blocks of the rank."""
-        return block_specs(self.job.model, self.plan, self.rank, self.job.finetune)
+        return block_specs(
+            self.job.model, self.plan, self.rank, self.job.finetune, with_experts=self.with_experts
+        )
 
     @cached_property
     def dense(self) -> list[Parameter]:
@@ -99,15 +103,10 @@ class RankParams:
             parameter.tp_dim is not None or not self.rank % plan.tp
         )
 
-    @property
-    def experts_in_memory(self) -> list[Parameter]:
-        """Matrices of experts whose state is always in memory: all or, with a budget, none."""
-        return self.experts if self.job.memory is None else []
-
     def moments_bytes(self) -> int:
-        """Return bytes of the optimizer's moments that are always in memory."""
+        """Return bytes of the optimizer's moments."""
         sizes = [(p, self.unpadded_local_size(p)) for p in self.dense if self.is_trained(p)]
-        sizes += [(p, p.size) for p in self.experts_in_memory if self.is_trained(p)]
+        sizes += [(p, p.size) for p in self.experts if self.is_trained(p)]
         return sum(sum(moment_bytes(p, size, self.job)) for p, size in sizes)
 
     def checkpoint_bytes(self) -> int:

@@ -51,8 +51,11 @@ def block_specs(
     plan: Plan,
     rank: int = 0,
     finetune: FinetuneConfig | None = None,
+    *,
+    with_experts: bool = True,
 ) -> list[BlockSpec]:
-    """Return the blocks on `rank`, in model order, with the adapters that `finetune` adds.
+    """Return the blocks on `rank`, in model order, with the adapters that `finetune` adds, on
+    request without matrices of experts.
 
     In a pipeline, the head's block has a tied weight too, with kind `head` and the embedding's
     name.
@@ -61,7 +64,8 @@ def block_specs(
     names = [name for stage in stages for name in stage]
 
     def experts(layer: int) -> Sequence[int]:
-        return plan.experts_of(rank, layer) if f"layers.{layer}" in names else ()
+        is_own = with_experts and f"layers.{layer}" in names
+        return plan.experts_of(rank, layer) if is_own else ()
 
     by_block: dict[str, list[Parameter]] = {}
     for parameter in (*parameters(model, experts), *adapters(model, finetune, experts)):

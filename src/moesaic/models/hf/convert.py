@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -21,7 +22,7 @@ from moesaic.dist.state import PARAMETER
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.adapter import write_adapter
 from moesaic.models.hf.origin import TOKENIZER, Origin, open_origin
-from moesaic.models.hf.settings import ModelFormat, Precision
+from moesaic.models.hf.settings import ConvertConfig, ModelFormat, Precision
 from moesaic.models.hf.shards import (
     Progress,
     TensorWriter,
@@ -46,23 +47,27 @@ def convert(
     Args:
         source: a Hugging Face directory, a checkpoint, or a run (its newest intact checkpoint).
         target: a directory that does not exist yet.
-        to: format of the target; a checkpoint holds parameters only, an adapter those of a LoRA
-            run.
+        to: format of the target; packed is a Hugging Face directory that is served fastest from a
+            drive, a checkpoint holds parameters only, an adapter those of a LoRA run.
         dtype: dtype of the weights on file; keep: the dtype of each tensor.
         max_shard_bytes: maximum bytes of a file, except for one larger tensor or an adapter.
         progress: callback with (bytes done, bytes in total) after every tensor.
     """
     check_empty_directory(target)
     origin = open_origin(source, reads_once=True)
+    if to == "packed" and not origin.model.experts:
+        raise ConfigError(
+            f"'{origin.path}' has no experts to pack: write it with to = \"huggingface\""
+        )
     if to == "checkpoint":
         _write_checkpoint(target, origin, dtype, max_shard_bytes, progress)
     elif to == "adapter":
         write_adapter(target, origin, dtype, progress)
     else:
+        settings = ConvertConfig(to=to, dtype=dtype, max_shard_bytes=max_shard_bytes)
         write_model(
-            target, origin.model, origin.tensors, dtype=dtype, max_shard_bytes=max_shard_bytes,
-            companions=origin.companions, special_token_ids=origin.special_token_ids,
-            progress=progress,
+            target, origin.model, origin.tensors, settings, companions=origin.companions,
+            special_token_ids=origin.special_token_ids, progress=progress,
         )  # fmt: skip
     return origin
 

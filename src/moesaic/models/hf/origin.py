@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
-from moesaic.facts.workload import parameters
+from moesaic.facts.workload import expert_name, parameters
 from moesaic.facts.workload.parameters import A, B, adapter_prefix, adapters
 from moesaic.models.chat import ChatTemplate
 from moesaic.models.hf.config import CONFIG_NAME, describe_path, read_config
+from moesaic.models.hf.packed import read_expert_hashes
 from moesaic.models.hf.reader import DTYPES, HFSource
-from moesaic.models.hf.shards import TensorReader
+from moesaic.models.hf.shards import StoredTensors
 from moesaic.models.hf.special_tokens import (
     EOS_KEY,
     GENERATION_CONFIG_NAME,
@@ -38,6 +39,7 @@ from moesaic.models.hf.special_tokens import (
 )
 from moesaic.models.hf.writer import find_companions
 from moesaic.models.tokenizer import FileTokenizer, read_json_object
+from moesaic.store.expert_files import StoredBytes, StoredExpert, StoredMatrix
 
 TOKENIZER = "tokenizer"
 """Directory in a run or a bare checkpoint for the tokenizer and generation files."""
@@ -50,7 +52,7 @@ class Origin:
     path: Path
     """Directory of the weights."""
     model: ModelConfig
-    tensors: TensorReader
+    tensors: StoredTensors
     companions: list[Path]
     """Tokenizer and generation files."""
     facts: dict[str, Any]
@@ -76,12 +78,35 @@ class Origin:
                     return ends
         return token_ids(self.model.extras.get(EOS_KEY), EOS_KEY, f"'{self.path}'")
 
+    def stored_experts(self) -> dict[int, list[StoredExpert]]:
+        """Return where the experts of each layer are stored."""
+        model, hashes = self.model, read_expert_hashes(self.path)
+        size = model.hidden * model.ffn
+        return {
+            layer: [
+                self._stored_expert(layer, expert, size, hashes) for expert in range(model.experts)
+            ]
+            for layer in model.expert_layers
+        }
+
+    def _stored_expert(
+        self, layer: int, expert: int, size: int, hashes: Mapping[str, str]
+    ) -> StoredExpert:
+        """Return where one expert is stored, whose matrices have `size` elements each."""
+        matrices = tuple(
+            replace(one, position=one.position + index * size)
+            for index, matrix in enumerate(("gate", "up", "down"))
+            for one in self.tensors.locate(expert_name(layer, expert, matrix))
+        )
+        name = expert_name(layer, expert, "").rstrip(".")
+        return StoredExpert(name, matrices, hashes.get(name))
+
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write parameters into `shards` of any layout and dtype, as a state source does."""
         for shard in shards:
             whole = self.tensors.read(shard.name)
             box = zip(shard.offset, shard.size, strict=True)
-            with shard.borrow() as tensor:
+            with shard.borrow(writes=True) as tensor:
                 tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
 
 
@@ -226,6 +251,21 @@ class CheckpointTensors:
         tensor = self._stored(name)
         a, b = (self._stored(f"{stem}{end}").double() for end in (A, B))
         return torch.addmm(tensor.double(), b, a, alpha=self._scale).to(tensor.dtype)
+
+    def locate(self, name: str) -> list[StoredMatrix]:
+        """Return where the shards of one expert's matrix are stored."""
+        if f"{name}{A}" in self._shapes:
+            raise ConfigError(
+                f"'{self._checkpoint.path}' holds adapters of experts, which cannot be read in "
+                "place: write the merged model with `moesaic convert`, and give that"
+            )
+        dtype, width = self._records[f"{PARAMETER}/{name}"].dtype, self._shapes[name][1]
+        found = []
+        for record, file, start in self._checkpoint.locate(f"{PARAMETER}/{name}"):
+            (first_row, first_column), (rows, columns) = record.offset, record.size
+            values = StoredBytes(record.entry, file, start, dtype, (rows, columns))
+            found.append(StoredMatrix(values, first_row * width + first_column, width))
+        return found
 
     def _stored(self, name: str) -> Tensor:
         shape = self._shapes[name]

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import WeightsError
+from moesaic.base.safetensors_file import ITEM_BYTES
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import fp8, names
+from moesaic.store.expert_files import StoredBytes, StoredMatrix
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -42,6 +44,12 @@ class TensorHeader:
     dtype: str
     start: int
     """Offset of its data in the file."""
+
+    def rows(self, name: str, first: int, count: int) -> StoredBytes:
+        """Return where some rows of the tensor `name` are, counted over all leading dimensions."""
+        columns = self.shape[-1]
+        offset = self.start + first * columns * ITEM_BYTES[self.dtype]
+        return StoredBytes(name, self.file, offset, self.dtype, (count, columns))
 
 
 class HFSource:
@@ -91,6 +99,25 @@ class HFSource:
         size = source.size[1:] if len(source.size) == 3 else source.size
         return self._read_box(name, (0,) * len(size), size)
 
+    def locate(self, name: str) -> list[StoredMatrix]:
+        """Return where one expert's matrix is stored, in one box."""
+        source = self._slices[name]
+        header = self._headers[source.tensor]
+        rows, columns = source.size[-2:]
+        # A tensor of several experts is [experts, rows, columns], of one it is [rows, columns].
+        expert = source.offset[0] if len(source.offset) == 3 else 0
+        first, num_rows = source.offset[-2], source.shape[-2]
+        values = header.rows(source.tensor, expert * num_rows + first, rows)
+        scales = None
+        if header.dtype == fp8.DTYPE:
+            scale_tensor = fp8.scale_name(source.tensor)
+            scale_rows = fp8.scale_shape((num_rows, columns))[0]
+            box, _ = fp8.scale_box((slice(first, first + rows), slice(0, columns)))
+            scales = self._headers[scale_tensor].rows(
+                scale_tensor, expert * scale_rows + box.start, box.stop - box.start
+            )
+        return [StoredMatrix(values, 0, columns, scales, first % fp8.BLOCK_SIZE)]
+
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Write values into `shards`, file by file."""
 
@@ -102,7 +129,7 @@ class HFSource:
             if shard.kind != PARAMETER:
                 raise ValueError(f"{shard.key}: a model directory holds parameters only")
             if shard.num_elements:
-                with shard.borrow() as tensor:
+                with shard.borrow(writes=True) as tensor:
                     tensor.copy_(self._read_box(shard.name, shard.offset, shard.size))
         self._open_file = None
 

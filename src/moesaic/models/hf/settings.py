@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moesaic.base.config import Section
 
-ModelFormat = Literal["huggingface", "checkpoint", "adapter"]
+ModelFormat = Literal["huggingface", "packed", "checkpoint", "adapter"]
 Precision = Literal["keep", "fp64", "fp32", "bf16", "fp16"]
 
 
@@ -16,7 +16,8 @@ class ConvertConfig(Section):
     """Settings of model conversion."""
 
     to: ModelFormat = "huggingface"
-    """Format to write. huggingface: config.json, safetensors and tokenizer files. checkpoint:
+    """Format to write. huggingface: config.json, safetensors and tokenizer files. packed: the same,
+    with each expert in one piece and hashes, which is served fastest from a drive. checkpoint:
     parameters only. adapter: the LoRA adapters of a run, in the format of peft."""
     dtype: Precision = "keep"
     """Dtype of the weights on file; keep: the dtype of each tensor."""

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
-from moesaic.base.safetensors_file import ITEM_BYTES, Digest, TensorEntry
+from moesaic.base.safetensors_file import HEADER_ALIGNMENT, ITEM_BYTES, Digest, TensorEntry
 from moesaic.dist.state import PRECISIONS, TensorShard
 from moesaic.facts.workload import Parameter
 from moesaic.models.hf.reader import DTYPES
 from moesaic.models.hf.settings import Precision
+from moesaic.store.expert_files import StoredMatrix
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -39,6 +40,14 @@ class TensorReader(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Return one whole parameter; the next call may overwrite its memory."""
+
+
+class StoredTensors(TensorReader, Protocol):
+    """Reader of a model's parameters from files."""
+
+    def locate(self, name: str) -> list[StoredMatrix]:
+        """Return where the boxes of one expert's matrix are stored; they begin at position 0 of a
+        block that has the matrix alone."""
 
 
 class InMemoryTensors:
@@ -107,10 +116,15 @@ class TensorWriter:
     """
 
     def __init__(
-        self, tensors: TensorReader, items: Sequence[FileItem], progress: Progress | None
+        self,
+        tensors: TensorReader,
+        items: Sequence[FileItem],
+        progress: Progress | None,
+        on_tensor: Callable[[FileItem, memoryview], None] | None = None,
     ) -> None:
-        """Prepare to write `items`, the tensors of all files."""
-        self._tensors, self._progress = tensors, progress
+        """Prepare to write `items`, the tensors of all files; `on_tensor` gets the bytes of
+        each."""
+        self._tensors, self._progress, self._on_tensor = tensors, progress, on_tensor
         self._done_bytes, self._total_bytes = 0, total_bytes(items)
         self._pool = ThreadPoolExecutor(1, "sync")
         self._syncing: list[Future[None]] = []
@@ -130,16 +144,23 @@ class TensorWriter:
         shard: Sequence[FileItem],
         metadata: dict[str, str] | None = None,
         digest: Digest | None = None,
+        alignment: int = HEADER_ALIGNMENT,
     ) -> None:
-        """Write one file; `digest` hashes all of its bytes."""
+        """Write one file; `digest` hashes all of its bytes. Values begin at a multiple of
+        `alignment` bytes."""
         entries = [item.entry for item in shard]
-        content = safetensors_file.file_chunks(entries, self._buffers(shard), metadata, digest)
+        content = safetensors_file.file_chunks(
+            entries, self._buffers(shard), metadata, digest, alignment
+        )
         direct_io.write(path, content, sync=False)
         self._syncing.append(self._pool.submit(safetensors_file.sync, path))
 
     def _buffers(self, shard: Sequence[FileItem]) -> Iterator[memoryview]:
         for item in shard:
-            yield _tensor_bytes(self._tensors.read(item.logical), item)
+            data = _tensor_bytes(self._tensors.read(item.logical), item)
+            if self._on_tensor is not None:
+                self._on_tensor(item, data)
+            yield data
             self._done_bytes += item.entry.num_bytes
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.base.errors import StoreError
-from moesaic.base.safetensors_file import ITEM_BYTES
+from moesaic.base.safetensors_file import HEADER_ALIGNMENT, ITEM_BYTES
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
-from moesaic.models.hf import names
+from moesaic.models.hf import names, packed
 from moesaic.models.hf.config import CONFIG_NAME, config_text
+from moesaic.models.hf.packed import ExpertHashes, split_into_packed_shards
 from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME, check_not_dangling
-from moesaic.models.hf.settings import Precision
+from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.shards import (
     FileItem,
     Progress,
@@ -74,9 +75,8 @@ def write_model(
     directory: Path,
     model: ModelConfig,
     tensors: TensorReader,
+    settings: ConvertConfig | None = None,
     *,
-    dtype: Precision = "keep",
-    max_shard_bytes: int = SHARD_BYTES,
     companions: Sequence[Path] = (),
     special_token_ids: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -87,18 +87,27 @@ def write_model(
         directory: must not exist, or be empty.
         model: model config, for config.json.
         tensors: values, read in the order of the blocks, shard by shard.
-        dtype: dtype of the weights on file; keep: the dtype of each tensor.
-        max_shard_bytes: maximum bytes of a file; one larger tensor still fills one file.
+        settings: dtype and size of the weight files; they may be packed.
         companions: files to copy beside the weights.
         special_token_ids: special token ids for the generation settings among them.
         progress: callback after every tensor.
     """
-    items = plan_items(parameters(model), tensors, dtype, lambda p: names.written_name(model, p))
-    shards = split_into_shards(items, max_shard_bytes)
+    settings = settings or ConvertConfig()
+    is_packed, max_bytes = settings.to == "packed", settings.max_shard_bytes
+    items = plan_items(
+        parameters(model), tensors, settings.dtype, lambda p: names.written_name(model, p)
+    )
+    split = split_into_packed_shards if is_packed else split_into_shards
+    alignment = packed.HEADER_ALIGNMENT if is_packed else HEADER_ALIGNMENT
+    hashes = ExpertHashes() if is_packed else None
     config = config_text(model, _dominant_dtype(items))
     with atomic_directory(directory) as partial:
-        with TensorWriter(tensors, items, progress) as stream:
-            _write_shards(partial, shards, stream)
+        with TensorWriter(
+            tensors, items, progress, None if hashes is None else hashes.add
+        ) as stream:
+            _write_shards(partial, split(items, max_bytes), stream, alignment)
+        if hashes is not None:
+            hashes.write(partial)
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
         copy_companions(companions, partial, special_token_ids or {})
 
@@ -112,14 +121,14 @@ def _dominant_dtype(items: Sequence[FileItem]) -> str:
 
 
 def _write_shards(
-    directory: Path, shards: Sequence[Sequence[FileItem]], stream: TensorWriter
+    directory: Path, shards: Sequence[Sequence[FileItem]], stream: TensorWriter, alignment: int
 ) -> None:
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         numbered = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file_name = SINGLE_NAME if len(shards) == 1 else numbered
         weight_map |= {item.entry.name: file_name for item in shard}
-        stream.write(directory / file_name, shard, {"format": "pt"})
+        stream.write(directory / file_name, shard, {"format": "pt"}, alignment=alignment)
     if len(shards) > 1:
         total = sum(total_bytes(shard) for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

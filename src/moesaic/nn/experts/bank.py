@@ -4,15 +4,16 @@ Each slot of the arena holds one expert, at an equal stride. FSDP does not see t
 gradient is one tensor of the same shape. Replicas of other ranks' experts follow the own slots, for
 one forward pass and its backward.
 
-With fewer places than experts, `Places` has parameters, moments and gradients. The arena then has
-no rows, but stays the parameter that graph, optimizer and state refer to. A forward pass and its
-backward use experts through a lease.
+With fewer places than experts, `Places` has parameters, and in training moments and gradients. The
+arena then has no rows, but stays the parameter that graph, optimizer and state refer to. A forward
+pass and its backward use experts through a lease.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -26,17 +27,14 @@ from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels.grouped_mm import choose_backend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import FORWARD, GatedExperts, gated_experts
-from moesaic.nn.experts.lease import Lease, PlacesLease, arena_views
+from moesaic.nn.experts.lease import Lease, PlacesLease, StateLease, arena_views
 from moesaic.nn.experts.lora import Adapters, AdapterShape
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import Places, StatePlaces
 from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 
 ExpertFunction = Callable[[Tensor, Permutation, Tensor | None], Tensor]
 """Function of tokens, their permutation, and optional weights, that returns experts' results."""
-
-BorrowMatrix = Callable[[], AbstractContextManager[Tensor]]
-"""Function that lends one matrix, to read or to write."""
 
 
 class ExpertBank(nn.Module):
@@ -60,14 +58,14 @@ class ExpertBank(nn.Module):
             ffn: FFN channels of an expert over all TP ranks.
             tp: TP ranks that share the experts.
             backend: the grouped matmul on a GPU (see `choose_backend`).
-            places: the experts' state, if not all of it is in memory.
+            places: the experts, if not all of them are in memory.
         """
         super().__init__()
         self.experts, self.tp, self.backend = list(experts), tp, backend
         self.hidden, self.ffn, self.names = hidden, ffn // tp.size, ("gate", "up", "down")
         width, num_experts = 3 * self.ffn * hidden, len(self.experts)
         self.places = places
-        """State of the experts; None if the arena has all of them."""
+        """Places of the experts; None if the arena has all of them."""
         self.arena = nn.Parameter(torch.empty(num_experts if places is None else 0, width))
         self.adapters: Adapters | None = None
 
@@ -107,7 +105,11 @@ class ExpertBank(nn.Module):
         """
         if self.places is None:
             return Lease(self.arena, self.ffn, num_calls, clock=clock)
-        lease = PlacesLease(self.arena, self.ffn, self.places, num_calls, clock)
+        lease = (
+            StateLease(self.arena, self.ffn, self.places, num_calls, clock)
+            if isinstance(self.places, StatePlaces)
+            else PlacesLease(self.arena, self.ffn, self.places, num_calls, clock)
+        )
         lease.name(slots)
         return lease
 
@@ -158,29 +160,23 @@ class ExpertBank(nn.Module):
         """Yield (expert, "gate" | "up" | "down", view) for every matrix in `rows`, which have the
         layout of the experts' parameters by slot."""
         for slot, expert in enumerate(self.experts):
-            for matrix, view in self._views(rows[slot]).items():
+            for matrix, view in self.views(rows[slot]).items():
                 yield expert, matrix, view
 
-    def _views(self, row: Tensor) -> dict[str, Tensor]:
+    def views(self, row: Tensor) -> dict[str, Tensor]:
         """Return the matrices of one expert's parameters."""
         gate_up, down = (views[0] for views in arena_views(row[None], self.ffn))
         return {"gate": gate_up[: self.ffn], "up": gate_up[self.ffn :], "down": down}
 
-    @contextmanager
-    def _borrow_matrix(self, slot: int, kind: BlockKind, matrix: str) -> Iterator[Tensor]:
-        assert self.places is not None
-        with self.places.borrow(slot, kind) as row:
-            yield self._views(row)[matrix]
-
     def borrowed_matrices(
         self, kind: BlockKind
-    ) -> Iterator[tuple[int, str, tuple[int, int], BorrowMatrix]]:
-        """Yield (expert, matrix, shape, function that lends it) for every matrix in the blocks of
-        `kind`."""
+    ) -> Iterator[tuple[int, str, tuple[int, int], MatrixLender]]:
+        """Yield (expert, matrix, shape, lender) for every matrix in the blocks of `kind`."""
+        assert self.places is not None
         gate, down = (self.ffn, self.hidden), (self.hidden, self.ffn)
         for slot, expert in enumerate(self.experts):
             for matrix, shape in (("gate", gate), ("up", gate), ("down", down)):
-                yield expert, matrix, shape, partial(self._borrow_matrix, slot, kind, matrix)
+                yield expert, matrix, shape, MatrixLender(self, self.places, slot, kind, matrix)
 
     def global_shape_and_offset(
         self, matrix: str, local_shape: Sequence[int]
@@ -191,3 +187,25 @@ class ExpertBank(nn.Module):
         offset[shard_dim] = self.tp.rank * shape[shard_dim]
         shape[shard_dim] *= self.tp.size
         return tuple(shape), tuple(offset)
+
+
+@dataclass(frozen=True)
+class MatrixLender:
+    """Function that lends one matrix of an expert's block to read, or to write."""
+
+    bank: ExpertBank
+    places: Places
+    slot: int
+    kind: BlockKind
+    matrix: str
+
+    @property
+    def block(self) -> int:
+        """Block of the matrix."""
+        return self.places.block(self.slot, self.kind)
+
+    @contextmanager
+    def __call__(self, writes: bool) -> Iterator[Tensor]:
+        """Lend the matrix until the context ends."""
+        with self.places.borrow(self.slot, self.kind, writes=writes) as row:
+            yield self.bank.views(row)[self.matrix]

@@ -7,7 +7,8 @@ after the other. The gradients of the pass go to the lease, which adds them wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from moesaic.dist.all_to_all import AsyncAllToAll
 from moesaic.dist.clock import Clock
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.nn.dispatch.permute import Permutation
-from moesaic.nn.experts.places import Places
+from moesaic.nn.experts.places import Places, StatePlaces
 from moesaic.nn.experts.tiles import (
     Matrices,
     SlotRange,
@@ -168,8 +169,8 @@ class Lease:
 class PlacesLease(Lease):
     """Use of a bank with fewer places than experts. Only experts with tokens are loaded.
 
-    Each range is one slot, in the place that its expert has at the time. The arena has no rows and
-    stands for the experts in the graph; `Places` has their gradients.
+    Each range is one slot, in the place that its expert has at the time. Experts in memory compute
+    while others are read. The arena has no rows and stands for the experts in the graph.
     """
 
     def __init__(
@@ -184,11 +185,6 @@ class PlacesLease(Lease):
         self._places, self._num_owned = places, places.num_slots
         self._slots: set[int] = set()
         self._num_ended = 0
-        self._grad_rows: dict[int, Tensor] = {}
-        """Gradients of this pass by slot, [1, parameters of an expert]."""
-        self._targets: dict[int, Tensor] = {}
-        """Gradients of all passes by slot, while a wave computes; empty if the pass has several
-        calls."""
 
     def name(self, slots: Iterable[int]) -> None:
         """Add the experts of `slots` to those that this pass uses."""
@@ -236,20 +232,50 @@ class PlacesLease(Lease):
     ) -> None:
         """Call `compute` with the index of each range, in waves that fit the places."""
         del between, replicas_first  # There are no replicas.
-        size = self._places.wave_size
-        for first in range(0, len(ranges), size):
-            wave = list(range(first, min(first + size, len(ranges))))
-            slots = [slot for index in wave for slot in ranges[index].slot_indices]
-            in_place = slots if self._num_backward == self._num_calls == 1 else []
-            with (
-                self._places.hold(slots) as place_of_slot,
-                self._places.hold_gradients(in_place) as self._targets,
-            ):
-                for index in wave:
-                    found = [place_of_slot[slot] for slot in ranges[index].slot_indices]
-                    places = slice(found[0], found[0] + 1) if found else slice(0, 0)
-                    ranges[index] = replace(ranges[index], places=places)
-                for_each_range(ranges, compute, wave)
+        index_of_slot = {
+            slot: index for index, one in enumerate(ranges) for slot in one.slot_indices
+        }
+        if not index_of_slot:  # One range without rows.
+            ranges[0] = replace(ranges[0], places=slice(0, 0))
+            compute(0)
+        for slots in self._places.waves(list(index_of_slot)):
+            with self._places.request(slots) as place_of_slot, self._hold_gradients(slots):
+                for slot, place in place_of_slot.items():
+                    index = index_of_slot[slot]
+                    ranges[index] = replace(ranges[index], places=slice(place, place + 1))
+                for there in self._places.arrivals(slots):
+                    for_each_range(ranges, compute, [index_of_slot[slot] for slot in there])
+
+    def _hold_gradients(self, slots: Sequence[int]) -> AbstractContextManager[object]:
+        """Hold the gradients of `slots` while they compute, if the pass writes them in place."""
+        del slots
+        return nullcontext()
+
+
+class StateLease(PlacesLease):
+    """Use of a bank in training with fewer places than experts; `StatePlaces` has the gradients."""
+
+    def __init__(
+        self,
+        arena: Tensor,
+        ffn: int,
+        places: StatePlaces,
+        num_calls: int = 1,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(arena, ffn, places, num_calls, clock)
+        self._state = places
+        self._grad_rows: dict[int, Tensor] = {}
+        """Gradients of this pass by slot, [1, parameters of an expert]."""
+        self._targets: dict[int, Tensor] = {}
+        """Gradients of all passes by slot, while a wave computes; empty if the pass has several
+        calls."""
+
+    @contextmanager
+    def _hold_gradients(self, slots: Sequence[int]) -> Iterator[None]:
+        in_place = slots if self._num_backward == self._num_calls == 1 else []
+        with self._state.hold_gradients(in_place) as self._targets:
+            yield
 
     def start_backward(self) -> None:
         """Prepare for the gradients of one more call."""
@@ -264,11 +290,11 @@ class PlacesLease(Lease):
 
     def _gradient_views(self, slot_range: SlotRange) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate-up and down of the range, which has one slot or none."""
-        memory, slots = self._places.memory, slot_range.slot_indices
+        memory, slots = self._state.memory, slot_range.slot_indices
         if not slots:
             return arena_views(memory[:0], self.ffn)
         slot = slots[0]
-        if slot in self._targets and slot not in self._places.touched:
+        if slot in self._targets and slot not in self._state.touched:
             return arena_views(self._targets[slot][None], self.ffn)
         if slot not in self._grad_rows:
             make = torch.empty_like if self._num_backward == 1 else torch.zeros_like
@@ -279,8 +305,8 @@ class PlacesLease(Lease):
         """Add the gradients where they live after the last call, and return the empty arena's."""
         if self._num_backward < self._num_calls:
             return None
-        for slot, row in self._grad_rows.items():
-            self._places.add_gradient(slot, row[0])
+        for slot, row in sorted(self._grad_rows.items()):
+            self._state.add_gradient(slot, row[0])
         self._grad_rows, self._num_backward = {}, 0
         return torch.empty_like(self.arena)
 

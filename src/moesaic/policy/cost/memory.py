@@ -63,8 +63,12 @@ def _with_budget(job: Job, plan: Plan, rank: int, free_bytes: int) -> Memory:
     facts = budget_facts(job, plan, rank, budget_bytes(job.memory, free_bytes))
     budget = divide_budget(facts)
     needs = memory(job, plan, rank, group_size=budget.group_size)
-    num_blocks = max(budget.num_blocks, MIN_BLOCKS)
-    return replace(needs, experts_bytes=num_blocks * facts.block_bytes)
+    beyond_tensors = facts.other_bytes[budget.group_size] - needs.peak_bytes
+    return replace(
+        needs,
+        working_bytes=needs.working_bytes + beyond_tensors,
+        experts_bytes=max(budget.num_blocks, MIN_BLOCKS) * facts.block_bytes,
+    )
 
 
 class CheckpointCost(NamedTuple):

@@ -14,10 +14,17 @@ from moesaic.facts.expert_blocks import MIN_BLOCKS, BlockKind, ExpertBlocks
 from moesaic.facts.job import Job, MemoryConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import memory
-from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import STORED_BYTES
+from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
 _ALIGNMENT = 4096
+_LIBRARY_BYTES, _MIN_LIBRARY_MACS = 96 << 20, 1 << 20
+"""Compiled kernels of oneDNN (up to 128 of 0.6 MB) and buffers of MKL, as measured; and
+multiply-accumulates of an expert's larger matmul from which on they are used."""
+_NUMBA_BYTES, _MIN_NUMBA_ELEMENTS = 32 << 20, 1 << 19
+"""numba with its kernels, as measured; and elements of a matrix from which on they are used."""
+_HEAP_FACTOR = 1.2
+"""Memory that tensors take from the system, over that of the tensors alone. The rest is between
+them, too small or too late to be reused."""
 
 
 class BudgetFacts(NamedTuple):
@@ -26,7 +33,8 @@ class BudgetFacts(NamedTuple):
     host_bytes: int
     """The budget."""
     other_bytes: dict[int, int]
-    """Peak of everything but expert state, by micro-batches that pass through a block together."""
+    """Peak of everything but expert state and the interpreter, by micro-batches that pass through a
+    block together."""
     width: int
     """Numbers in one block: the parameters of an expert."""
     block_bytes: int
@@ -52,20 +60,34 @@ def budget_facts(job: Job, plan: Plan, rank: int, host_bytes: int) -> BudgetFact
             f"layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert must have one "
             f"owner, set layout.ep = {plan.ranks // plan.etp}"
         )
-    experts = RankParams(job, plan, rank).experts
     per_layer = plan.experts // plan.ep
-    num_experts = per_layer * len(job.model.expert_layers)
-    width = sum(p.size for p in experts) // num_experts
+    width = 3 * job.model.hidden * job.model.ffn // plan.etp
     num_bytes = width * STORED_BYTES[job.train.precision]
     groups = [n for n in range(1, job.train.micro_batches + 1) if job.train.micro_batches % n == 0]
+    working_bytes = _working_bytes(Sizes(job, plan, rank))
     return BudgetFacts(
         host_bytes,
-        {n: memory(job, plan, rank, group_size=n).peak_bytes for n in groups},
+        {
+            n: int(_HEAP_FACTOR * memory(job, plan, rank, group_size=n).peak_bytes) + working_bytes
+            for n in groups
+        },
         width,
         -(-num_bytes // _ALIGNMENT) * _ALIGNMENT,
         per_layer,
-        num_experts,
+        per_layer * len(job.model.expert_layers),
     )
+
+
+def _working_bytes(sizes: Sizes) -> int:
+    """Return what kernels need beyond the memory of even routing: libraries, and the backward pass
+    of an expert that gets every token of a micro-batch."""
+    hidden, ffn, tokens = sizes.model.hidden, sizes.expert_width, sizes.tokens
+    matrix = 2 * ffn * hidden
+    libraries = _LIBRARY_BYTES * (matrix * tokens >= _MIN_LIBRARY_MACS)
+    libraries += _NUMBA_BYTES * (matrix >= _MIN_NUMBA_ELEMENTS)
+    # Two inputs, gate and up with their gradients, and three results between the matmuls.
+    elements = tokens * (2 * hidden + 7 * ffn)
+    return libraries + elements * sizes.compute_bytes
 
 
 def divide_budget(facts: BudgetFacts) -> Budget:
@@ -95,6 +117,15 @@ def expert_blocks(job: Job, plan: Plan, facts: BudgetFacts, budget: Budget) -> E
         recomputes=plan.recomputes(job),
         updates_early=not job.train.clip and job.train.precision != "fp16",
     )
+
+
+def check_rank_device(kind: str, where: str) -> None:
+    """Raise if ranks on devices of `kind` cannot keep expert state on a drive."""
+    if kind != "cpu":
+        raise ConfigError(
+            f"[memory] {where}: expert state on a drive is for CPU ranks, use these or remove the "
+            "table"
+        )
 
 
 def budget_bytes(config: MemoryConfig, free_bytes: int) -> int:

@@ -8,7 +8,7 @@ ranks keep the dense state and few blocks of experts in memory. Nothing is measu
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +22,8 @@ from moesaic.facts.expert_blocks import BlockKind
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.model import MAX_EXPERTS
 from moesaic.facts.plan import Plan, plan_from_job
-from moesaic.facts.workload import STORED_BYTES, count_parameters, parameters
-from moesaic.facts.workload.parameters import local_size
-from moesaic.facts.workload.sizes import BIAS_BYTES
+from moesaic.facts.workload import count_parameters
 from moesaic.policy.plan.budget import (
-    Budget,
     BudgetFacts,
     budget_bytes,
     budget_facts,
@@ -35,9 +32,13 @@ from moesaic.policy.plan.budget import (
 )
 from moesaic.policy.plan.mapping import max_ranks
 
-_GPU, _HOST, _RANK, _DRIVE, _NUMBERS = (
-    "GPU memory", "host memory", "memory per rank", "drive", "expert numbers",
+_GPU, _HOST, _RANK, _DRIVE, _NUMBERS, _CPU_RANKS = (
+    "GPU memory", "host memory", "memory per rank", "drive", "expert numbers", "CPU ranks",
 )  # fmt: skip
+_SEARCH_FACTOR = 1.25
+"""Ratio of the numbers of experts that the search tries first."""
+_LOOKAHEAD = 8
+"""Numbers of experts that are tried beyond the first one that does not fit."""
 _SE_MOE_REMEDIES = {
     _GPU: "add GPUs: they hold the dense state, and a layer's active experts",
     _HOST: "add host memory: it holds the state of all active experts",
@@ -106,42 +107,25 @@ class RankStorage:
     plan: Plan
 
     @cached_property
-    def _facts(self) -> BudgetFacts:
-        """Sizes of the last rank, which has the most samples, with the job's own experts."""
-        return budget_facts(self.job, self.plan, self.plan.ranks - 1, 0)
+    def bytes_per_expert(self) -> int:
+        """Bytes on the drives of all ranks with one more expert per layer."""
+        num_blocks = len(BlockKind) * len(self.job.model.expert_layers)
+        return num_blocks * self.facts(self.job.model.experts).block_bytes
 
     def drive_bytes(self, experts: int) -> int:
         """Return the bytes of the scratch file with `experts` per layer."""
-        return len(BlockKind) * self._num_experts(experts) * self._facts.block_bytes
+        return experts // self.plan.ep * self.bytes_per_expert
 
     def memory_bytes(self, experts: int) -> int:
-        """Return the smallest budget with `experts` per layer; routers grow with them."""
-        return smallest_budget(self._facts) + self._growth_bytes(experts)
+        """Return the smallest budget with `experts` per layer."""
+        return smallest_budget(self.facts(experts))
 
-    def divide(self, experts: int, budget: float) -> Budget:
-        """Return how the engine divides `budget` bytes with `experts` per layer."""
-        facts = self._facts._replace(
-            host_bytes=int(budget) - self._growth_bytes(experts),
-            experts_per_layer=experts // self.plan.ep, num_experts=self._num_experts(experts),
-        )  # fmt: skip
-        return divide_budget(facts)
-
-    def _num_experts(self, experts: int) -> int:
-        return experts // self.plan.ep * len(self.job.model.expert_layers)
-
-    def _growth_bytes(self, experts: int) -> int:
-        """Return the bytes of routers beyond those of the job's own experts."""
-        return self._router_bytes(experts) - self._router_bytes(self.job.model.experts)
-
-    def _router_bytes(self, experts: int) -> int:
-        """Return bytes of parameters, gradients and moments of all routers."""
-        element_bytes, total = STORED_BYTES[self.job.train.precision], 0
-        for p in parameters(_with_experts(self.job.model, experts), lambda _: ()):
-            if p.kind == "bias":
-                total += p.size * BIAS_BYTES
-            elif p.kind == "router":
-                total += 4 * local_size(p, self.plan.dp_shard) * element_bytes
-        return total
+    def facts(self, experts: int, host_bytes: float = 0) -> BudgetFacts:
+        """Return what training divides a budget by, with `experts` per layer."""
+        job = self.job.model_copy(update={"model": _with_experts(self.job.model, experts)})
+        plan = plan_from_job(job, self.plan.ranks)
+        # The last rank has the most samples.
+        return budget_facts(job, plan, plan.ranks - 1, int(host_bytes))
 
 
 def largest_model(
@@ -179,10 +163,11 @@ def largest_model(
     storage, active = RankStorage(job, plan), active_fraction(job)
     free = min(cluster.by_name[name].memory_bytes / number for name, number in hosts.items())
     budget = _budget_bytes(job, free, origin)
-    limits = [
-        *_se_moe(job.model, capacity, active),
-        *_moesaic(storage, budget, ssd_bytes / max(hosts.values())),
-    ]
+    limits = _se_moe(job.model, capacity, active)
+    if capacity.gpu_bytes is None:
+        limits += _moesaic(storage, budget, ssd_bytes / max(hosts.values()))
+    else:
+        limits.append(Limit("moesaic", _CPU_RANKS, 0))
     tightest = [
         min((one for one in limits if one.method == name), key=lambda one: one.experts)
         for name in ("SE-MoE", "moesaic")
@@ -224,32 +209,64 @@ def _se_moe(model: ModelConfig, capacity: Capacity, active: float) -> list[Limit
 
 def _moesaic(storage: RankStorage, budget: float, ssd_bytes: float) -> list[Limit]:
     """Return the limits of ranks with `budget` bytes of memory and `ssd_bytes` of a drive each."""
-    counts = range(_expert_step(storage), MAX_EXPERTS, _expert_step(storage))
-    in_memory = bisect_right(counts, budget, key=storage.memory_bytes)
-    on_drive = bisect_right(counts, ssd_bytes, key=storage.drive_bytes)
-    by_resource = {_NUMBERS: len(counts), _RANK: in_memory, _DRIVE: on_drive}
-    found = {resource: fitting * counts.step for resource, fitting in by_resource.items()}
-    top_k = storage.job.model.top_k
-    return [Limit("moesaic", name, n if n >= top_k else 0) for name, n in found.items()]
+    counts = _expert_counts(storage)
+    limits = {
+        _NUMBERS: len(counts),
+        _RANK: _last_fitting(storage, counts, budget),
+        _DRIVE: bisect_right(counts, ssd_bytes, key=storage.drive_bytes),
+    }
+    return [Limit("moesaic", name, counts[n - 1] if n else 0) for name, n in limits.items()]
 
 
-def _expert_step(storage: RankStorage) -> int:
-    """Return the number that divides the experts per layer."""
-    return math.lcm(storage.plan.ep, storage.job.model.expert_groups)
+def _last_fitting(storage: RankStorage, counts: range, budget: float) -> int:
+    """Return the place, from 1, of the last of `counts` that fits a budget; 0 if none fits.
+
+    Memory grows with the experts, but not from each number to the next: few experts get more tokens
+    each, and a kernel takes as many experts at once as the cache has room for.
+    """
+
+    def fits(index: int) -> bool:
+        return storage.memory_bytes(counts[index]) <= budget
+
+    tried, index = {0}, 1.0
+    while index < len(counts):
+        tried.add(int(index))
+        index = max(index + 1, _SEARCH_FACTOR * index)
+    if storage.job.model.experts in counts:
+        tried.add(counts.index(storage.job.model.experts))
+    fitting = [index for index in tried if fits(index)]
+    if not fitting:
+        return 0
+    last = max(fitting)
+    refused = min((index for index in tried if index > last), default=len(counts))
+    found = bisect_left(range(len(counts)), True, last + 1, refused, key=lambda at: not fits(at))
+    while near := [at for at in range(found, min(found + _LOOKAHEAD, len(counts))) if fits(at)]:
+        found = near[-1] + 1
+    return found
+
+
+def _expert_counts(storage: RankStorage) -> range:
+    """Return the numbers of experts per layer that the job's layout and routers allow."""
+    model = storage.job.model
+    step = math.lcm(storage.plan.ep, model.expert_groups)
+    return range(-(-model.top_k // step) * step, MAX_EXPERTS, step)
 
 
 def _divided(storage: RankStorage, experts: int, budget: float) -> dict[str, int] | None:
     """Return the division of the budget for the largest model, if there is one."""
-    return storage.divide(experts, budget)._asdict() if experts else None
+    return divide_budget(storage.facts(experts, budget))._asdict() if experts else None
 
 
 def _remedy(storage: RankStorage, tightest: Limit, budget: float) -> str:
     """Return a change with which moesaic trains a larger model."""
+    if tightest.resource == _CPU_RANKS:
+        return "expert state on a drive is for CPU ranks: give a cluster of hosts without GPUs"
     if tightest.resource == _NUMBERS:
         return "raise model.layers or model.ffn: experts of a layer have numbers of two bytes"
     if tightest.resource == _DRIVE:
         return "add space on the drives, or hosts with drives and a larger layout.ep"
-    return _memory_remedy(storage, tightest.experts + _expert_step(storage), budget)
+    counts = _expert_counts(storage)
+    return _memory_remedy(storage, max(tightest.experts + counts.step, counts.start), budget)
 
 
 def _memory_remedy(storage: RankStorage, experts: int, budget: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import format_bytes
+from moesaic.base.units import format_bytes, format_seconds
 from moesaic.facts.cluster import (
     Cluster,
     Device,
@@ -40,6 +40,8 @@ from moesaic.facts.workload import (
     traced_memory,
 )
 from moesaic.policy.balance import break_even_tokens, layer_problem, should_balance
+from moesaic.policy.cost.drive import WAIT, DriveTime, Traffic, add_waiting, drive_seconds
+from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.memory import RankMemory, checkpoint_cost
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts, replicated_events
@@ -50,6 +52,7 @@ from moesaic.policy.cost.timeline import (
     ideal_bubble_fraction,
     simulate_events,
 )
+from moesaic.policy.plan.budget import check_rank_device
 from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, choose_open_settings
 from moesaic.policy.plan.dispatch import dispatch_hosts_warning
 from moesaic.policy.plan.mapping import assign_places, max_ranks
@@ -72,15 +75,15 @@ class PlannedJob(NamedTuple):
     """Warnings for the user."""
 
 
-def plan_job(
+def choose_plan(
     job: Job,
     cluster: Cluster,
     num_ranks: int | None = None,
     given: Plan | None = None,
     origin: str = "the job",
     loads: RecordedLoads | None = None,
-) -> PlannedJob:
-    """Return the plan of `job` on `cluster` and its predictions.
+) -> tuple[Choices, PlanFacts]:
+    """Return the plan of `job` on `cluster`, and the facts that its predictions depend on.
 
     Args:
         job: the job.
@@ -96,9 +99,11 @@ def plan_job(
     else:
         plan = _place_given_plan(given, job, cluster, num_ranks, origin)
     places = place_ranks(cluster, plan.ranks)
+    for device in (device_at(cluster, place) for place in places):
+        if job.memory is not None:
+            check_rank_device(device.kind, f"on {device.model}")
     facts = PlanFacts(job, cluster, places, NetworkModel(cluster, places), loads)
-    choices = Choices(plan) if given is not None else choose_open_settings(plan, facts)
-    return _predict(choices, facts)
+    return Choices(plan) if given is not None else choose_open_settings(plan, facts), facts
 
 
 def _place_given_plan(
@@ -120,22 +125,30 @@ def _place_given_plan(
     return placed
 
 
-def _predict(choices: Choices, facts: PlanFacts) -> PlannedJob:
+def predict_plan(
+    choices: Choices, facts: PlanFacts, tiers: dict[str, Any] | None = None
+) -> PlannedJob:
+    """Return the predictions of a plan; `tiers` describes its expert state on drives, if any."""
     plan, job, cluster = choices.plan, facts.job, facts.cluster
     costs = facts.costs(plan)
-    timeline = simulate_events(costs.events(), plan.ranks)
+    events, drive = costs.events(), None
+    if tiers is not None:
+        events, drive = _add_drive(events, facts, plan.ranks, tiers["bytes_by_phase"])
+    timeline = simulate_events(events, plan.ranks)
     tokens = job.train.batch * job.data.sequence
     price = _price(facts, timeline.step_s, tokens)
     check_step_time(cluster.name, timeline.step_s, *price.values())
     slowest = timeline.critical_rank
     device, memory = costs.device(slowest), facts.tightest_rank(plan)
     counts, seconds_by_kind = count_parameters(job.model), _seconds_by_kind(costs, timeline)
+    if drive is not None:
+        seconds_by_kind["drive"] = drive.wait_s
     collectives_s, exposed_s = timeline.overlapped_s(slowest)
     if plan.pp == 1:
         phases, blocks = timeline.seconds_by_phase(slowest), timeline.seconds_by_block(slowest)
     else:  # Pipeline rank 0 starts first and ends last. Blocks are on different pipeline ranks.
         phases, blocks = timeline.seconds_by_phase(0), timeline.max_seconds_by_block()
-    bottleneck = _bottleneck(seconds_by_kind)
+    bottleneck = _bottleneck(seconds_by_kind, timeline.step_s, drive)
     if memory.used_fraction > 1:
         bottleneck = _missing_memory(plan, facts, memory)
     matmul_flops_per_s = device.matmul_speed(job.train.precision).flops
@@ -154,6 +167,7 @@ def _predict(choices: Choices, facts: PlanFacts) -> PlannedJob:
         "tokens_per_s": tokens / timeline.step_s,
         "utilisation": sum(op.flops for op in costs.ops(slowest))
         / (timeline.step_s * matmul_flops_per_s),
+        "memory_tiers": tiers, "drive": None if drive is None else drive._asdict(),
         "checkpoint": checkpoint_cost(job, plan, cluster, facts.places)._asdict(),
         **price,
         "bottleneck": bottleneck,
@@ -166,6 +180,15 @@ def _predict(choices: Choices, facts: PlanFacts) -> PlannedJob:
         update={"predictions": _predictions(plan, facts, figures, timeline)}
     )
     return PlannedJob(predicted, figures, timeline, [one for one in warnings if one is not None])
+
+
+def _add_drive(
+    events: list[Event], facts: PlanFacts, num_ranks: int, traffic: Traffic
+) -> tuple[list[Event], DriveTime | None]:
+    """Return the events with waiting for drives; without it if the speed of some is unknown."""
+    assert facts.job.memory is not None
+    busy_s = drive_seconds(traffic, facts.job.memory.ssd, facts.cluster, facts.places)
+    return (events, None) if busy_s is None else add_waiting(events, num_ranks, busy_s)
 
 
 def predict_traced(
@@ -234,6 +257,7 @@ def _rank_timeline(timeline: Timeline, rank: int) -> RankTimeline:
     for span in timeline.spans:
         own = phases.setdefault(span.event.phase, dict.fromkeys(_SPAN_KINDS, 0.0))
         kind = "collectives_s" if span.event.is_communication else "computing_s"
+        kind = "waiting_s" if span.event.name == WAIT else kind
         own[kind] += float(span.end_s[rank] - span.begin_s[rank])
         own["waiting_s"] += float(span.begin_s[rank] - span.arrive_s[rank])
     rounded = {
@@ -308,7 +332,13 @@ def _replica_bytes(job: Job, plan: Plan) -> int:
     return size * (layers_in_use * COMPUTED_BYTES[job.train.precision] + grad_bytes)
 
 
-def _bottleneck(seconds_by_kind: dict[str, float]) -> str:
+def _bottleneck(seconds_by_kind: dict[str, float], step_s: float, drive: DriveTime | None) -> str:
+    if drive is not None and drive.busy_s > step_s - drive.wait_s:
+        return (
+            f"drive: {format_seconds(drive.busy_s)} of transfers, and "
+            f"{format_seconds(step_s - drive.wait_s)} of everything else in a step; raise "
+            "train.batch or memory.host, or use a faster drive"
+        )
     step_s = sum(seconds_by_kind.values())
     largest, *rest = sorted(seconds_by_kind, key=lambda kind: -seconds_by_kind[kind])
     others = [

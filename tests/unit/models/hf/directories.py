@@ -7,18 +7,22 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moesaic.base import direct_io
 from moesaic.cli.main import main
 from moesaic.dist.state import TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import Parameter, parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import config_text
-from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
+from moesaic.models.hf.origin import Origin
+from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME
 from moesaic.models.hf.shards import InMemoryTensors
+from moesaic.store.expert_files import ExpertFiles
 from moesaic.testing.jobs import RUN_JOB
 from moesaic.testing.states import whole_shard
 
@@ -97,6 +101,23 @@ def read_back(directory: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         found |= load_file(file)
+    return found
+
+
+def experts_in_place(origin: Origin, dtype: str) -> dict[str, Tensor]:
+    """Return the matrices of experts by logical name, as blocks of `dtype` have them."""
+    model, found = origin.model, dict[str, Tensor]()
+    experts = [one for layer in origin.stored_experts().values() for one in layer]
+    size = model.hidden * model.ffn
+    files = ExpertFiles(experts, 3 * size, dtype)
+    for block, expert in enumerate(experts):
+        memory = np.frombuffer(direct_io.aligned_buffer(files.stride_bytes), np.uint8)
+        files.read(block, memory)
+        values = torch.from_numpy(memory).view(DTYPES[dtype])[: 3 * size].split(size)
+        for matrix, one in zip(("gate", "up", "down"), values, strict=True):
+            columns = model.ffn if matrix == "down" else model.hidden
+            found[f"{expert.name}.{matrix}"] = one.view(-1, columns)
+    files.close()
     return found
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from directories import digests, read_back, whole
+from directories import digests, experts_in_place, read_back, whole
 from safetensors.torch import load_file, save_file
 
 from moesaic.base import direct_io
@@ -29,6 +29,7 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
+from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import write_model
 from moesaic.testing.states import live_values
@@ -40,13 +41,18 @@ TINY = ModelConfig(
 
 
 def halves(param: TensorShard) -> list[TensorShard]:
-    """Return the same values as two shards, as ranks that shard the tensor hold them."""
-    rows, rest = param.shape[0] // 2, (0,) * (len(param.shape) - 1)
-    values = live_values(param)
-    return [
-        TensorShard.of_tensor(param.kind, param.name, param.shape, (first, *rest), half, (0,))
-        for first, half in ((0, values[:rows]), (rows, values[rows:]))
-    ]
+    """Return the same values as two shards, as ranks that shard the tensor hold them: TP ranks have
+    columns of an expert's down matrix."""
+    dim = int(param.name.endswith(".down"))
+    middle = param.shape[dim] // 2
+    sizes = (middle, param.shape[dim] - middle)
+    shards = []
+    for first, half in zip((0, middle), live_values(param).split(sizes, dim), strict=True):
+        offset = tuple(first * (index == dim) for index in range(len(param.shape)))
+        shards.append(
+            TensorShard.of_tensor(param.kind, param.name, param.shape, offset, half, (0,))
+        )
+    return shards
 
 
 def save_run(
@@ -104,6 +110,15 @@ def test_conversion_changes_fusion_shards_and_dtype(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.bfloat16()), name
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_experts_of_a_run_are_read_in_place(tmp_path: Path, dtype: str) -> None:
+    params = {param.name: live_values(param) for param in save_run(tmp_path / "run", TINY)}
+    found = experts_in_place(open_origin(tmp_path / "run"), dtype)
+    assert len(found) == 2 * 4 * 3
+    for name, values in found.items():
+        assert torch.equal(values, params[name].to(values.dtype)), name
 
 
 def test_transformers_reads_a_converted_run(
@@ -251,7 +266,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
                                    "layers": 7, "experts": 16}
     )  # fmt: skip
     tensors = InMemoryTensors(whole(model, torch.rand))
-    write_model(directory, model, tensors, max_shard_bytes=20_000_000)
+    write_model(directory, model, tensors, ConvertConfig(max_shard_bytes=20_000_000))
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     assert 180e6 < size < 220e6
     assert len(list(directory.glob("*.safetensors"))) >= 10

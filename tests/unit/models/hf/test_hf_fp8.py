@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from directories import put_sharded, tune
+from directories import experts_in_place, put_sharded, tune
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -99,6 +99,7 @@ def test_elements_are_values_times_scales(scale_dtype: torch.dtype, tmp_path: Pa
     for name, expected in expected_values.items():
         assert source.dtype(name) == expected.dtype
         assert torch.equal(source.read(name), expected), name
+    check_in_place(tmp_path, expected_values)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,15 @@ def test_scales_in_another_file_and_fused_experts(tmp_path: Path) -> None:
     source = HFSource(tmp_path, RAGGED)
     for name, expected in expected_values.items():
         assert torch.equal(source.read(name), expected), name
+    check_in_place(tmp_path, expected_values)
+
+
+def check_in_place(directory: Path, expected_values: dict[str, Tensor]) -> None:
+    for dtype in ("F32", "BF16"):
+        found = experts_in_place(open_origin(directory), dtype)
+        assert len(found) == 3 * 3
+        for name, values in found.items():
+            assert torch.equal(values, expected_values[name].to(values.dtype)), name
 
 
 def test_values_match_transformers(tmp_path: Path) -> None:
@@ -166,7 +176,7 @@ def test_export_is_not_quantised(family: Family, tmp_path: Path) -> None:
         source = HFSource(out, ragged)
         for name, expected in expected_values.items():
             assert torch.equal(source.read(name), expected.to(stored_dtype or expected.dtype)), name
-    model = load_model(open_origin(tmp_path / "from"), torch.device("cpu"), "bf16")
+    model = load_model(open_origin(tmp_path / "from"), torch.device("cpu"), "bf16").model
     for shard in tensor_shards(model):
         assert torch.equal(live_values(shard), expected_values[shard.name].bfloat16()), shard.name
     convert(tmp_path / "from", tmp_path / "checkpoint", to="checkpoint")

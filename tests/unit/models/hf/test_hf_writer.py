@@ -16,7 +16,7 @@ from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import names
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
-from moesaic.models.hf.settings import Precision
+from moesaic.models.hf.settings import ConvertConfig, Precision
 from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 
@@ -50,7 +50,7 @@ def test_small_model_is_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [1, 700, 2000])
 def test_shards_stay_below_the_limit(limit: int, tmp_path: Path) -> None:
     tensors = weights()
-    write_model(tmp_path / "out", OLMOE, tensors, max_shard_bytes=limit)
+    write_model(tmp_path / "out", OLMOE, tensors, ConvertConfig(max_shard_bytes=limit))
     same(tmp_path / "out", tensors)
     index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
@@ -91,7 +91,7 @@ def test_tensors_are_aligned_and_config_names_the_main_dtype(tmp_path: Path) -> 
 )
 def test_dtype_is_converted(precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = weights()
-    write_model(tmp_path / "out", OLMOE, tensors, dtype=precision)  # type: ignore[arg-type]
+    write_model(tmp_path / "out", OLMOE, tensors, ConvertConfig(dtype=precision))  # type: ignore[arg-type]
     found = read_back(tmp_path / "out")
     for tensor, logical in names.logical_names(OLMOE).items():
         assert torch.equal(found[tensor], tensors.read(logical).to(dtype)), tensor
@@ -114,11 +114,11 @@ def test_overflow_is_rejected_and_infinities_are_kept(
 ) -> None:
     tensors = random_tensors(OLMOE, dtype)
     tensors.read("head.weight").view(-1)[3] = float("inf")
-    write_model(tmp_path / "kept", OLMOE, tensors, dtype=precision)
+    write_model(tmp_path / "kept", OLMOE, tensors, ConvertConfig(dtype=precision))
     assert read_back(tmp_path / "kept")["lm_head.weight"].isinf().sum() == 1
     tensors.read("head.weight").view(-1)[4] = value
     with pytest.raises(WeightsError, match=rf"lm_head\.weight.*overflow.*: set dtype to {remedy}"):
-        write_model(tmp_path / "refused", OLMOE, tensors, dtype=precision)
+        write_model(tmp_path / "refused", OLMOE, tensors, ConvertConfig(dtype=precision))
     assert not (tmp_path / "refused").exists()
 
 
@@ -192,7 +192,9 @@ def test_failed_write_leaves_nothing(error: Exception, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
     expected = StoreError if isinstance(error, OSError) else KeyError
     with pytest.raises(expected) as caught:
-        write_model(target, OLMOE, Broken(weights(), target, error), max_shard_bytes=500)
+        write_model(
+            target, OLMOE, Broken(weights(), target, error), ConvertConfig(max_shard_bytes=500)
+        )
     assert list((tmp_path / "deep").iterdir()) == []
     if isinstance(error, OSError):
         assert "No space left" in str(caught.value)

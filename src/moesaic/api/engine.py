@@ -1,0 +1,311 @@
+"""The inference engine: texts in, texts out, many at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+from moesaic.api.generation import Generation, TextRequest
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.base.units import parse_bytes
+from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
+from moesaic.serve.prompts import Prompt, PromptEncoder
+from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    from moesaic.models.hf.origin import Origin
+    from moesaic.models.lm import LanguageModel
+    from moesaic.serve.engine import InferenceEngine
+    from moesaic.serve.engine_thread import EngineThread
+    from moesaic.serve.loading import ServedModel
+
+_Arrivals = SimpleQueue[tuple[TextRequest, TokenEvent | FinishEvent]]
+
+_CACHE_FRACTION = 0.25
+"""Part of the free memory that the key-value cache takes at most by default."""
+
+
+class TextEngine:
+    """Inference engine of a model on disk or in memory, for texts; any thread may use it.
+
+    Weights are read and memory is taken at the first request.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        config: EngineConfig,
+        prompts: PromptEncoder,
+        load: Callable[[], ServedModel],
+    ) -> None:
+        """Create an engine; `load` returns the network, which the engine closes."""
+        self._origin, self._config, self._load = origin, config, load
+        self.prompts = prompts
+        self.name = origin.path.resolve().name
+        """Name of the model's directory."""
+        self._lock = Lock()
+        self._thread: EngineThread | None = None
+        self._served: ServedModel | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the engine."""
+        self.close()
+
+    def close(self) -> None:
+        """End all requests and free the memory."""
+        with self._lock:
+            self._is_closed = True
+            if self._thread is not None:
+                self._thread.close()
+                self._thread = None
+            if self._served is not None:
+                self._served.close()
+                self._served = None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        **sampling: Any,
+    ) -> list[Generation]:
+        """Return the continuations of all prompts, in their order; `n` in a row for each.
+
+        Args:
+            prompts: texts, token ids, or lists of messages with `role` and `content`.
+            chat: send each text as a user message, by the model's chat template.
+            system: system message before each prompt, in a chat.
+            sampling: settings of `moesaic generate`, such as max_tokens=64, temperature=0,
+                top_p, top_k, stop, seed, n and logprobs.
+        """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is a text: give a list of prompts")
+        config = parse(SamplingConfig, sampling, "generate")
+        requests = [
+            one
+            for prompt in prompts
+            for one in self.requests(prompt, config, is_chat=chat, system=system)
+        ]
+        for one, _ in self.run(requests):
+            if one.error is not None:
+                raise one.error
+        return [one.result() for one in requests]
+
+    def stream(
+        self, prompt: Prompt, *, chat: bool = False, system: str | None = None, **sampling: Any
+    ) -> Iterator[str]:
+        """Return an iterator over the pieces of a continuation, as they arrive.
+
+        Arguments are those of `generate`. Closing the iterator ends the request.
+        """
+        config = parse(SamplingConfig, sampling, "stream")
+        if config.n != 1:
+            raise ConfigError(f"n = {config.n}: a stream has one text; call generate for several")
+        return self._stream(self.requests(prompt, config, is_chat=chat, system=system))
+
+    def _stream(self, requests: Sequence[TextRequest]) -> Iterator[str]:
+        for one, piece in self.run(requests):
+            if one.error is not None:
+                raise one.error
+            if piece:
+                yield piece
+
+    def requests(
+        self,
+        prompt: Prompt,
+        config: SamplingConfig,
+        *,
+        is_chat: bool = False,
+        system: str | None = None,
+    ) -> list[TextRequest]:
+        """Return the `n` requests of a prompt."""
+        ids = self.prompts.encode(prompt, config.max_tokens, is_chat=is_chat, system=system)
+        self._check_tokens("logit_bias", config.logit_bias)
+        self._check_tokens("prompt", ids)
+        is_chat |= not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        params = SamplingParams(
+            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
+            presence_penalty=config.presence_penalty, frequency_penalty=config.frequency_penalty,
+            logit_bias=MappingProxyType(config.logit_bias), seed=config.seed,
+        )  # fmt: skip
+        return [
+            TextRequest(
+                prompt,
+                GenerationRequest(
+                    tuple(ids), config.max_tokens, params, choice=choice,
+                    end_ids=self.prompts.chat_end_ids if is_chat else self.prompts.end_ids,
+                    top_logprobs=config.logprobs,
+                ),
+                self.prompts.tokenizer, config,
+            )
+            for choice in range(config.n)
+        ]  # fmt: skip
+
+    def run(self, requests: Iterable[TextRequest]) -> Iterator[tuple[TextRequest, str]]:
+        """Yield requests with their new text, as it arrives; the last time when they are finished.
+
+        Requests are taken from the iterable when the engine has room. They end with the iterator.
+        """
+        waiting, arrivals, ids = iter(requests), _Arrivals(), dict[TextRequest, int]()
+        try:
+            while True:
+                has_room = len(ids) < 2 * self._config.max_running
+                one = next(waiting, None) if has_room else None
+                if one is not None:
+                    thread = self._start()
+                    try:
+                        ids[one] = thread.submit(one.request, partial(_put, arrivals, one))
+                    except ConfigError as error:
+                        one.error = error
+                        yield one, ""
+                elif not ids:
+                    return
+                else:
+                    one, event = arrivals.get()
+                    if one in ids:  # It may have ended by a stop string.
+                        piece = one.take(event)
+                        if one.is_finished:
+                            self._cancel(ids.pop(one))
+                        yield one, piece
+        finally:
+            for request_id in ids.values():
+                self._cancel(request_id)
+
+    def _cancel(self, request_id: int) -> None:
+        with self._lock:
+            if self._thread is not None:
+                self._thread.cancel(request_id)
+
+    def _start(self) -> EngineThread:
+        """Return the running engine; read the weights the first time."""
+        from moesaic.serve.engine_thread import EngineThread
+
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("the engine is closed: create another one")
+            if self._thread is None:
+                self._served = self._load()
+                engine = make_engine(self._served, self._config, max_waiting=sys.maxsize)
+                self._thread = EngineThread(engine)
+                self._thread.start()
+            return self._thread
+
+    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        """Raise ConfigError for tokens beyond the vocabulary."""
+        vocab = self._origin.model.vocab
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise ConfigError(
+                    f"{name} has the token {token}, and the model's ids are 0 to {vocab - 1}: "
+                    "use the model's tokenizer"
+                )
+
+
+def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent) -> None:
+    arrivals.put((one, event))
+
+
+def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
+    """Return the positions that `max_running` texts need, within a part of the free memory."""
+    from moesaic.kernels import device as devices
+
+    config, weight = model.config, model.embed.weight
+    width = 2 * config.kv_heads * config.head_dim
+    if config.latent is not None:
+        width = config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
+    free = devices.free_bytes(weight.device)
+    room = int(free * _CACHE_FRACTION) // (config.layers * width * weight.element_size())
+    return max(min(max_running * config.max_positions, room), 16)
+
+
+def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:
+    """Return an engine over a loaded model."""
+    from moesaic.serve.engine import EngineLimits, InferenceEngine
+
+    tokens = config.cache_tokens
+    if tokens is None and served.decision is not None:
+        tokens = served.decision.outcome.cache_tokens
+    limits = EngineLimits(
+        max_running=config.max_running, max_waiting=max_waiting,
+        tokens_per_pass=config.tokens_per_pass,
+        cache_tokens=tokens or default_cache_tokens(served.model, config.max_running),
+    )  # fmt: skip
+    return InferenceEngine(served.model, limits, served.reads)
+
+
+def load_network(origin: Origin, config: LoadConfig) -> ServedModel:
+    """Return the network of `origin` on the device of the settings, within their memory."""
+    from moesaic.kernels import device as devices
+    from moesaic.kernels.grouped_mm import check_backend
+    from moesaic.serve.loading import load_model
+
+    device = devices.resolve(config.device, key="device")
+    check_backend(config.grouped_mm if origin.model.experts else "auto", device, key="grouped_mm")
+    devices.activate(device)
+    if not isinstance(config, EngineConfig) or config.memory is None:
+        return load_model(origin, device, config.precision, config.grouped_mm)
+    return load_model(
+        origin, device, config.precision, config.grouped_mm, parse_bytes(config.memory),
+        cache_tokens=config.cache_tokens, tokens_per_pass=config.tokens_per_pass,
+        max_running=config.max_running,
+    )  # fmt: skip
+
+
+class Engine(TextEngine):
+    """Inference engine of a model on disk.
+
+    A context manager: leaving it frees the memory.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        memory: str | None = None,
+        device: str = "auto",
+        precision: str = "keep",
+        max_running: int = 32,
+        **settings: Any,
+    ) -> None:
+        """Open the model in a Hugging Face directory, a run or a checkpoint.
+
+        Args:
+            directory: where it is; of a run, the newest intact checkpoint counts.
+            memory: memory of this process, such as "4GB"; experts that do not fit are read from
+                the model's files. None: as much as the model needs.
+            device: torch device; auto: a GPU if there is one, else cpu.
+            precision: keep (the dtype of the embedding on file), fp32, bf16 or fp64.
+            max_running: texts that are generated at a time; further ones wait.
+            settings: other settings of the engine in `moesaic generate`: cache_tokens,
+                tokens_per_pass, grouped_mm and tokenizer.
+        """
+        from moesaic.models.hf.origin import open_origin
+
+        given = {
+            "memory": memory, "device": device, "precision": precision, "max_running": max_running,
+        }  # fmt: skip
+        config = parse(EngineConfig, {**given, **settings}, "Engine")
+        origin = open_origin(Path(directory))
+        super().__init__(
+            origin, config, PromptEncoder(origin, config.tokenizer),
+            partial(load_network, origin, config),
+        )  # fmt: skip
+        self.name = Path(directory).resolve().name
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about the files, such as a damaged checkpoint that was passed over."""
+        return self._origin.warnings

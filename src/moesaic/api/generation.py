@@ -1,0 +1,87 @@
+"""A text that the inference engine generates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from moesaic.base.errors import MoesaicError
+from moesaic.serve.config import SamplingConfig
+from moesaic.serve.prompts import Prompt
+from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent
+from moesaic.serve.text import TextStream
+
+if TYPE_CHECKING:
+    from moesaic.models.tokenizer import Tokenizer
+
+
+class Generation(NamedTuple):
+    """Continuation of one prompt."""
+
+    prompt: Prompt
+    """The prompt as it was given: a text, token ids or messages."""
+    prompt_tokens: list[int]
+    tokens: list[int]
+    """New token ids, up to and including an end token or the last one of a stop string."""
+    text: str
+    """Text of the new tokens, up to a stop string."""
+    finish_reason: str
+    """stop: an end token or a stop string; length: `max_tokens`."""
+    logprobs: list[float] | None = None
+    """Log-probability of each new token by the model's own scores, if asked for."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """Most likely tokens at each position with their log-probabilities, if asked for."""
+
+
+class TextRequest:
+    """A request to the engine, and its answer so far."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        config: SamplingConfig,
+    ) -> None:
+        self.prompt, self.request = prompt, request
+        stop = [config.stop] if isinstance(config.stop, str) else config.stop
+        self._stream = TextStream(tokenizer, stop, includes_stop=config.include_stop)
+        self._pieces: list[str] = []
+        self._events: list[TokenEvent] = []
+        self._finish_reason: str | None = None
+        self.error: MoesaicError | None = None
+        """Error that ended the request."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no text follows."""
+        return self._finish_reason is not None or self.error is not None
+
+    def take(self, event: TokenEvent | FinishEvent) -> str:
+        """Return the new text of an event."""
+        if isinstance(event, TokenEvent):
+            self._events.append(event)
+            piece = self._stream.push(event.token)
+            if self._stream.is_stopped:
+                self._finish_reason = "stop"
+        elif event.reason in ("stop", "length"):
+            piece = self._stream.finish()
+            self._finish_reason = "stop" if self._stream.is_stopped else event.reason
+        else:
+            piece = ""
+            self.error = event.error or MoesaicError("the engine was closed before the text ended")
+        self._pieces.append(piece)
+        return piece
+
+    def result(self) -> Generation:
+        """Return the complete answer; raise the error that ended the request, if one did."""
+        if self.error is not None:
+            raise self.error
+        assert self._finish_reason is not None, "the request runs"
+        logprobs = top_logprobs = None
+        if self.request.top_logprobs is not None:
+            logprobs = [event.logprob for event in self._events if event.logprob is not None]
+            top_logprobs = [dict(event.top) for event in self._events]
+        return Generation(
+            self.prompt, list(self.request.prompt), [event.token for event in self._events],
+            "".join(self._pieces), self._finish_reason, logprobs, top_logprobs,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Policies of the inference engine: memory, experts in it, batches, and the regime of a pass."""

@@ -1,0 +1,1 @@
+"""The inference engine over HTTP, in OpenAI's wire format."""

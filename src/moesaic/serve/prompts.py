@@ -1,0 +1,125 @@
+"""Prompts of a model on disk: texts, conversations and token ids become the model's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesaic.base import keys
+from moesaic.base.errors import ConfigError
+from moesaic.models.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from moesaic.models.chat import ChatTemplate
+    from moesaic.models.hf.origin import Origin
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""A text, token ids, or the messages of a conversation."""
+
+
+class PromptEncoder:
+    """Tokenizer, chat template and end tokens of a model; each is read on first use."""
+
+    def __init__(self, origin: Origin, tokenizer: str | None = None) -> None:
+        """Create an encoder for `origin`, with another tokenizer than its own if one is named."""
+        self._origin, self._chosen = origin, tokenizer
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model was trained with, unless another one is chosen."""
+        origin = self._origin
+        data = (origin.facts.get("job") or {}).get("data") or {}
+        if self._chosen is not None:
+            tokenizer = open_tokenizer(self._chosen, key="tokenizer")
+        elif data.get("tokenizer") == "bytes":
+            tokenizer = open_tokenizer("bytes")
+        else:
+            found = [file.parent for file in origin.companions if file.name == "tokenizer.json"]
+            if not found:
+                raise ConfigError(
+                    f"'{origin.path}' has no tokenizer.json: set tokenizer to the path of one"
+                )
+            tokenizer = open_tokenizer(str(found[0]), data.get("end_token"))
+        if tokenizer.size > origin.model.vocab:
+            raise ConfigError(
+                f"the tokenizer '{tokenizer.name}' has {tokenizer.size} ids, but the model has "
+                f"model.vocab = {origin.model.vocab}: set tokenizer to the one that the model "
+                "was trained with"
+            )
+        return tokenizer
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template beside the tokenizer; ConfigError or DataError if there is none."""
+        name = self.tokenizer.name
+        if name == "bytes":
+            raise ConfigError(
+                "a chat needs a chat template, and the bytes tokenizer has none: continue plain "
+                "text, or use a model with another tokenizer"
+            )
+        from moesaic.models.chat import ChatTemplate
+
+        return ChatTemplate(Path(name).expanduser())
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text: those of the model's files, else the tokenizer's own."""
+        return frozenset(self._origin.end_ids() or [self.tokenizer.end_id])
+
+    @cached_property
+    def chat_end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: also the one that the template writes after it."""
+        template = self.template
+        assert isinstance(self.tokenizer, FileTokenizer), "bytes have no template"
+        end = template.end_of_turn_id(self.tokenizer)
+        return self.end_ids if end is None else self.end_ids | {end}
+
+    def encode(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        *,
+        is_chat: bool = False,
+        system: str | None = None,
+    ) -> list[int]:
+        """Return the tokens of a prompt; ConfigError for one without room for `max_tokens`.
+
+        Args:
+            prompt: a text, token ids, or messages with `role` and `content`.
+            max_tokens: maximum number of tokens that follow.
+            is_chat: whether a text is a user message of a chat.
+            system: system message before a chat that has none.
+        """
+        ids = self._encode(prompt, is_chat, system)
+        limit = self._origin.model.max_positions
+        if not ids:
+            raise ConfigError(f"prompt {keys.show(prompt)} has no tokens: give some text")
+        if len(ids) + max_tokens > limit:
+            raise ConfigError(
+                f"prompt {keys.show(prompt)} ({len(ids)} tokens) and max_tokens = {max_tokens} "
+                f"exceed the model's {limit} positions: shorten the prompt, or lower max_tokens"
+            )
+        return ids
+
+    def _encode(self, prompt: Prompt, is_chat: bool, system: str | None) -> list[int]:
+        parts: Any = prompt
+        if isinstance(prompt, str) and is_chat:
+            parts = [{"role": "user", "content": prompt}]
+        if isinstance(parts, list | tuple) and parts and all(isinstance(p, dict) for p in parts):
+            if system is not None and parts[0].get("role") != "system":
+                parts = [{"role": "system", "content": system}, *parts]
+            text = self.template.render(parts)
+            return self.tokenizer.encode(text, with_special_tokens=True)
+        if system is not None:
+            raise ConfigError(
+                f"system = {keys.show(system)} needs a chat: ask for a chat, or remove system"
+            )
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(parts, list | tuple) and all(type(part) is int for part in parts):
+            return list(parts)
+        raise ConfigError(
+            f"prompt {keys.show(prompt)} is not known: give a text, token ids, or messages"
+        )
