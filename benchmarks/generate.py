@@ -25,6 +25,7 @@ WHAT = {
     "families": "training of four families against `transformers`, conversion against a copy",
     "layer": "the expert layer and its exchange against peers and limits",
     "balance": "replicas of hot experts against none and against even routing",
+    "serve": "inference with less memory than the model, many streams, and a server",
     "memory": "expert state on a drive against limits, DeepSpeed, file mappings and cache policies",
 }
 """What each theme measures."""

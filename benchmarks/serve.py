@@ -52,7 +52,7 @@ Answers = dict[str, list[dict[str, Any]]]
 
 def model(shape: Shape) -> Path:
     """Return the directory of a model, which is written on first use."""
-    directory = MODELS / f"{shape.family}-{shape.layers}x{shape.hidden}"
+    directory = MODELS / f"{shape.family}-{shape.layers}x{shape.hidden}-{shape.vocab}"
     if not (directory / "config.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         write_model(directory, shape)
@@ -424,7 +424,70 @@ def prefix(rounds: int) -> Iterator[measure.Row]:
     )  # fmt: skip
 
 
+def forecasts(rounds: int) -> Iterator[measure.Row]:
+    """Compare the forecast of a dry run with tokens per second."""
+    name = "error of the forecast of tokens/s, median of eight points"
+    if not can_limit():
+        yield measure.untried(name, "<= 0.15", WHERE)
+        return
+    cases = [(LARGE, 1.5), (LARGE, 0.5), (LARGE, 0.25), (OLMOE, 1.5)]
+    details = list[measure.Row]()
+    with offload_directory() as directory:
+        cluster = Path(directory) / "cluster.toml"
+        probe = ["probe", "--nproc", "1", "--out", str(cluster)]
+        sets = {"seconds": "20", "dtypes": '["bf16"]', "disks": json.dumps([str(MODELS)])}
+        moesaic_command(probe, sets)
+        for shape, share in cases:
+            details += [
+                forecast_row(shape, share, number, cluster, min(rounds, 3)) for number in (1, 8)
+            ]
+    errors = [abs((row.value or 0.0) - 1) for row in details]
+    yield measure.row(
+        name, float(np.median(errors)), "share", bar="<= 0.15", repeats=len(errors),
+        against=f"the engine's own speed; the largest error is {max(errors):.2f}",
+    )  # fmt: skip
+    yield from details
+
+
+def forecast_row(
+    shape: Shape, share: float, number: int, cluster: Path, rounds: int
+) -> measure.Row:
+    """Return the forecast over the measured speed of one case."""
+    path = model(shape)
+    memory = int(share * shape.num_bytes) + idle_bytes(moesaic(None))
+    side = moesaic(path, streams=number, memory=memory)
+    evict(path)
+    with started(partial(side.start, memory)) as arm:
+        arm.step(work(0, number, PROMPT, TOKENS))
+        answers = [arm.step(work(seed, number, PROMPT, TOKENS)) for seed in range(1, rounds + 1)]
+    speeds = [number / seconds for seconds in per_token(answers, TOKENS)]
+    sets = {
+        "memory": f'"{memory}B"', "max_running": str(number), "tokenizer": '"bytes"',
+        "cache_tokens": str(1024 * number),
+    }  # fmt: skip
+    told = moesaic_command(
+        ["serve", str(path), "--dry-run", "--json", "--cluster", str(cluster)], sets
+    )
+    predicted = {one["streams"]: one for one in json.loads(told)["speeds"]}[number]
+    ratios = predicted["tokens_per_s"] / np.asarray(speeds)
+    return measure.row(
+        f"forecast over measured tokens/s, {shape.family}, {min(share, 1.0):.0%} of its memory, "
+        f"{number} streams",
+        float(np.median(ratios)), "ratio", bar="", interval=measure.bootstrap(ratios),
+        repeats=len(ratios),
+        against=f"{np.median(speeds):.1f} tokens/s; {predicted['bottleneck']} is the bottleneck "
+        "of the forecast",
+    )  # fmt: skip
+
+
+def moesaic_command(words: Sequence[str], sets: dict[str, str]) -> str:
+    """Run a command of moesaic; return what it prints."""
+    flags = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "moesaic", *words, *flags]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 PARTS = {
     "offload": offload, "streams": streams, "resident": resident, "server": server,
-    "prefix": prefix,
+    "prefix": prefix, "forecasts": forecasts,
 }  # fmt: skip
