@@ -52,7 +52,7 @@ def test_errors_of_steps(observed: list[Observation]) -> None:
     median, worst, calibrated, calibrated_worst = facts.step_errors(observed, 7)
     errors = [abs(one.predict_s(UNCALIBRATED) / one.measured_s - 1.0) for one in observed]
     assert median.value == pytest.approx(np.median(errors))
-    assert (median.bar, worst.bar) == ("<= 0.10", "<= 0.20")
+    assert (median.bar, worst.bar) == ("<= 0.06", "<= 0.18")
     assert worst.value == pytest.approx(max(errors))
     assert worst.value > 0.1
     assert calibrated.value < 0.02 < median.value

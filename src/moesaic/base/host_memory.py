@@ -13,10 +13,14 @@ AUTO_FRACTION = 0.8
 
 
 def used_memory_bytes() -> int:
-    """Return the main memory that this process takes, with the parts of files that it has
-    mapped."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+    """Return the main memory that only this process takes, which the system cannot take back.
+
+    Code of libraries does not count: processes share it, and the system reads it again."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    found = re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+    return sum(map(int, found)) * 1024
 
 
 def free_memory_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ PROGRAMS = re.findall(
 def run(path: Path, ranks: str) -> str:
     """Run a program as users do, and return what it prints."""
     start = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
+    before = path.parent.with_name("before")
+    shutil.copytree(path.parent, before)
     for _ in range(3):
         done = subprocess.run(
             [sys.executable, *(start if ranks != "1" else []), path.name], cwd=path.parent,
@@ -26,15 +29,19 @@ def run(path: Path, ranks: str) -> str:
         # gloo sometimes aborts when a process ends, without moesaic too; the page says so.
         if "terminate called without an active exception" not in done.stderr:
             break
+        shutil.rmtree(path.parent)  # The program begins anew, without the files that it wrote.
+        shutil.copytree(before, path.parent)
+    shutil.rmtree(before)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_programs_run(tmp_path: Path) -> None:
     outputs = []
+    (tmp_path / "programs").mkdir()
     for number, (sizes, program) in enumerate(PROGRAMS):
         assert program.count("\n") < 40
-        path = tmp_path / f"program{number}.py"
+        path = tmp_path / "programs" / f"program{number}.py"
         path.write_text(program)
         outputs += [run(path, ranks) for ranks in (sizes or "1").split(",")]
     alone, together, saved, resumed, fsdp, upcycling, *others = outputs
@@ -55,6 +62,6 @@ def test_the_programs_run(tmp_path: Path) -> None:
     assert planning.count(" nodes: fits") == 2
     assert "layer 1: the busiest expert has " in loads
     assert "'A loss says' -> " in generating
-    assert (tmp_path / "exported" / "config.json").is_file()
+    assert (tmp_path / "programs" / "exported" / "config.json").is_file()
     assert serving.count("length") + serving.count("stop") >= 6
     assert "did you mean 'train.steps'?" in mistakes

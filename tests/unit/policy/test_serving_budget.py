@@ -73,7 +73,7 @@ def test_the_smallest_budget_is_named_with_its_parts(preset: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_memory(facts_of(preset, smallest - 1))
     text = str(caught.value)
-    assert "432.0 MiB for the interpreter" in text
+    assert "368.0 MiB for the interpreter" in text
     assert "512 key-value positions" in text
     assert ("2 experts" in text) == (preset != "tiny-dense")
     assert ("for reading" in text) == (preset != "tiny-dense")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from moesaic.base.errors import ConfigError
+from moesaic.base.host_memory import used_memory_bytes
 from moesaic.kernels import device as devices
 from moesaic.models.hf.origin import open_origin
 from moesaic.nn.attention_backends import AttentionMetadata
@@ -17,11 +18,6 @@ from moesaic.nn.inputs import Inputs
 from moesaic.serve.loading import load_model
 
 CPU = torch.device("cpu")
-
-
-def peak_bytes() -> int:
-    (line,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return int(line) * 1024
 
 
 def main(directory: Path, limit: Path) -> None:
@@ -37,7 +33,7 @@ def main(directory: Path, limit: Path) -> None:
         assert served.decision is not None
         facts, budget = served.decision.facts, served.decision.outcome
         # The engine fills its cache; each page is in use.
-        cache = torch.ones(budget.cache_tokens * facts.position_bytes, dtype=torch.uint8)
+        peak, cache = 0, torch.ones(budget.cache_tokens * facts.position_bytes, dtype=torch.uint8)
         for rows, length in ((1, 300), (8, 1), (1, 300), (2, 40), (1, 1), (1, 300)):
             tokens = torch.randint(0, served.model.config.vocab, (rows, length))
             positions = torch.arange(length).expand(rows, -1)
@@ -45,10 +41,11 @@ def main(directory: Path, limit: Path) -> None:
             inputs = Inputs(served.model.rotary(positions), attention=attention)
             logits, _ = served.model(tokens, inputs)
             assert bool(logits.isfinite().all())
+            peak = max(peak, used_memory_bytes())
         in_memory = sum(len(experts) for experts in served.experts_in_memory().values())
         stats = served.expert_stats
     found = {
-        "memory": memory, "peak": peak_bytes(), "cache": len(cache), "in_memory": in_memory,
+        "memory": memory, "peak": peak, "cache": len(cache), "in_memory": in_memory,
         "slots": budget.num_slots, "experts": facts.num_experts, "misses": stats.misses,
     }  # fmt: skip
     print(json.dumps(found))

@@ -29,7 +29,7 @@ _CONTEXTS = 8
 """Longest texts whose key-value positions are kept at most, unless the caller says how many."""
 _CACHE_FRACTION = 4
 """The cache takes at most one part in this many of what experts and cache divide."""
-_GROWTH_BYTES = 128 << 20
+_GROWTH_BYTES = 64 << 20
 """Bytes that libraries take later for compiled kernels, and freed memory that the C library keeps.
 """
 _UNIT = 16 << 20
