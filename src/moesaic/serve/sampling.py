@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import compress
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from moesaic.kernels.randomness import uniform
 from moesaic.serve.requests import GenerationRequest, SamplingParams, TokenEvent
 
 _LIKELIEST = 1024
-"""Tokens that are sorted first for `top_p`; a row whose tokens need more sorts all of them."""
+"""Tokens that are sorted first; a row that needs more sorts again, alone."""
 
 
 class SequenceState(Protocol):
@@ -122,13 +123,16 @@ def _sample(probabilities: Tensor, draws: Tensor, sampling: SamplingParams) -> T
     if not sampling.top_k and sampling.top_p >= 1.0:
         return _pick(probabilities, draws)
     vocab = probabilities.shape[1]
-    count = min(sampling.top_k or _LIKELIEST, vocab)
+    wanted = min(sampling.top_k or vocab, vocab)
+    count = min(wanted, _LIKELIEST)
     chosen, mass = _sample_likeliest(probabilities, draws, sampling, count)
-    needs_more = mass < sampling.top_p
-    if not sampling.top_k and count < vocab and bool(needs_more.any()):
-        chosen[needs_more], _ = _sample_likeliest(
-            probabilities[needs_more], draws[needs_more], sampling, vocab
-        )
+    if count == wanted:
+        return chosen
+    needs_more = [True] * len(chosen) if sampling.top_k else (mass < sampling.top_p).tolist()
+    # One row at a time: so many sorted tokens of all rows would exceed the memory of a pass.
+    for row in compress(range(len(chosen)), needs_more):
+        one = slice(row, row + 1)
+        chosen[one], _ = _sample_likeliest(probabilities[one], draws[one], sampling, wanted)
     return chosen
 
 

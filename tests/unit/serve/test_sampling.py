@@ -163,15 +163,19 @@ def test_draws_depend_on_seed_choice_and_position() -> None:
 
 
 class RecordedCalls(TorchFunctionMode):
-    """Names of the functions of torch that are called."""
+    """Names of the functions of torch that are called, and most elements that `topk` sorts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.num_sorted = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.__name__)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ == "topk":
+            self.num_sorted = max(self.num_sorted, result.values.numel())
+        return result
 
 
 def test_greedy_rows_cost_no_softmax() -> None:
@@ -184,3 +188,12 @@ def test_greedy_rows_cost_no_softmax() -> None:
         if not temperature:
             assert [event.token for event in events] == logits.argmax(-1).tolist()
             assert not calls.names & {"softmax", "log_softmax", "sort", "topk", "double"}
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.99}, {"top_k": 4000}])
+def test_rows_with_many_likely_tokens_are_sorted_one_at_a_time(settings: dict[str, Any]) -> None:
+    """Sorted, a token takes several times the memory that a pass has for it."""
+    request, rows, vocab = GenerationRequest((1,), 1, SamplingParams(**settings)), 16, 5000
+    with RecordedCalls() as calls:
+        choose_tokens(torch.zeros(rows, vocab), [Sequence(request)] * rows)
+    assert calls.num_sorted <= rows * sampling_module._LIKELIEST < rows * 4000
