@@ -223,11 +223,9 @@ def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
     from moesaic.kernels import device as devices
 
     config, weight = model.config, model.embed.weight
-    width = 2 * config.kv_heads * config.head_dim
-    if config.latent is not None:
-        width = config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
     free = devices.free_bytes(weight.device)
-    room = int(free * _CACHE_FRACTION) // (config.layers * width * weight.element_size())
+    position_bytes = config.layers * config.cache_width * weight.element_size()
+    room = int(free * _CACHE_FRACTION) // position_bytes
     return max(min(max_running * config.max_positions, room), 16)
 
 
