@@ -121,6 +121,9 @@ def test_a_stream_gives_the_same_text(client: openai.OpenAI, stop: Any) -> None:
     assert reasons == [choice.finish_reason for choice in whole.choices] == ["stop"] * 3
     assert usages[:-1] == [None] * (len(usages) - 1)
     assert usages[-1] == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 3
     if stop is not None:
         assert texts[0] == text_of("abc").partition(" af" if stop == " af" else "ter")[0]
 
