@@ -203,7 +203,12 @@ class PagePool:
             for request, place in places.items()
             for source, target in zip(self._ranges[request], place, strict=False)
         ]
-        self._copy([source for source, _ in moves], [target for _, target in moves])
+        try:
+            self._copy([source for source, _ in moves], [target for _, target in moves])
+        except BaseException:
+            for page in range(self.num_pages):  # Some layers may have been copied, others not.
+                self._forget(page)
+            raise
         keys = [self._keys[source] for source, _ in moves]
         is_named = [
             key is not None and self._page_of.get(key) == source
