@@ -106,8 +106,9 @@ class ServedModel:
         if self._files is None or self._cache is None:
             return ExpertStats()
         found = self._cache.stats
-        hits = max(found.accesses - found.reads, 0)
-        return ExpertStats(hits, found.reads, self._files.read_bytes, found.read_s, found.stall_s)
+        return ExpertStats(
+            found.hits, found.reads, self._files.read_bytes, found.read_s, found.stall_s
+        )
 
     def experts_in_memory(self) -> dict[int, list[int]]:
         """Return the experts in memory by layer; any thread may ask."""

@@ -120,6 +120,21 @@ def test_streaming_keeps_what_it_need_not_read_again(
         assert max(counts[1:]) <= (LAYERS - 3 + 2) * EXPERTS
 
 
+def test_hits_are_uses_without_a_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streaming pass reads experts that it does not use, which takes no hit back."""
+    with load(directory, monkeypatch, 3 * EXPERTS, "stream") as served:
+        engine = InferenceEngine(
+            served.model, EngineLimits(cache_tokens=256, max_running=1, tokens_per_pass=64),
+            served.reads,
+        )  # fmt: skip
+        engine.submit(GenerationRequest((3,), 12), lambda event: None)
+        hits = [0]
+        while engine.step():
+            hits.append(served.expert_stats.hits)
+        assert hits == sorted(hits)
+        assert 0 < hits[-1] < 12 * LAYERS * served.model.config.top_k
+
+
 def facts(**values: Any) -> PassFacts:
     default = PassFacts(
         num_tokens=1, layers=12, experts=32, top_k=2, num_slots=96, expert_bytes=5_000_000,
