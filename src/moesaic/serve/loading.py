@@ -6,7 +6,7 @@ from the model's files when a pass needs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -31,6 +31,7 @@ from moesaic.nn.experts.places import Places
 from moesaic.policy.serving.budget import (
     ServingBudget,
     ServingFacts,
+    all_experts_fit,
     check_memory,
     divide_memory,
     serving_facts,
@@ -164,11 +165,11 @@ def load_model(
     decision = divide_budget(
         origin, dtype, memory, tokens_per_pass, max_running, cache_tokens=cache_tokens
     )
-    budget, experts = decision.outcome, _stored_experts(origin)
+    budget = decision.outcome
     if budget.num_slots == decision.facts.num_experts:
         return ServedModel(_load(origin, device, dtype, grouped_mm), decision)
     with ExitStack() as stack:
-        files = _open_files(origin.model, experts, dtype)
+        files = _open_files(origin, dtype)
         stack.callback(files.close)
         residency = ExpectedUse(origin.model.experts, len(origin.model.expert_layers))
         cache = BlockCache(files, budget.num_slots, residency, READ_THREADS)
@@ -196,12 +197,14 @@ def divide_budget(
     """Return how a model of `dtype` and its key-value cache divide `memory` bytes; arguments are
     those of `load_model`. Raise ConfigError if they are too few."""
     cpu_gemv.prepare(dtype, origin.model.hidden * origin.model.ffn)
-    largest = max((buffer_bytes(one) for one in _stored_experts(origin)), default=0)
     facts = serving_facts(
         origin.model, dtype.itemsize, memory_bytes=memory, interpreter_bytes=used_memory_bytes(),
-        read_bytes=READ_THREADS * largest, tokens_per_pass=tokens_per_pass,
+        read_bytes=0, tokens_per_pass=tokens_per_pass,
         max_running=max_running, cache_tokens=cache_tokens,
     )  # fmt: skip
+    if not all_experts_fit(facts):
+        largest = max((buffer_bytes(one) for one in _stored_experts(origin)), default=0)
+        facts = facts._replace(read_bytes=READ_THREADS * largest)
     check_memory(facts)
     log = list[BudgetDecision]()
     decide(divide_memory, facts, log)
@@ -248,9 +251,8 @@ def _load(
     return model.eval()
 
 
-def _open_files(
-    model: ModelConfig, experts: Sequence[StoredExpert], dtype: torch.dtype
-) -> ExpertFiles:
+def _open_files(origin: Origin, dtype: torch.dtype) -> ExpertFiles:
+    model, experts = origin.model, _stored_experts(origin)
     name = next(name for name, one in DTYPES.items() if one == dtype)
     return ExpertFiles(experts, 3 * model.hidden * model.ffn, name)
 

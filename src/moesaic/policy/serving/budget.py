@@ -132,13 +132,17 @@ def serving_facts(
     )
 
 
+def all_experts_fit(facts: ServingFacts) -> bool:
+    """Return whether all experts fit beside the fewest key-value positions."""
+    return facts.memory_bytes >= _resident_bytes(facts)
+
+
 def divide_memory(facts: ServingFacts) -> ServingBudget:
     """Return all experts in memory if they fit; else the experts and positions that divide what is
     left beside the fewest experts. The cache gets a quarter of that, within its limits."""
     left = facts.memory_bytes - facts.fixed_bytes
-    all_bytes = facts.num_experts * facts.expert_bytes
-    if left - all_bytes >= facts.min_cache_tokens * facts.position_bytes:
-        tokens = (left - all_bytes) // facts.position_bytes
+    if all_experts_fit(facts):
+        tokens = (left - facts.num_experts * facts.expert_bytes) // facts.position_bytes
         return ServingBudget(facts.num_experts, _limit_tokens(tokens, facts))
     left -= facts.read_bytes + MIN_SLOTS * facts.expert_bytes
     tokens = _limit_tokens(left // _CACHE_FRACTION // facts.position_bytes, facts)
@@ -148,10 +152,15 @@ def divide_memory(facts: ServingFacts) -> ServingBudget:
 
 def smallest_memory(facts: ServingFacts) -> int:
     """Return the bytes of the smallest budget that works."""
-    cache_bytes = facts.min_cache_tokens * facts.position_bytes
-    resident = facts.fixed_bytes + facts.num_experts * facts.expert_bytes + cache_bytes
-    leased = facts.fixed_bytes + facts.read_bytes + MIN_SLOTS * facts.expert_bytes + cache_bytes
+    resident, num_missing = _resident_bytes(facts), facts.num_experts - MIN_SLOTS
+    leased = resident + facts.read_bytes - num_missing * facts.expert_bytes
     return min(resident, leased) if facts.num_experts else resident
+
+
+def _resident_bytes(facts: ServingFacts) -> int:
+    """Return the bytes of the smallest budget with all experts in memory."""
+    cache_bytes = facts.min_cache_tokens * facts.position_bytes
+    return facts.fixed_bytes + facts.num_experts * facts.expert_bytes + cache_bytes
 
 
 def check_memory(facts: ServingFacts) -> None:
