@@ -25,7 +25,7 @@ class ForecastFacts(NamedTuple):
 
     model: ModelConfig
     dtype: str
-    """Dtype of weights and computation: fp32, bf16 or fp64."""
+    """Dtype of weights and computation: fp32, bf16, fp16 or fp64."""
     device: Device
     read_bytes_per_s: float
     """Bandwidth of the model's drive."""
