@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moesaic.api.serve import _log_decisions
 from moesaic.base.config import parse
+from moesaic.base.decisions import Decision
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import parameters
@@ -158,3 +161,17 @@ def test_expected_seconds_are_those_of_the_drive_or_of_computing() -> None:
     slow = choose_regime(facts(num_tokens=10_000, compute_s=50.0))
     assert slow.stream_s == pytest.approx(50.0, rel=0.01)
     assert slow.fetch_s == pytest.approx(50.0 + found.fetch_s)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no drive that is always full")
+def test_a_log_that_cannot_be_written_ends_alone() -> None:
+    reads, warnings = SimpleNamespace(on_change=None), list[str]()
+    served: Any = SimpleNamespace(decision=None, reads=reads)
+    log = _log_decisions(served, Path("/dev/full"), warnings.append)
+    record = reads.on_change
+    assert record is not None
+    record(Decision(facts(), choose_regime(facts()), 0.0))
+    assert reads.on_change is None
+    (warning,) = warnings
+    assert "events end here: '/dev/full' cannot be written" in warning
+    log.close()
