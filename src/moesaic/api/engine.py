@@ -15,6 +15,7 @@ from moesaic.api.generation import Generation, TextRequest
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
+from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
@@ -226,7 +227,7 @@ def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
     free = devices.free_bytes(weight.device)
     position_bytes = config.layers * config.cache_width * weight.element_size()
     room = int(free * _CACHE_FRACTION) // position_bytes
-    return max(min(max_running * config.max_positions, room), 16)
+    return max(min(max_running * config.max_positions, room), PAGE_TOKENS)
 
 
 def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:

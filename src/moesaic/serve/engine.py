@@ -34,6 +34,7 @@ from moesaic.policy.serving.batching import (
     count_pages,
     plan_pass,
 )
+from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.cache import PagedCache, page_keys
 from moesaic.serve.expert_reads import ExpertReads
 from moesaic.serve.requests import EngineFull, EventHandler, FinishEvent, GenerationRequest
@@ -56,7 +57,7 @@ class EngineLimits:
     """Requests that wait while as many as possible are computed."""
     tokens_per_pass: int = 512
     """Tokens of a forward pass."""
-    page_tokens: int = 16
+    page_tokens: int = PAGE_TOKENS
     """Positions of a page of the cache."""
     prefix_cache: bool = True
     """True if prompts reuse the keys and values of earlier requests."""

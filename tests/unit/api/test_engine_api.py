@@ -207,6 +207,10 @@ def test_settings_of_the_engine_are_checked(directory: Path) -> None:
         Engine(directory, memory="lots")
     with pytest.raises(ConfigError, match="max_running = 0"):
         Engine(directory, max_running=0)
+    with pytest.raises(ConfigError, match="tokens_per_pass = 8 is less than max_running = 32"):
+        Engine(directory, tokens_per_pass=8)
+    with pytest.raises(ConfigError, match="cache_tokens = 15"):
+        Engine(directory, cache_tokens=15)
     with pytest.raises(ConfigError, match="'nowhere' is not there"):
         Engine("nowhere")
     with (
