@@ -18,12 +18,8 @@ from moesaic.store.io_threads import BlockStorage, IOThreads
 
 _SLOTS_PER_READ_AHEAD = 8
 """Slots for each access that is read ahead; with fewer, more blocks are read twice."""
-
-
 _MIN_READ_AHEAD = 4
-"""Least accesses that are read ahead."""
-
-
+"""Fewest accesses that are read ahead."""
 _WINDOW_PER_SLOT = 16
 """Expected accesses that count for evictions, for each slot."""
 
