@@ -107,9 +107,7 @@ def serve(
     return _INTERRUPTED if ended_by == signal.SIGINT else 0
 
 
-def _log_decisions(
-    served: ServedModel, path: Path, on_warning: Callable[[str], None]
-) -> EventLog:
+def _log_decisions(served: ServedModel, path: Path, on_warning: Callable[[str], None]) -> EventLog:
     """Return a log of the engine's decisions, from now on until it cannot be written."""
     try:
         log = EventLog(path.expanduser())

@@ -12,6 +12,8 @@ from moesaic.base.units import parse_bytes
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.policy.serving.budget import PAGE_TOKENS
 
+MAX_CHOICES = 128
+"""Texts of one prompt that a request may ask for, as in OpenAI's API."""
 MAX_TOP_LOGPROBS = 20
 """Most likely tokens per position that a request may ask for, as in OpenAI's API."""
 
@@ -85,7 +87,7 @@ class SamplingConfig(Section):
     """Keep the string that ends a text as part of it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed; the same seed and prompt give the same text."""
-    n: int = Field(default=1, ge=1, le=128)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Texts per prompt; each has its own random draws."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Return the log-probability of each token, and of this many most likely ones."""
