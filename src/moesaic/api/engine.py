@@ -198,7 +198,7 @@ class TextEngine:
             if self._is_closed:
                 raise ConfigError("the engine is closed: create another one")
             if self._thread is None:
-                self._served = self._load()
+                self._served = self._served or self._load()
                 engine = make_engine(self._served, self._config, max_waiting=sys.maxsize)
                 self._thread = EngineThread(engine)
                 self._thread.start()
