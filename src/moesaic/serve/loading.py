@@ -20,7 +20,7 @@ from moesaic.base.units import format_bytes
 from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.train import MatmulBackend
-from moesaic.kernels import cpu_gemv
+from moesaic.kernels import cpu_attention, cpu_gemv
 from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
@@ -196,9 +196,12 @@ def divide_budget(
 ) -> BudgetDecision:
     """Return how a model of `dtype` and its key-value cache divide `memory` bytes; arguments are
     those of `load_model`. Raise ConfigError if they are too few."""
-    cpu_gemv.prepare(dtype, origin.model.hidden * origin.model.ffn)
+    model = origin.model
+    # Compiled kernels are part of the memory that is in use.
+    cpu_gemv.prepare(dtype, model.hidden * max(model.ffn, model.vocab))
+    cpu_attention.prepare(dtype, torch.device("cpu"))
     facts = serving_facts(
-        origin.model, dtype.itemsize, memory_bytes=memory, interpreter_bytes=used_memory_bytes(),
+        model, dtype.itemsize, memory_bytes=memory, interpreter_bytes=used_memory_bytes(),
         read_bytes=0, tokens_per_pass=tokens_per_pass,
         max_running=max_running, cache_tokens=cache_tokens,
     )  # fmt: skip

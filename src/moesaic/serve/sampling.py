@@ -19,6 +19,8 @@ from moesaic.serve.requests import GenerationRequest, SamplingParams, TokenEvent
 
 _LIKELIEST = 1024
 """Tokens that are sorted first; a row that needs more sorts again, alone."""
+_SORTED_ELEMENTS = 1 << 18
+"""Elements that are sorted at once, unless a row has more; sorting takes 50 bytes for each."""
 
 
 class SequenceState(Protocol):
@@ -122,6 +124,13 @@ def _sample(probabilities: Tensor, draws: Tensor, sampling: SamplingParams) -> T
     """Return the token of each row, [rows]."""
     if not sampling.top_k and sampling.top_p >= 1.0:
         return _pick(probabilities, draws)
+    rows = max(_SORTED_ELEMENTS // probabilities.shape[1], 1)
+    parts = zip(probabilities.split(rows), draws.split(rows), strict=True)
+    return torch.cat([_sample_sorted(*part, sampling) for part in parts])
+
+
+def _sample_sorted(probabilities: Tensor, draws: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the token of each row, among its likeliest ones."""
     vocab = probabilities.shape[1]
     wanted = min(sampling.top_k or vocab, vocab)
     count = min(wanted, _LIKELIEST)
@@ -129,7 +138,6 @@ def _sample(probabilities: Tensor, draws: Tensor, sampling: SamplingParams) -> T
     if count == wanted:
         return chosen
     needs_more = [True] * len(chosen) if sampling.top_k else (mass < sampling.top_p).tolist()
-    # One row at a time: so many sorted tokens of all rows would exceed the memory of a pass.
     for row in compress(range(len(chosen)), needs_more):
         one = slice(row, row + 1)
         chosen[one], _ = _sample_likeliest(probabilities[one], draws[one], sampling, wanted)
