@@ -66,7 +66,7 @@ class Budget:
     """Budget of a group whose limit holds it, the interpreter and some slack."""
 
     def __init__(self, interpreter: int, limit: int) -> None:
-        self.limit, self.host_bytes = limit, limit - interpreter - SLACK_BYTES
+        self.limit, self.host_bytes = limit, limit - interpreter - 2 * SLACK_BYTES
 
     @property
     def host(self) -> str:

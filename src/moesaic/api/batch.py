@@ -21,8 +21,9 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, MoesaicError, UserError, write_error
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.serve.config import SamplingConfig
+from moesaic.serve.http.schemas import IGNORED
 
-_IGNORED = ("user", "metadata", "store", "service_tier", "stream", "stream_options")
+_IGNORED = IGNORED | {"stream", "stream_options"}
 """Fields of OpenAI's bodies that change no answer here."""
 
 

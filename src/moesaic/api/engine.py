@@ -15,6 +15,7 @@ from moesaic.api.generation import Generation, TextRequest
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
+from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
@@ -197,7 +198,7 @@ class TextEngine:
             if self._is_closed:
                 raise ConfigError("the engine is closed: create another one")
             if self._thread is None:
-                self._served = self._load()
+                self._served = self._served or self._load()
                 engine = make_engine(self._served, self._config, max_waiting=sys.maxsize)
                 self._thread = EngineThread(engine)
                 self._thread.start()
@@ -223,12 +224,10 @@ def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
     from moesaic.kernels import device as devices
 
     config, weight = model.config, model.embed.weight
-    width = 2 * config.kv_heads * config.head_dim
-    if config.latent is not None:
-        width = config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
     free = devices.free_bytes(weight.device)
-    room = int(free * _CACHE_FRACTION) // (config.layers * width * weight.element_size())
-    return max(min(max_running * config.max_positions, room), 16)
+    position_bytes = config.layers * config.cache_width * weight.element_size()
+    room = int(free * _CACHE_FRACTION) // position_bytes
+    return max(min(max_running * config.max_positions, room), PAGE_TOKENS)
 
 
 def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:

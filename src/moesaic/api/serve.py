@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from moesaic.api.engine import load_network, make_engine
 from moesaic.api.start import exit_on_interrupt, exit_process, import_module
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError, DataError, write_error
+from moesaic.base.errors import ConfigError, DataError, StoreError, write_error
 from moesaic.base.events import EventLog
 from moesaic.serve.config import ServeConfig
 from moesaic.serve.prompts import PromptEncoder
@@ -89,7 +89,7 @@ def serve(
                 on_warning(warning)
             engine = make_engine(served, config, config.max_waiting)
             if config.events is not None:
-                stack.callback(_log_decisions(served, Path(config.events)).close)
+                stack.callback(_log_decisions(served, Path(config.events), on_warning).close)
             name = config.name or directory.resolve().name
             model = _make_api_model(name, origin, prompts, template, config, engine.limits)
             facts = ServerFacts(
@@ -107,8 +107,8 @@ def serve(
     return _INTERRUPTED if ended_by == signal.SIGINT else 0
 
 
-def _log_decisions(served: ServedModel, path: Path) -> EventLog:
-    """Return a log of the engine's decisions, from now on."""
+def _log_decisions(served: ServedModel, path: Path, on_warning: Callable[[str], None]) -> EventLog:
+    """Return a log of the engine's decisions, from now on until it cannot be written."""
     try:
         log = EventLog(path.expanduser())
     except OSError as error:
@@ -117,11 +117,20 @@ def _log_decisions(served: ServedModel, path: Path) -> EventLog:
         facts, outcome, _ = served.decision
         log.emit("memory", facts=facts._asdict(), decision=outcome._asdict())
 
-    def record(choice: RegimeChoice) -> None:
-        log.emit("reading", facts=choice.facts._asdict(), decision=choice.outcome._asdict())
+    reads = served.reads
+    if reads is None:
+        return log
 
-    if served.reads is not None:
-        served.reads.on_change = record
+    def record(choice: RegimeChoice) -> None:
+        try:
+            log.emit("reading", facts=choice.facts._asdict(), decision=choice.outcome._asdict())
+        except StoreError as error:  # It must not end the requests of the pass.
+            reads.on_change = None
+            with suppress(OSError):
+                log.close()
+            on_warning(f"events end here: {error}")
+
+    reads.on_change = record
     return log
 
 

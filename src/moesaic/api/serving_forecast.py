@@ -18,7 +18,6 @@ STREAMS = (1, 8, 32)
 CONTEXT = 512
 """Tokens of each stream in a forecast."""
 _ALL_MEMORY = "1000000TB"
-_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float64": "fp64"}
 
 
 class ServingForecast(NamedTuple):
@@ -42,6 +41,7 @@ def forecast_server(
         config: settings.
         cluster: the machine, as `moesaic probe` measures it; None: no speeds.
     """
+    from moesaic.dist.state import PRECISIONS
     from moesaic.models.hf.origin import open_origin
     from moesaic.serve.loading import divide_budget, weights_dtype
 
@@ -54,8 +54,9 @@ def forecast_server(
     speeds = list[Forecast]()
     if cluster is not None:
         host = cluster.facts.hosts[0]
+        name = next(name for name, one in PRECISIONS.items() if one == dtype)
         facts = ForecastFacts(
-            origin.model, _DTYPES[str(dtype)], _processor(host), _disk(host, directory).read,
+            origin.model, name, _processor(host), _disk(host, directory).read,
             decision.outcome.num_slots, CONTEXT,
         )  # fmt: skip
         speeds = forecast(facts, STREAMS)

@@ -203,7 +203,12 @@ class PagePool:
             for request, place in places.items()
             for source, target in zip(self._ranges[request], place, strict=False)
         ]
-        self._copy([source for source, _ in moves], [target for _, target in moves])
+        try:
+            self._copy([source for source, _ in moves], [target for _, target in moves])
+        except BaseException:
+            for page in range(self.num_pages):  # Some layers may have been copied, others not.
+                self._forget(page)
+            raise
         keys = [self._keys[source] for source, _ in moves]
         is_named = [
             key is not None and self._page_of.get(key) == source
@@ -253,13 +258,9 @@ class PagedCache:
     def __init__(self, model: ModelConfig, num_pages: int, page_tokens: int, like: Tensor) -> None:
         """Allocate the pool, in the dtype and on the device of `like`."""
         self.page_tokens, self.pages = page_tokens, PagePool(num_pages, self._copy_pages)
-        latent = model.latent
-        shapes = [(model.kv_heads, model.head_dim)] * 2
-        if latent is not None:
-            shapes = [(1, latent.kv_lora_rank + latent.qk_rope_head_dim)]
         num_positions = num_pages * page_tokens
         self._pools = [
-            like.new_empty((model.layers, num_positions, heads, width)) for heads, width in shapes
+            like.new_empty((model.layers, num_positions, *shape)) for shape in model.cache_shapes
         ]
         self._views = [
             tuple(pool[layer].transpose(0, 1)[None] for pool in self._pools)

@@ -3,14 +3,17 @@ torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from moesaic.base.config import Section
 from moesaic.base.units import parse_bytes
 from moesaic.facts.job.train import MatmulBackend
+from moesaic.policy.serving.budget import PAGE_TOKENS
 
+MAX_CHOICES = 128
+"""Texts of one prompt that a request may ask for, as in OpenAI's API."""
 MAX_TOP_LOGPROBS = 20
 """Most likely tokens per position that a request may ask for, as in OpenAI's API."""
 
@@ -36,7 +39,7 @@ class EngineConfig(LoadConfig):
     not fit are read from its files. Unset: as much as the model needs."""
     max_running: int = Field(default=32, ge=1)
     """Texts that are generated at a time; further ones wait."""
-    cache_tokens: int | None = Field(default=None, ge=1)
+    cache_tokens: int | None = Field(default=None, ge=PAGE_TOKENS)
     """Positions of the key-value cache over all texts; unset: as many as `max_running` texts
     need, within a quarter of the free memory or of `memory`."""
     tokens_per_pass: int = Field(default=512, ge=1)
@@ -48,6 +51,16 @@ class EngineConfig(LoadConfig):
         if value is not None:
             parse_bytes(value)
         return value
+
+    @model_validator(mode="after")
+    def _check_pass(self) -> Self:
+        if self.tokens_per_pass < self.max_running:
+            raise ValueError(
+                f"tokens_per_pass = {self.tokens_per_pass} is less than max_running = "
+                f"{self.max_running}, and a pass has a token of each text: raise tokens_per_pass, "
+                "or lower max_running"
+            )
+        return self
 
 
 class SamplingConfig(Section):
@@ -74,7 +87,7 @@ class SamplingConfig(Section):
     """Keep the string that ends a text as part of it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed; the same seed and prompt give the same text."""
-    n: int = Field(default=1, ge=1, le=128)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Texts per prompt; each has its own random draws."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Return the log-probability of each token, and of this many most likely ones."""

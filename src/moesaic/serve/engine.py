@@ -34,6 +34,7 @@ from moesaic.policy.serving.batching import (
     count_pages,
     plan_pass,
 )
+from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.cache import PagedCache, page_keys
 from moesaic.serve.expert_reads import ExpertReads
 from moesaic.serve.requests import EngineFull, EventHandler, FinishEvent, GenerationRequest
@@ -56,7 +57,7 @@ class EngineLimits:
     """Requests that wait while as many as possible are computed."""
     tokens_per_pass: int = 512
     """Tokens of a forward pass."""
-    page_tokens: int = 16
+    page_tokens: int = PAGE_TOKENS
     """Positions of a page of the cache."""
     prefix_cache: bool = True
     """True if prompts reuse the keys and values of earlier requests."""
@@ -243,7 +244,7 @@ class InferenceEngine:
         """End the requests of a pass that raised; all, if it raised before they were known."""
         for state in self._in_pass or list(self._live.values()):
             if state.id in self._live:
-                self._finish(state, FinishEvent("error", error, state.num_found or 0))
+                self._finish(state, FinishEvent("error", error))
 
     def _end_cancelled(self) -> None:
         with self._lock:
@@ -252,7 +253,7 @@ class InferenceEngine:
             self._has_cancelled = False
             cancelled = [state for state in self._live.values() if state.is_cancelled]
         for state in cancelled:
-            self._finish(state, FinishEvent("cancelled", None, state.num_found or 0))
+            self._finish(state, FinishEvent("cancelled"))
 
     def _decide(self) -> BatchingDecision:
         limits, page_tokens = self.limits, self.limits.page_tokens
@@ -386,11 +387,11 @@ class InferenceEngine:
         for state, event in zip(states, choose_tokens(logits, states), strict=True):
             state.tokens.append(event.token)
             state.generated.append(event.token)
-            state.on_event(event)
+            state.on_event(event._replace(cached_tokens=state.num_found or 0))
             if event.token in state.request.end_ids:
-                self._finish(state, FinishEvent("stop", None, state.num_found or 0))
+                self._finish(state, FinishEvent("stop"))
             elif len(state.generated) == state.request.max_tokens:
-                self._finish(state, FinishEvent("length", None, state.num_found or 0))
+                self._finish(state, FinishEvent("length"))
         self._counts["generated_tokens"] += len(states)
 
     def _finish(self, state: RequestState, event: FinishEvent) -> None:

@@ -6,7 +6,7 @@ from the model's files when a pass needs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -20,7 +20,7 @@ from moesaic.base.units import format_bytes
 from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.train import MatmulBackend
-from moesaic.kernels import cpu_gemv
+from moesaic.kernels import cpu_attention, cpu_gemv
 from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
@@ -31,6 +31,7 @@ from moesaic.nn.experts.places import Places
 from moesaic.policy.serving.budget import (
     ServingBudget,
     ServingFacts,
+    all_experts_fit,
     check_memory,
     divide_memory,
     serving_facts,
@@ -106,8 +107,9 @@ class ServedModel:
         if self._files is None or self._cache is None:
             return ExpertStats()
         found = self._cache.stats
-        hits = max(found.accesses - found.reads, 0)
-        return ExpertStats(hits, found.reads, self._files.read_bytes, found.read_s, found.stall_s)
+        return ExpertStats(
+            found.hits, found.reads, self._files.read_bytes, found.read_s, found.stall_s
+        )
 
     def experts_in_memory(self) -> dict[int, list[int]]:
         """Return the experts in memory by layer; any thread may ask."""
@@ -163,11 +165,11 @@ def load_model(
     decision = divide_budget(
         origin, dtype, memory, tokens_per_pass, max_running, cache_tokens=cache_tokens
     )
-    budget, experts = decision.outcome, _stored_experts(origin)
+    budget = decision.outcome
     if budget.num_slots == decision.facts.num_experts:
         return ServedModel(_load(origin, device, dtype, grouped_mm), decision)
     with ExitStack() as stack:
-        files = _open_files(origin.model, experts, dtype)
+        files = _open_files(origin, dtype)
         stack.callback(files.close)
         residency = ExpectedUse(origin.model.experts, len(origin.model.expert_layers))
         cache = BlockCache(files, budget.num_slots, residency, READ_THREADS)
@@ -194,13 +196,18 @@ def divide_budget(
 ) -> BudgetDecision:
     """Return how a model of `dtype` and its key-value cache divide `memory` bytes; arguments are
     those of `load_model`. Raise ConfigError if they are too few."""
-    cpu_gemv.prepare(dtype, origin.model.hidden * origin.model.ffn)
-    largest = max((buffer_bytes(one) for one in _stored_experts(origin)), default=0)
+    model = origin.model
+    # Compiled kernels are part of the memory that is in use.
+    cpu_gemv.prepare(dtype, model.hidden * max(model.ffn, model.vocab))
+    cpu_attention.prepare(dtype, torch.device("cpu"))
     facts = serving_facts(
-        origin.model, dtype.itemsize, memory_bytes=memory, interpreter_bytes=used_memory_bytes(),
-        read_bytes=READ_THREADS * largest, tokens_per_pass=tokens_per_pass,
+        model, dtype.itemsize, memory_bytes=memory, interpreter_bytes=used_memory_bytes(),
+        read_bytes=0, tokens_per_pass=tokens_per_pass,
         max_running=max_running, cache_tokens=cache_tokens,
     )  # fmt: skip
+    if not all_experts_fit(facts):
+        largest = max((buffer_bytes(one) for one in _stored_experts(origin)), default=0)
+        facts = facts._replace(read_bytes=READ_THREADS * largest)
     check_memory(facts)
     log = list[BudgetDecision]()
     decide(divide_memory, facts, log)
@@ -247,9 +254,8 @@ def _load(
     return model.eval()
 
 
-def _open_files(
-    model: ModelConfig, experts: Sequence[StoredExpert], dtype: torch.dtype
-) -> ExpertFiles:
+def _open_files(origin: Origin, dtype: torch.dtype) -> ExpertFiles:
+    model, experts = origin.model, _stored_experts(origin)
     name = next(name for name, one in DTYPES.items() if one == dtype)
     return ExpertFiles(experts, 3 * model.hidden * model.ffn, name)
 

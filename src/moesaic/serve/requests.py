@@ -55,6 +55,8 @@ class TokenEvent(NamedTuple):
     """Log-probability of the token by the model's own logits, before any sampling setting."""
     top: tuple[tuple[int, float], ...]
     """Most likely tokens with their log-probabilities, if the request asks for them."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache."""
 
 
 class FinishEvent(NamedTuple):
@@ -63,8 +65,6 @@ class FinishEvent(NamedTuple):
     reason: Literal["stop", "length", "cancelled", "error"]
     """stop: an end token; length: `max_tokens`; error: see `error`."""
     error: MoesaicError | None = None
-    cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache."""
 
 
 EventHandler = Callable[[TokenEvent | FinishEvent], None]

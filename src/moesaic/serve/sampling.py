@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import compress
 from typing import Protocol
 
 import torch
@@ -17,7 +18,9 @@ from moesaic.kernels.randomness import uniform
 from moesaic.serve.requests import GenerationRequest, SamplingParams, TokenEvent
 
 _LIKELIEST = 1024
-"""Tokens that are sorted first for `top_p`; a row whose tokens need more sorts all of them."""
+"""Tokens that are sorted first; a row that needs more sorts again, alone."""
+_SORTED_ELEMENTS = 1 << 18
+"""Elements that are sorted at once, unless a row has more; sorting takes 50 bytes for each."""
 
 
 class SequenceState(Protocol):
@@ -121,14 +124,23 @@ def _sample(probabilities: Tensor, draws: Tensor, sampling: SamplingParams) -> T
     """Return the token of each row, [rows]."""
     if not sampling.top_k and sampling.top_p >= 1.0:
         return _pick(probabilities, draws)
+    rows = max(_SORTED_ELEMENTS // probabilities.shape[1], 1)
+    parts = zip(probabilities.split(rows), draws.split(rows), strict=True)
+    return torch.cat([_sample_sorted(*part, sampling) for part in parts])
+
+
+def _sample_sorted(probabilities: Tensor, draws: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the token of each row, among its likeliest ones."""
     vocab = probabilities.shape[1]
-    count = min(sampling.top_k or _LIKELIEST, vocab)
+    wanted = min(sampling.top_k or vocab, vocab)
+    count = min(wanted, _LIKELIEST)
     chosen, mass = _sample_likeliest(probabilities, draws, sampling, count)
-    needs_more = mass < sampling.top_p
-    if not sampling.top_k and count < vocab and bool(needs_more.any()):
-        chosen[needs_more], _ = _sample_likeliest(
-            probabilities[needs_more], draws[needs_more], sampling, vocab
-        )
+    if count == wanted:
+        return chosen
+    needs_more = [True] * len(chosen) if sampling.top_k else (mass < sampling.top_p).tolist()
+    for row in compress(range(len(chosen)), needs_more):
+        one = slice(row, row + 1)
+        chosen[one], _ = _sample_likeliest(probabilities[one], draws[one], sampling, wanted)
     return chosen
 
 

@@ -18,12 +18,8 @@ from moesaic.store.io_threads import BlockStorage, IOThreads
 
 _SLOTS_PER_READ_AHEAD = 8
 """Slots for each access that is read ahead; with fewer, more blocks are read twice."""
-
-
 _MIN_READ_AHEAD = 4
-"""Least accesses that are read ahead."""
-
-
+"""Fewest accesses that are read ahead."""
 _WINDOW_PER_SLOT = 16
 """Expected accesses that count for evictions, for each slot."""
 
@@ -57,6 +53,8 @@ class CacheStats(NamedTuple):
 
     accesses: int
     """Blocks of all holds, in memory or not."""
+    hits: int
+    """Blocks that a hold used without a read: in memory, and not read ahead for it."""
     misses: int
     """Blocks that a hold had to request from the file: neither in memory nor read ahead."""
     reads: int
@@ -115,8 +113,10 @@ class BlockCache:
         self._read_ahead_at = 0
         """Position in the expected accesses; read-ahead is done with those before it."""
         self._closed = False
-        self._accesses = self._misses = self._reads = self._writes = 0
+        self._accesses = self._hits = self._misses = self._reads = self._writes = 0
         self._stall_s = 0.0
+        self._unused: set[int] = set()
+        """Blocks that were read ahead, and that no hold has used yet."""
 
     def __enter__(self) -> Self:
         return self
@@ -246,7 +246,7 @@ class BlockCache:
     def stats(self) -> CacheStats:
         """Counts and seconds since the last `take_stats`; any thread may ask for them."""
         return CacheStats(
-            self._accesses, self._misses, self._reads, self._reads * self._stride_bytes,
+            self._accesses, self._hits, self._misses, self._reads, self._reads * self._stride_bytes,
             self._writes, self._writes * self._stride_bytes, self._stall_s, *self._threads.busy_s,
         )  # fmt: skip
 
@@ -254,7 +254,7 @@ class BlockCache:
         """Return counts and seconds since the last call."""
         stats = self.stats
         self._threads.reset_busy_s()
-        self._accesses = self._misses = self._reads = self._writes = 0
+        self._accesses = self._hits = self._misses = self._reads = self._writes = 0
         self._stall_s = 0.0
         return stats
 
@@ -289,6 +289,8 @@ class BlockCache:
             self._residency.access(block)
             self._expected.consume(block)
         self._accesses += len(blocks)
+        self._hits += sum(block in self._slots and block not in self._unused for block in blocks)
+        self._unused.difference_update(blocks)
         for block in sorted(block for block in blocks if block not in self._slots):
             self._take_slot(block, after=-1, urgent=True)
             if self._has_copy(block):
@@ -310,6 +312,7 @@ class BlockCache:
             if block is not None and self._is_read_ahead(block, position):
                 if not self._take_slot(block, after=position, urgent=False):
                     return
+                self._unused.add(block)
                 self._read(block, urgent=False)
                 self._release(block)
             self._read_ahead_at = expected.following(position)
@@ -354,6 +357,7 @@ class BlockCache:
         """Take a block out of memory and return its slot."""
         self._residency.removed(block)
         self._unfilled.discard(block)
+        self._unused.discard(block)
         next_access = self._expected.coming.get(block, self._expected.end)
         self._read_ahead_at = min(self._read_ahead_at, next_access)
         return self._slots.pop(block)

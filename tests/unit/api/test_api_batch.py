@@ -51,7 +51,8 @@ def answers() -> dict[str, Any]:
 def test_every_form_of_a_request_is_answered(engine: Engine) -> None:
     source = write(
         {"custom_id": "a", "method": "POST", "url": "/v1/completions",
-         "body": {"model": "mine", "prompt": "One", "max_tokens": 9, "user": "me"}},
+         "body": {"model": "mine", "prompt": "One", "max_tokens": 9, "user": "me",
+                  "prompt_cache_key": "mine"}},
         {"custom_id": "b", "body": {"messages": CHAT, "n": 2, "max_completion_tokens": 4}},
         {"prompt": "Three", "temperature": 0}, "",
         {"custom_id": "ids", "prompt": [65, 66], "logprobs": 2, "logit_bias": {"70": 5}},

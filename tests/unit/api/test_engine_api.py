@@ -12,6 +12,7 @@ import torch
 
 import moesaic
 from moesaic import ConfigError, Engine
+from moesaic.api import engine as engine_module
 from moesaic.api.generation import Generation
 from moesaic.base.errors import MoesaicError
 from moesaic.facts.job.train import MatmulBackend
@@ -207,6 +208,10 @@ def test_settings_of_the_engine_are_checked(directory: Path) -> None:
         Engine(directory, memory="lots")
     with pytest.raises(ConfigError, match="max_running = 0"):
         Engine(directory, max_running=0)
+    with pytest.raises(ConfigError, match="tokens_per_pass = 8 is less than max_running = 32"):
+        Engine(directory, tokens_per_pass=8)
+    with pytest.raises(ConfigError, match="cache_tokens = 15"):
+        Engine(directory, cache_tokens=15)
     with pytest.raises(ConfigError, match="'nowhere' is not there"):
         Engine("nowhere")
     with (
@@ -220,6 +225,24 @@ def test_settings_of_the_engine_are_checked(directory: Path) -> None:
         with pytest.raises(ConfigError, match="n = 2: a stream has one text"):
             engine.stream("a", n=2)
         assert len(engine.generate(["a"] * 5, max_tokens=30)) == 5
+
+
+def test_weights_are_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there is no memory for the cache at first."""
+    make, failures = engine_module.make_engine, [MoesaicError("no memory")]
+
+    def fail_once(*args: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return make(*args, **options)
+
+    monkeypatch.setattr(engine_module, "make_engine", fail_once)
+    with Engine(directory, **CPU) as engine:
+        with pytest.raises(MoesaicError, match="no memory"):
+            engine.generate(["a"], **GREEDY)
+        first = engine._served
+        engine.generate(["a"], **GREEDY)
+        assert engine._served is first is not None
 
 
 def test_closing_ends_all_requests(directory: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from moesaic.cli.main import main
+from moesaic.models.hf.reader import SINGLE_NAME
 from moesaic.testing.served import write_chat_model
 
 CLUSTER = """
@@ -65,6 +68,22 @@ def test_a_cluster_gives_speeds(
     assert all(one["bottleneck"] == "compute" and one["tokens_per_s"] > 0 for one in speeds)
     assert main(arguments) == 0
     assert "tokens/s" in capfd.readouterr().out
+
+
+def test_a_forecast_in_fp16_needs_its_speed(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(model, half)
+    tensors = load_file(half / SINGLE_NAME)
+    save_file({name: one.half() for name, one in tensors.items()}, half / SINGLE_NAME)
+    cluster = tmp_path / "cluster.toml"
+    arguments = ["serve", str(half), "--dry-run", "--cluster", str(cluster)]
+    cluster.write_text(CLUSTER + DISK)
+    assert main(arguments) == 2
+    assert "not for fp16" in capfd.readouterr().err
+    cluster.write_text((CLUSTER + DISK).replace("fp32", "fp16"))
+    assert main(arguments) == 0
 
 
 def test_mistakes(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

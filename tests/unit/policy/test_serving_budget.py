@@ -84,7 +84,9 @@ def test_sizes_of_a_known_model() -> None:
     facts = facts_of("olmoe-1b-7b", 0)
     assert facts.expert_bytes == 3 * 2048 * 1024 * 2
     assert facts.num_experts == 16 * 64
-    assert facts.position_bytes == 16 * 2 * 2048 * 2 + 256 * 6
+    assert facts.position_bytes == 16 * 2 * 2048 * 2 + 2048 * 2 + 32
     assert 0.9e9 < facts.dense_bytes < 1.1e9
     deepseek = facts_of("deepseek-v3", 0)
     assert deepseek.position_bytes == 61 * 576 * 2 + 256 * 6
+    long_passes = facts_of("deepseek-v3", 0, tokens_per_pass=2048)
+    assert long_passes.position_bytes == 61 * 576 * 2 + 2048 * 2 + 256 * 4

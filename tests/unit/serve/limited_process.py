@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from moesaic.base.errors import ConfigError
-from moesaic.base.host_memory import used_memory_bytes
 from moesaic.kernels import device as devices
 from moesaic.models.hf.origin import open_origin
-from moesaic.nn.attention_backends import AttentionMetadata
-from moesaic.nn.inputs import Inputs
+from moesaic.serve.engine import EngineLimits, InferenceEngine
 from moesaic.serve.loading import load_model
+from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
 
 CPU = torch.device("cpu")
 
@@ -29,26 +28,39 @@ def main(directory: Path, limit: Path) -> None:
         (least,) = re.findall(r'set memory to "(\d+)MiB" or more', str(error))
     memory = int(least) << 20
     limit.write_text(str(memory))
-    with load_model(origin, CPU, memory=memory) as served, torch.inference_mode():
+    with load_model(origin, CPU, memory=memory) as served:
         assert served.decision is not None
         facts, budget = served.decision.facts, served.decision.outcome
-        # The engine fills its cache; each page is in use.
-        peak, cache = 0, torch.ones(budget.cache_tokens * facts.position_bytes, dtype=torch.uint8)
-        for rows, length in ((1, 300), (8, 1), (1, 300), (2, 40), (1, 1), (1, 300)):
-            tokens = torch.randint(0, served.model.config.vocab, (rows, length))
-            positions = torch.arange(length).expand(rows, -1)
-            attention = AttentionMetadata.causal(rows, length)
-            inputs = Inputs(served.model.rotary(positions), attention=attention)
-            logits, _ = served.model(tokens, inputs)
-            assert bool(logits.isfinite().all())
-            peak = max(peak, used_memory_bytes())
+        limits = EngineLimits(cache_tokens=budget.cache_tokens, max_running=16)
+        engine = InferenceEngine(served.model, limits, served.reads)
+        preemptions = serve_all(engine)
         in_memory = sum(len(experts) for experts in served.experts_in_memory().values())
         stats = served.expert_stats
     found = {
-        "memory": memory, "peak": peak, "cache": len(cache), "in_memory": in_memory,
-        "slots": budget.num_slots, "experts": facts.num_experts, "misses": stats.misses,
+        "memory": memory, "preemptions": preemptions,
+        "in_memory": in_memory, "slots": budget.num_slots, "experts": facts.num_experts,
+        "misses": stats.misses,
     }  # fmt: skip
     print(json.dumps(found))
+
+
+def serve_all(engine: InferenceEngine) -> int:
+    """Fill every page of the cache, and sort all scores; return the number of preemptions."""
+    room, ends = engine.limits.cache_tokens - 16, list[str]()
+
+    def take(event: TokenEvent | FinishEvent) -> None:
+        if isinstance(event, FinishEvent):
+            ends.append(event.reason)
+
+    flat = SamplingParams(temperature=100.0, top_p=0.999)
+    prompts = [tuple(range(room - 40)), *((7, number) for number in range(24))]
+    for number, prompt in enumerate(prompts):
+        new = 40 if number == 0 else 20
+        engine.submit(GenerationRequest(prompt, new, flat, top_logprobs=20), take)
+    while engine.step():
+        pass
+    assert ends == ["length"] * len(prompts)
+    return engine.stats().preemptions
 
 
 if __name__ == "__main__":

@@ -104,13 +104,14 @@ class ScriptedEngine:
             return FinishEvent("cancelled")
         token = next(tokens, None)
         if token is None:
-            return FinishEvent("length", None, 3)
+            return FinishEvent("length")
         self.num_tokens += 1
         top = tuple((token + other, -1.0 - other) for other in range(request.top_logprobs or 0))
-        on_event(TokenEvent(token, -1.0 if request.top_logprobs is not None else None, top))
+        logprob = None if request.top_logprobs is None else -1.0
+        on_event(TokenEvent(token, logprob, top, cached_tokens=3))
         if DAMAGE in bytes(request.prompt).decode() and token == ord("0"):
             return FinishEvent("error", StoreError("'model.safetensors' is cut off: restore it"))
-        return FinishEvent("stop", None, 3) if token in request.end_ids else None
+        return FinishEvent("stop") if token in request.end_ids else None
 
 
 @contextmanager

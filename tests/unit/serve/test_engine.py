@@ -226,7 +226,8 @@ def test_a_later_turn_finds_the_earlier_one(olmoe: LanguageModel) -> None:
     first = run(engine, [GenerationRequest(random_prompt(21, 0), 12, GREEDY)])[0]
     prompt = (*random_prompt(21, 0), *first.ids, 5, 6)
     second = run(engine, [GenerationRequest(prompt, 10, GREEDY)])[0]
-    assert second.end == FinishEvent("length", None, cached_tokens=32)
+    assert second.end == FinishEvent("length")
+    assert {event.cached_tokens for event in second.tokens} == {32}
     assert second.ids == slow_greedy(olmoe, GenerationRequest(prompt, 10, GREEDY))
     stats = engine.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (21 + 35, 32)
@@ -237,7 +238,7 @@ def test_the_last_prompt_token_is_computed_on_a_full_hit(olmoe: LanguageModel) -
     engine, request = InferenceEngine(olmoe, limits()), make_requests([(16, 4)])[0]
     first, second = run(engine, [request]), run(engine, [request])
     assert first[0].ids == second[0].ids
-    assert second[0].end == FinishEvent("length", None, cached_tokens=15)
+    assert second[0].tokens[0].cached_tokens == 15
 
 
 def test_end_tokens_stop_a_request(olmoe: LanguageModel) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moesaic.api.serve import _log_decisions
 from moesaic.base.config import parse
+from moesaic.base.decisions import Decision
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import parameters
@@ -120,6 +123,21 @@ def test_streaming_keeps_what_it_need_not_read_again(
         assert max(counts[1:]) <= (LAYERS - 3 + 2) * EXPERTS
 
 
+def test_hits_are_uses_without_a_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streaming pass reads experts that it does not use, which takes no hit back."""
+    with load(directory, monkeypatch, 3 * EXPERTS, "stream") as served:
+        engine = InferenceEngine(
+            served.model, EngineLimits(cache_tokens=256, max_running=1, tokens_per_pass=64),
+            served.reads,
+        )  # fmt: skip
+        engine.submit(GenerationRequest((3,), 12), lambda event: None)
+        hits = [0]
+        while engine.step():
+            hits.append(served.expert_stats.hits)
+        assert hits == sorted(hits)
+        assert 0 < hits[-1] < 12 * LAYERS * served.model.config.top_k
+
+
 def facts(**values: Any) -> PassFacts:
     default = PassFacts(
         num_tokens=1, layers=12, experts=32, top_k=2, num_slots=96, expert_bytes=5_000_000,
@@ -143,3 +161,17 @@ def test_expected_seconds_are_those_of_the_drive_or_of_computing() -> None:
     slow = choose_regime(facts(num_tokens=10_000, compute_s=50.0))
     assert slow.stream_s == pytest.approx(50.0, rel=0.01)
     assert slow.fetch_s == pytest.approx(50.0 + found.fetch_s)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no drive that is always full")
+def test_a_log_that_cannot_be_written_ends_alone() -> None:
+    reads, warnings = SimpleNamespace(on_change=None), list[str]()
+    served: Any = SimpleNamespace(decision=None, reads=reads)
+    log = _log_decisions(served, Path("/dev/full"), warnings.append)
+    record = reads.on_change
+    assert record is not None
+    record(Decision(facts(), choose_regime(facts()), 0.0))
+    assert reads.on_change is None
+    (warning,) = warnings
+    assert "events end here: '/dev/full' cannot be written" in warning
+    log.close()

@@ -121,6 +121,9 @@ def test_a_stream_gives_the_same_text(client: openai.OpenAI, stop: Any) -> None:
     assert reasons == [choice.finish_reason for choice in whole.choices] == ["stop"] * 3
     assert usages[:-1] == [None] * (len(usages) - 1)
     assert usages[-1] == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 3
     if stop is not None:
         assert texts[0] == text_of("abc").partition(" af" if stop == " af" else "ter")[0]
 
@@ -229,6 +232,9 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "a", "logprobs": 99}, 400, "logprobs", "less than or equal to 20"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids"),
     ("completions", {"prompt": "a", "logit_bias": {"260": 1}}, 400, "logit_bias", "0 to 259"),
+    ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "token ids"),
+    ("completions", {"prompt": "a", "max_tokens": 10**25}, 400, "max_tokens", "up to 4095"),
+    ("completions", {"prompt": [10**25]}, 400, "prompt", "the model's ids are 0 to 259"),
     ("completions", {"prompt": "a", "echo": True}, 400, "echo", "is not supported"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of", "give the value of n"),
     ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "is not supported"),

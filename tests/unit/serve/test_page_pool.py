@@ -181,6 +181,29 @@ def test_free_pages_between_requests_are_joined() -> None:
         pool.place(10, 1, 1)
 
 
+def test_a_failed_move_leaves_nothing_to_find() -> None:
+    """It may have overwritten any page in some layers."""
+
+    def fail(sources: object, targets: object) -> None:
+        del sources, targets
+        raise MemoryError
+
+    content = Content(7)
+    pool = content.pool
+    for request in range(7):
+        pool.place(request, 1, 1)
+        content.write(request, keys_of(str(request)))
+    for request in (1, 3, 5):
+        pool.release(request)
+    pool._copy = fail
+    with pytest.raises(MemoryError):
+        pool.place(9, 3, 3)
+    for request in (0, 2, 4, 6):  # The engine ends them.
+        pool.release(request)
+    assert pool.num_used == pool.num_cached == 0
+    assert not any(pool.count_found(keys_of(str(request))) for request in range(7))
+
+
 def test_keys_cover_all_tokens_before() -> None:
     tokens = list(range(40))
     keys = page_keys(tokens, 16)

@@ -163,14 +163,17 @@ def test_draws_depend_on_seed_choice_and_position() -> None:
 
 
 class RecordedCalls(TorchFunctionMode):
-    """Names of the functions of torch that are called."""
+    """Names of the functions of torch that are called, and most elements that `topk` takes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.num_sorted = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.__name__)
+        if func.__name__ == "topk":
+            self.num_sorted = max(self.num_sorted, args[0].numel())
         return func(*args, **(kwargs or {}))
 
 
@@ -184,3 +187,12 @@ def test_greedy_rows_cost_no_softmax() -> None:
         if not temperature:
             assert [event.token for event in events] == logits.argmax(-1).tolist()
             assert not calls.names & {"softmax", "log_softmax", "sort", "topk", "double"}
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.99}, {"top_p": 0.1}, {"top_k": 4000}])
+def test_few_scores_are_sorted_at_once(settings: dict[str, Any]) -> None:
+    """While it is sorted, a score takes more memory than a pass has for it."""
+    request, rows, vocab = GenerationRequest((1,), 1, SamplingParams(**settings)), 300, 5000
+    with RecordedCalls() as calls:
+        choose_tokens(torch.zeros(rows, vocab), [Sequence(request)] * rows)
+    assert vocab <= calls.num_sorted <= sampling_module._SORTED_ELEMENTS < rows * vocab

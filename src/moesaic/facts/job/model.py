@@ -279,6 +279,18 @@ class ModelConfig(Section):
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
+    def cache_shapes(self) -> list[tuple[int, int]]:
+        """Heads and channels of the tensors that attention caches for a position of one layer."""
+        if self.latent is None:
+            return [(self.kv_heads, self.head_dim)] * 2
+        return [(1, self.latent.kv_lora_rank + self.latent.qk_rope_head_dim)]
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers that attention caches for a position of one layer."""
+        return sum(heads * channels for heads, channels in self.cache_shapes)
+
+    @property
     def score_function(self) -> Literal["softmax", "sigmoid"]:
         """Function from router logits to scores.
 

@@ -21,6 +21,8 @@ PAGE_TOKENS = 16
 
 _ALIGNMENT = 4096
 _FP32_BYTES = 4
+_COPY_INDEX_BYTES = 32
+"""Bytes of the numbers of a position's old and new place, while it is copied."""
 _LOGIT_BYTES = 40
 """Bytes of temporaries that sampling needs for each logit."""
 _MIN_CONTEXT = 512
@@ -54,7 +56,8 @@ class ServingFacts(NamedTuple):
     num_experts: int
     """Experts of all layers."""
     position_bytes: int
-    """One position: its keys and values in all layers, and its part in the mask of attention."""
+    """One position: its keys and values in all layers, and its part in what comes and goes: the
+    masks of attention in a pass, or the copy of a layer when requests move."""
     max_positions: int
     """Longest text of the model, in tokens."""
     cache_tokens: int | None
@@ -114,11 +117,6 @@ def serving_facts(
     biases = sum(p.size for p in dense if p.kind == "bias")
     numbers = sum(p.size for p in dense) - biases
     expert_bytes = 3 * model.hidden * model.ffn * item_bytes if model.experts else 0
-    latent = model.latent
-    cached = 2 * model.kv_heads * model.head_dim
-    if latent is not None:
-        cached = latent.kv_lora_rank + latent.qk_rope_head_dim
-    mask_bytes = ATTENTION_QUERY_BLOCK * (2 * item_bytes + 2)
     return ServingFacts(
         memory_bytes,
         _round_up(interpreter_bytes + _GROWTH_BYTES, _UNIT),
@@ -127,19 +125,24 @@ def serving_facts(
         read_bytes,
         _round_up(expert_bytes, _ALIGNMENT),
         model.experts * len(model.expert_layers),
-        model.layers * cached * item_bytes + mask_bytes,
+        model.layers * model.cache_width * item_bytes
+        + max(_mask_bytes(item_bytes, tokens_per_pass), _copy_bytes(model, item_bytes)),
         model.max_positions,
         cache_tokens,
     )
+
+
+def all_experts_fit(facts: ServingFacts) -> bool:
+    """Return whether all experts fit beside the fewest key-value positions."""
+    return facts.memory_bytes >= _resident_bytes(facts)
 
 
 def divide_memory(facts: ServingFacts) -> ServingBudget:
     """Return all experts in memory if they fit; else the experts and positions that divide what is
     left beside the fewest experts. The cache gets a quarter of that, within its limits."""
     left = facts.memory_bytes - facts.fixed_bytes
-    all_bytes = facts.num_experts * facts.expert_bytes
-    if left - all_bytes >= facts.min_cache_tokens * facts.position_bytes:
-        tokens = (left - all_bytes) // facts.position_bytes
+    if all_experts_fit(facts):
+        tokens = (left - facts.num_experts * facts.expert_bytes) // facts.position_bytes
         return ServingBudget(facts.num_experts, _limit_tokens(tokens, facts))
     left -= facts.read_bytes + MIN_SLOTS * facts.expert_bytes
     tokens = _limit_tokens(left // _CACHE_FRACTION // facts.position_bytes, facts)
@@ -149,10 +152,15 @@ def divide_memory(facts: ServingFacts) -> ServingBudget:
 
 def smallest_memory(facts: ServingFacts) -> int:
     """Return the bytes of the smallest budget that works."""
-    cache_bytes = facts.min_cache_tokens * facts.position_bytes
-    resident = facts.fixed_bytes + facts.num_experts * facts.expert_bytes + cache_bytes
-    leased = facts.fixed_bytes + facts.read_bytes + MIN_SLOTS * facts.expert_bytes + cache_bytes
+    resident, num_missing = _resident_bytes(facts), facts.num_experts - MIN_SLOTS
+    leased = resident + facts.read_bytes - num_missing * facts.expert_bytes
     return min(resident, leased) if facts.num_experts else resident
+
+
+def _resident_bytes(facts: ServingFacts) -> int:
+    """Return the bytes of the smallest budget with all experts in memory."""
+    cache_bytes = facts.min_cache_tokens * facts.position_bytes
+    return facts.fixed_bytes + facts.num_experts * facts.expert_bytes + cache_bytes
 
 
 def check_memory(facts: ServingFacts) -> None:
@@ -175,6 +183,20 @@ def check_memory(facts: ServingFacts) -> None:
         f'{format_bytes(smallest)} ({listed}): set memory to "{-(-(smallest + _UNIT) >> 20)}MiB" '
         "or more"
     )
+
+
+def _mask_bytes(item_bytes: int, tokens_per_pass: int) -> int:
+    """Return the bytes of a key in the masks of a pass, which all layers share, and in the making
+    of one."""
+    rows = max(tokens_per_pass, ATTENTION_QUERY_BLOCK)
+    return rows * item_bytes + ATTENTION_QUERY_BLOCK * (item_bytes + 2)
+
+
+def _copy_bytes(model: ModelConfig, item_bytes: int) -> int:
+    """Return the bytes of a position while the cache copies pages, one tensor of a layer after the
+    other."""
+    largest = max(heads * channels for heads, channels in model.cache_shapes)
+    return largest * item_bytes + _COPY_INDEX_BYTES
 
 
 def _pass_bytes(model: ModelConfig, item_bytes: int, tokens_per_pass: int, max_running: int) -> int:

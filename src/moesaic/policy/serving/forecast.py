@@ -25,7 +25,7 @@ class ForecastFacts(NamedTuple):
 
     model: ModelConfig
     dtype: str
-    """Dtype of weights and computation: fp32, bf16 or fp64."""
+    """Dtype of weights and computation: fp32, bf16, fp16 or fp64."""
     device: Device
     read_bytes_per_s: float
     """Bandwidth of the model's drive."""
@@ -78,10 +78,8 @@ def _dense_s(facts: ForecastFacts, streams: int) -> float:
         matmul_s(device, facts.dtype, MatmulShape(streams, outputs, inputs))
         for outputs, inputs in shapes
     )
-    cached = 2 * model.kv_heads * model.head_dim
-    if model.latent is not None:
-        cached = model.latent.kv_lora_rank + model.latent.qk_rope_head_dim
-    cache_bytes = model.layers * cached * ITEM_BYTES[facts.dtype] * streams * facts.context
+    numbers = model.layers * model.cache_width * streams * facts.context
+    cache_bytes = numbers * ITEM_BYTES[facts.dtype]
     launches = model.layers * _KERNELS_PER_LAYER * device.launch_s
     return seconds + cache_bytes / device.memory_bandwidth + launches
 

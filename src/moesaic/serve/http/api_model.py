@@ -14,6 +14,7 @@ from moesaic.serve.http.schemas import ChatRequest, CompletionRequest
 from moesaic.serve.requests import GenerationRequest, SamplingParams
 
 _SEED_RANGE = 2**63
+_MAX_DIGITS = 20
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,9 @@ class ApiModel:
     def _logit_bias(self, body: CompletionRequest | ChatRequest) -> dict[int, float]:
         bias = {}
         for key, value in (body.logit_bias or {}).items():
-            if not key.isascii() or not key.isdigit() or int(key) >= self.vocab:
+            # Python refuses to read longer numbers.
+            is_number = key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS
+            if not is_number or int(key) >= self.vocab:
                 raise ApiError(
                     f"logit_bias has the key '{key[:80]}': give token ids from 0 to "
                     f"{self.vocab - 1}",

@@ -14,9 +14,9 @@ class ExpertFacts(NamedTuple):
     in_memory: Mapping[int, Sequence[int]]
     """Experts in memory by layer."""
     hits: int
-    """Experts that passes found in memory, once for each pass and layer."""
+    """Experts that passes used without a read, once for each pass and layer."""
     misses: int
-    """Experts that were read for a pass."""
+    """Experts that were read, for a pass or ahead of one."""
 
 
 def experts_content(model: ApiModel, facts: Callable[[], ExpertFacts] | None) -> dict[str, Any]:

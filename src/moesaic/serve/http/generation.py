@@ -172,11 +172,10 @@ class Generation:
         text, tokens, reason = "", [], None
         for event in events:
             if isinstance(event, FinishEvent):
-                choice.cached_tokens = event.cached_tokens
                 text += choice.text.finish()
                 reason = self._finish(choice, event)
                 break
-            self._count(choice)
+            self._count(choice, event)
             tokens.append(event)
             text += choice.text.push(event.token)
             if choice.text.is_stopped:
@@ -185,13 +184,14 @@ class Generation:
                 break
         return Update(index, text, tokens, reason)
 
-    def _count(self, choice: _Choice) -> None:
+    def _count(self, choice: _Choice, event: TokenEvent) -> None:
         now = time.perf_counter()
         if choice.num_tokens:
             self._metrics.observe_next_token(now - choice.last_token_at)
         else:
             self._metrics.observe_first_token(now - choice.started)
         choice.num_tokens += 1
+        choice.cached_tokens = event.cached_tokens
         choice.last_token_at = now
 
     def _finish(self, choice: _Choice, event: FinishEvent) -> FinishReason | None:

@@ -150,8 +150,8 @@ class _ExpertCollector(Collector):
         """Yield the present counts."""
         stats = self._stats()
         for name, meaning, value in (
-            ("hits", "Experts that passes found in memory.", stats.hits),
-            ("misses", "Experts that were read for a pass.", stats.misses),
+            ("hits", "Experts that passes used without a read.", stats.hits),
+            ("misses", "Experts that were read, for a pass or ahead.", stats.misses),
             ("read_bytes", "Bytes of experts read.", stats.read_bytes),
             ("stall_seconds", "Seconds that passes waited for experts.", stats.stall_s),
         ):

@@ -13,11 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moesaic.base import keys
-from moesaic.serve.config import MAX_TOP_LOGPROBS
+from moesaic.serve.config import MAX_CHOICES, MAX_TOP_LOGPROBS
 from moesaic.serve.http.errors import ApiError, unsupported
 
-MAX_CHOICES = 128
-"""Most choices of one prompt, as in OpenAI's API."""
 _MAX_STOPS = 16
 
 IGNORED = frozenset({
