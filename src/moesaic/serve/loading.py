@@ -20,7 +20,7 @@ from moesaic.base.units import format_bytes
 from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.train import MatmulBackend
-from moesaic.kernels import cpu_gemv
+from moesaic.kernels import cpu_attention, cpu_gemv
 from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
@@ -194,6 +194,8 @@ def divide_budget(
 ) -> BudgetDecision:
     """Return how a model of `dtype` and its key-value cache divide `memory` bytes; arguments are
     those of `load_model`. Raise ConfigError if they are too few."""
+    # Kernels count as memory of the interpreter, so compile them first.
+    cpu_attention.prepare(dtype, torch.device("cpu"))
     cpu_gemv.prepare(dtype, origin.model.hidden * origin.model.ffn)
     largest = max((buffer_bytes(one) for one in _stored_experts(origin)), default=0)
     facts = serving_facts(
