@@ -20,8 +20,8 @@ from moesaic.serve.prompts import Prompt, PromptEncoder
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
+    from moesaic.facts.job import ModelConfig
     from moesaic.models.hf.origin import Origin
-    from moesaic.models.lm import LanguageModel
     from moesaic.serve.engine import InferenceEngine
     from moesaic.serve.engine_thread import EngineThread
     from moesaic.serve.loading import ServedModel
@@ -218,30 +218,35 @@ def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent)
     arrivals.put((one, event))
 
 
-def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
+def default_cache_tokens(
+    model: ModelConfig, item_bytes: int, max_running: int, free_bytes: int
+) -> int:
     """Return the positions that `max_running` texts need, within a part of the free memory."""
-    from moesaic.kernels import device as devices
-
-    config, weight = model.config, model.embed.weight
-    width = 2 * config.kv_heads * config.head_dim
-    if config.latent is not None:
-        width = config.latent.kv_lora_rank + config.latent.qk_rope_head_dim
-    free = devices.free_bytes(weight.device)
-    room = int(free * _CACHE_FRACTION) // (config.layers * width * weight.element_size())
-    return max(min(max_running * config.max_positions, room), 16)
+    width = 2 * model.kv_heads * model.head_dim
+    if model.latent is not None:
+        width = model.latent.kv_lora_rank + model.latent.qk_rope_head_dim
+    room = int(free_bytes * _CACHE_FRACTION) // (model.layers * width * item_bytes)
+    return max(min(max_running * model.max_positions, room), 16)
 
 
 def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:
     """Return an engine over a loaded model."""
+    from moesaic.kernels import device as devices
     from moesaic.serve.engine import EngineLimits, InferenceEngine
 
     tokens = config.cache_tokens
     if tokens is None and served.decision is not None:
         tokens = served.decision.outcome.cache_tokens
+    if tokens is None:
+        weight = served.model.embed.weight
+        tokens = default_cache_tokens(
+            served.model.config, weight.element_size(), config.max_running,
+            devices.free_bytes(weight.device),
+        )  # fmt: skip
     limits = EngineLimits(
         max_running=config.max_running, max_waiting=max_waiting,
         tokens_per_pass=config.tokens_per_pass,
-        cache_tokens=tokens or default_cache_tokens(served.model, config.max_running),
+        cache_tokens=tokens,
     )  # fmt: skip
     return InferenceEngine(served.model, limits, served.reads)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.api.engine import load_network, make_engine
-from moesaic.api.start import exit_on_interrupt, exit_process, import_module
+from moesaic.api.start import exit_process, import_module
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DataError, write_error
 from moesaic.base.events import EventLog
@@ -65,8 +65,7 @@ def serve(
     """
     _check_packages()
     api_key = _read_key(config)
-    with exit_on_interrupt():
-        import_module("moesaic.serve.http.app")
+    import_module("moesaic.serve.http.app")
     from moesaic.serve.http import server
 
     with server.bind(config.host, config.port) as bound:
@@ -75,9 +74,7 @@ def serve(
                 f"host = {keys.show(config.host)} without an API key: any program that reaches "
                 "this machine can use the model; give --api-key-file FILE"
             )
-        with exit_on_interrupt():
-            import_module("moesaic.serve.engine_thread")
-            import_module("moesaic.serve.loading")
+        import_server()
         from moesaic.serve.engine_thread import EngineThread
         from moesaic.serve.http.app import make_app
 
@@ -140,6 +137,13 @@ def _make_service(
         return Service(model, thread, Metrics(model.name, thread.stats), api_key=api_key)
     metrics = Metrics(model.name, thread.stats, lambda: served.expert_stats)
     return Service(model, thread, metrics, experts=experts, api_key=api_key)
+
+
+def import_server() -> None:
+    """Import all that a server needs. Raise ConfigError if the extra is not installed."""
+    _check_packages()
+    for name in ("http.app", "engine_thread", "loading"):
+        import_module(f"moesaic.serve.{name}")
 
 
 def _check_packages() -> None:
