@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,8 @@ _CACHE_FRACTION = 0.25
 class TextEngine:
     """Inference engine of a model on disk or in memory, for texts; any thread may use it.
 
-    Weights are read and memory is taken at the first request.
+    Weights are read and memory is taken at the first request. They are freed by `close`, when
+    nothing refers to the engine any more, or when the program ends.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class TextEngine:
         """Name of the model's directory."""
         self._lock = Lock()
         self._thread: EngineThread | None = None
-        self._served: ServedModel | None = None
+        self._end: weakref.finalize[..., Self] | None = None
+        """Function that ends the thread and closes the network; runs once."""
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -67,12 +70,9 @@ class TextEngine:
         """End all requests and free the memory."""
         with self._lock:
             self._is_closed = True
-            if self._thread is not None:
-                self._thread.close()
-                self._thread = None
-            if self._served is not None:
-                self._served.close()
-                self._served = None
+            self._thread = None
+            if self._end is not None:
+                self._end()
 
     def generate(
         self,
@@ -197,10 +197,12 @@ class TextEngine:
             if self._is_closed:
                 raise ConfigError("the engine is closed: create another one")
             if self._thread is None:
-                self._served = self._load()
-                engine = make_engine(self._served, self._config, max_waiting=sys.maxsize)
+                served = self._load()
+                engine = make_engine(served, self._config, max_waiting=sys.maxsize)
                 self._thread = EngineThread(engine)
                 self._thread.start()
+                # A thread that still waits at the end of the program aborts it.
+                self._end = weakref.finalize(self, _close, self._thread, served)
             return self._thread
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
@@ -212,6 +214,11 @@ class TextEngine:
                     f"{name} has the token {token}, and the model's ids are 0 to {vocab - 1}: "
                     "use the model's tokenizer"
                 )
+
+
+def _close(thread: EngineThread, served: ServedModel) -> None:
+    thread.close()
+    served.close()
 
 
 def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent) -> None:
