@@ -258,8 +258,12 @@ def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> 
     return InferenceEngine(served.model, limits, served.reads)
 
 
-def load_network(origin: Origin, config: LoadConfig) -> ServedModel:
-    """Return the network of `origin` on the device of the settings, within their memory."""
+def load_network(
+    origin: Origin, config: LoadConfig, progress: Callable[[int, int], None] | None = None
+) -> ServedModel:
+    """Return the network of `origin` on the device of the settings, within their memory.
+
+    `progress` gets the bytes read and in total after every tensor."""
     from moesaic.kernels import device as devices
     from moesaic.kernels.grouped_mm import check_backend
     from moesaic.serve.loading import load_model
@@ -268,11 +272,11 @@ def load_network(origin: Origin, config: LoadConfig) -> ServedModel:
     check_backend(config.grouped_mm if origin.model.experts else "auto", device, key="grouped_mm")
     devices.activate(device)
     if not isinstance(config, EngineConfig) or config.memory is None:
-        return load_model(origin, device, config.precision, config.grouped_mm)
+        return load_model(origin, device, config.precision, config.grouped_mm, progress=progress)
     return load_model(
         origin, device, config.precision, config.grouped_mm, parse_bytes(config.memory),
         cache_tokens=config.cache_tokens, tokens_per_pass=config.tokens_per_pass,
-        max_running=config.max_running,
+        max_running=config.max_running, progress=progress,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
 from moesaic.models.hf.reader import DTYPES
+from moesaic.models.hf.shards import Progress
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.nn.experts.places import Places
@@ -128,7 +129,7 @@ class ServedModel:
 
 
 @torch.no_grad()
-def load_model(
+def load_model(  # noqa: PLR0913 - settings of loading
     origin: Origin,
     device: torch.device,
     precision: str = "keep",
@@ -138,6 +139,7 @@ def load_model(
     cache_tokens: int | None = None,
     tokens_per_pass: int = 512,
     max_running: int = 16,
+    progress: Progress | None = None,
 ) -> ServedModel:
     """Return the model of `origin` on `device`, filled tensor by tensor.
 
@@ -150,6 +152,7 @@ def load_model(
         cache_tokens: key-value positions that the engine wants; None: `memory` decides.
         tokens_per_pass: most tokens of one pass.
         max_running: most texts whose next tokens one pass chooses.
+        progress: callback with (bytes read, bytes in total) after every tensor.
     """
     dtype = weights_dtype(origin, precision)
     if dtype == torch.float64 and grouped_mm not in ("auto", "torch") and origin.model.experts:
@@ -158,14 +161,14 @@ def load_model(
             'support: set it to "torch", or precision to "fp32"'
         )
     if memory is None:
-        return ServedModel(_load(origin, device, dtype, grouped_mm))
+        return ServedModel(_load(origin, device, dtype, grouped_mm, progress=progress))
     _check_device(device, memory)
     decision = divide_budget(
         origin, dtype, memory, tokens_per_pass, max_running, cache_tokens=cache_tokens
     )
     budget, experts = decision.outcome, _stored_experts(origin)
     if budget.num_slots == decision.facts.num_experts:
-        return ServedModel(_load(origin, device, dtype, grouped_mm), decision)
+        return ServedModel(_load(origin, device, dtype, grouped_mm, progress=progress), decision)
     with ExitStack() as stack:
         files = _open_files(origin.model, experts, dtype)
         stack.callback(files.close)
@@ -173,7 +176,7 @@ def load_model(
         cache = BlockCache(files, budget.num_slots, residency, READ_THREADS)
         stack.callback(cache.close)
         places = _make_places(origin.model, cache, dtype)
-        model = _load(origin, device, dtype, grouped_mm, places)
+        model = _load(origin, device, dtype, grouped_mm, places, progress)
         stack.pop_all()
     return ServedModel(model, decision, files, cache, places)
 
@@ -233,6 +236,7 @@ def _load(
     dtype: torch.dtype,
     grouped_mm: Literal["auto"] | MatmulBackend,
     places: Mapping[int, Places] | None = None,
+    progress: Progress | None = None,
 ) -> LanguageModel:
     """Return the model with all weights in memory, except for the experts in `places`."""
     model = build_model(origin.model, dtype, places=places)
@@ -244,7 +248,7 @@ def _load(
     shards = tensor_shards(model)
     if places is not None:
         shards = [shard for shard in shards if ".moe.experts." not in shard.name]
-    origin.fill(shards)
+    origin.fill(shards, progress)
     devices.release_freed_memory()
     return model.eval()
 
