@@ -20,6 +20,7 @@ from moesaic.base.units import format_bytes
 from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.train import MatmulBackend
+from moesaic.facts.workload import parameters
 from moesaic.kernels import cpu_attention, cpu_gemv
 from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
@@ -161,6 +162,7 @@ def load_model(  # noqa: PLR0913 - settings of loading
             'support: set it to "torch", or precision to "fp32"'
         )
     if memory is None:
+        _check_room(origin.model, dtype, device)
         return ServedModel(_load(origin, device, dtype, grouped_mm, progress=progress))
     _check_device(device, memory)
     decision = divide_budget(
@@ -228,6 +230,20 @@ def _check_device(device: torch.device, memory: int) -> None:
             f"memory = {format_bytes(memory)} is more than the {format_bytes(available)} that this "
             f'process can have: set it to "{available >> 20}MiB" or less'
         )
+
+
+def _check_room(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if the weights do not fit into this machine's memory."""
+    size, free = sum(p.size for p in parameters(model)) * dtype.itemsize, free_memory_bytes()
+    if device.type != "cpu" or size <= free:
+        return
+    remedy = "free some memory, or use a larger machine"
+    if model.experts:
+        remedy = f'set memory to "{free >> 20}MiB" or less, and experts are read from the files'
+    raise ConfigError(
+        f"the model's weights take {format_bytes(size)}, and this process can have "
+        f"{format_bytes(free)}: {remedy}"
+    )
 
 
 def _load(

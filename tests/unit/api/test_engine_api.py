@@ -206,7 +206,7 @@ def test_mistakes_are_config_errors(engine: Engine, call: dict[str, Any], words:
 def test_settings_of_the_engine_are_checked(directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_runing.*did you mean 'max_running'"):
         Engine(directory, max_runing=3)
-    with pytest.raises(ConfigError, match='"lots" is not a size'):
+    with pytest.raises(ConfigError, match='Engine: memory = "lots" is not a size'):
         Engine(directory, memory="lots")
     with pytest.raises(ConfigError, match="max_running = 0"):
         Engine(directory, max_running=0)
