@@ -54,7 +54,7 @@ class TextEngine:
         """Name of the model's directory."""
         self._lock = Lock()
         self._thread: EngineThread | None = None
-        self._end: weakref.finalize[..., Self] | None = None
+        self._end: weakref.finalize[..., TextEngine] | None = None
         """Function that ends the thread and closes the network; runs once."""
         self._is_closed = False
 

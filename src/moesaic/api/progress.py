@@ -133,7 +133,9 @@ class LoadingProgress:
     def __init__(self, output: Output, first_s: float = 2.0, every_s: float = LINE_EVERY_S) -> None:
         self._console, self._every_s = make_console(output), every_s
         self._has_bar = self._console.is_terminal and output is not None
-        self._due_s = time.monotonic() + first_s
+        self._first_s = first_s
+        self._due_s: float | None = None
+        """Time of the next line; None before the first tensor."""
         self._bar = Progress(
             TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True),
             TimeRemainingColumn(compact=True), console=self._console, transient=True,
@@ -150,6 +152,9 @@ class LoadingProgress:
 
     def move(self, done: int, total: int) -> None:
         """Move the bar to `done` of `total` bytes, or print a line if one is due."""
+        now = time.monotonic()
+        if self._due_s is None:
+            self._due_s = now + self._first_s
         if self._has_bar:
             if not self._bar.task_ids:
                 self._bar.start()
@@ -157,8 +162,8 @@ class LoadingProgress:
             self._bar.update(self._bar.task_ids[0], completed=done)
             if done >= total:
                 self._bar.stop()
-        elif done < total and time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + self._every_s
+        elif done < total and now >= self._due_s:
+            self._due_s = now + self._every_s
             self._console.print(f"loading weights: {format_bytes(done)} of {format_bytes(total)}")
 
 
