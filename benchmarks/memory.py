@@ -25,8 +25,8 @@ from benchmarks.memory_traffic import Shape, Uses, must_move, touched_experts
 from moesaic.facts.expert_blocks import BlockKind
 from moesaic.testing.residency import belady_misses
 
-SHAPE = Shape()
-"""About 300 million parameters."""
+SHAPE = Shape(layers=7)
+"""About 350 million parameters."""
 COUNTED = Shape(hidden=64, ffn=224, heads=2, kv_heads=1, vocab=64, sequence=32)
 """The same layers and experts with narrow blocks, where only blocks are counted."""
 MAX_ROUNDS = 3
@@ -37,7 +37,7 @@ SLACK_BYTES = 64 << 20
 STATE_PER_LIMIT = 4
 PEAK_BUDGETS = (750_000_000, 900_000_000, 1_200_000_000)
 PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic" / "peers"
-DEEPSPEED_LIMITS = (900_000_000, 1_500_000_000, 2_000_000_000, 2_500_000_000, 3_500_000_000)
+DEEPSPEED_LIMITS = (1_050_000_000, 1_500_000_000, 2_000_000_000, 2_500_000_000, 3_500_000_000)
 """Limits that DeepSpeed tries in turn; the first is that of moesaic."""
 WHERE = "control groups of version 1 and root are needed"
 

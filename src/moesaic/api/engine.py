@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from moesaic.serve.prompts import Prompt, PromptEncoder
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
+    from moesaic.facts.job import ModelConfig
     from moesaic.models.hf.origin import Origin
-    from moesaic.models.lm import LanguageModel
     from moesaic.serve.engine import InferenceEngine
     from moesaic.serve.engine_thread import EngineThread
     from moesaic.serve.loading import ServedModel
@@ -36,7 +37,8 @@ _CACHE_FRACTION = 0.25
 class TextEngine:
     """Inference engine of a model on disk or in memory, for texts; any thread may use it.
 
-    Weights are read and memory is taken at the first request.
+    Weights are read and memory is taken at the first request. They are freed by `close`, when
+    nothing refers to the engine any more, or when the program ends.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class TextEngine:
         self._lock = Lock()
         self._thread: EngineThread | None = None
         self._served: ServedModel | None = None
+        self._end: weakref.finalize[..., TextEngine] | None = None
+        """Function that ends the thread and closes the network; runs once."""
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -68,12 +72,12 @@ class TextEngine:
         """End all requests and free the memory."""
         with self._lock:
             self._is_closed = True
-            if self._thread is not None:
-                self._thread.close()
-                self._thread = None
-            if self._served is not None:
+            self._thread = None
+            if self._end is not None:
+                self._end()
+            elif self._served is not None:
                 self._served.close()
-                self._served = None
+            self._served = None
 
     def generate(
         self,
@@ -198,10 +202,13 @@ class TextEngine:
             if self._is_closed:
                 raise ConfigError("the engine is closed: create another one")
             if self._thread is None:
-                self._served = self._served or self._load()
-                engine = make_engine(self._served, self._config, max_waiting=sys.maxsize)
+                served = self._served or self._load()
+                self._served = served  # It is read once, even if the cache does not fit at first.
+                engine = make_engine(served, self._config, max_waiting=sys.maxsize)
                 self._thread = EngineThread(engine)
                 self._thread.start()
+                # A thread that still waits at the end of the program aborts it.
+                self._end = weakref.finalize(self, _close, self._thread, served)
             return self._thread
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
@@ -215,38 +222,52 @@ class TextEngine:
                 )
 
 
+def _close(thread: EngineThread, served: ServedModel) -> None:
+    thread.close()
+    served.close()
+
+
 def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent) -> None:
     arrivals.put((one, event))
 
 
-def default_cache_tokens(model: LanguageModel, max_running: int) -> int:
+def default_cache_tokens(
+    model: ModelConfig, item_bytes: int, max_running: int, free_bytes: int
+) -> int:
     """Return the positions that `max_running` texts need, within a part of the free memory."""
-    from moesaic.kernels import device as devices
-
-    config, weight = model.config, model.embed.weight
-    free = devices.free_bytes(weight.device)
-    position_bytes = config.layers * config.cache_width * weight.element_size()
-    room = int(free * _CACHE_FRACTION) // position_bytes
-    return max(min(max_running * config.max_positions, room), PAGE_TOKENS)
+    position_bytes = model.layers * model.cache_width * item_bytes
+    room = int(free_bytes * _CACHE_FRACTION) // position_bytes
+    return max(min(max_running * model.max_positions, room), PAGE_TOKENS)
 
 
 def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:
     """Return an engine over a loaded model."""
+    from moesaic.kernels import device as devices
     from moesaic.serve.engine import EngineLimits, InferenceEngine
 
     tokens = config.cache_tokens
     if tokens is None and served.decision is not None:
         tokens = served.decision.outcome.cache_tokens
+    if tokens is None:
+        weight = served.model.embed.weight
+        tokens = default_cache_tokens(
+            served.model.config, weight.element_size(), config.max_running,
+            devices.free_bytes(weight.device),
+        )  # fmt: skip
     limits = EngineLimits(
         max_running=config.max_running, max_waiting=max_waiting,
         tokens_per_pass=config.tokens_per_pass,
-        cache_tokens=tokens or default_cache_tokens(served.model, config.max_running),
+        cache_tokens=tokens,
     )  # fmt: skip
     return InferenceEngine(served.model, limits, served.reads)
 
 
-def load_network(origin: Origin, config: LoadConfig) -> ServedModel:
-    """Return the network of `origin` on the device of the settings, within their memory."""
+def load_network(
+    origin: Origin, config: LoadConfig, progress: Callable[[int, int], None] | None = None
+) -> ServedModel:
+    """Return the network of `origin` on the device of the settings, within their memory.
+
+    `progress` gets the bytes read and in total after every tensor."""
     from moesaic.kernels import device as devices
     from moesaic.kernels.grouped_mm import check_backend
     from moesaic.serve.loading import load_model
@@ -255,11 +276,11 @@ def load_network(origin: Origin, config: LoadConfig) -> ServedModel:
     check_backend(config.grouped_mm if origin.model.experts else "auto", device, key="grouped_mm")
     devices.activate(device)
     if not isinstance(config, EngineConfig) or config.memory is None:
-        return load_model(origin, device, config.precision, config.grouped_mm)
+        return load_model(origin, device, config.precision, config.grouped_mm, progress=progress)
     return load_model(
         origin, device, config.precision, config.grouped_mm, parse_bytes(config.memory),
         cache_tokens=config.cache_tokens, tokens_per_pass=config.tokens_per_pass,
-        max_running=config.max_running,
+        max_running=config.max_running, progress=progress,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Consoles, and progress of training and probes.
+"""Consoles, and progress of training, probes, batches and loading.
 
 Progress is a bar on a terminal, and a line every few seconds elsewhere.
 """
@@ -11,18 +11,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
-from moesaic.base.units import format_clock
+from moesaic.base.units import format_bytes, format_clock
 
 if TYPE_CHECKING:
     from moesaic.api.batch import BatchCounts
@@ -124,6 +125,46 @@ def format_figures(figures: Mapping[str, float]) -> str:
         stall = figures["memory_stall_s"] / max(figures["step_s"], 1e-9)
         text += f", {figures['memory_hit_rate']:.0%} in memory, {stall:.0%} waiting for the drive"
     return text
+
+
+class LoadingProgress:
+    """Progress of loading weights: a bar on a terminal; else lines, if it takes seconds."""
+
+    def __init__(self, output: Output, first_s: float = 2.0, every_s: float = LINE_EVERY_S) -> None:
+        self._console, self._every_s = make_console(output), every_s
+        self._has_bar = self._console.is_terminal and output is not None
+        self._first_s = first_s
+        self._due_s: float | None = None
+        """Time of the next line; None before the first tensor."""
+        self._bar = Progress(
+            TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True),
+            TimeRemainingColumn(compact=True), console=self._console, transient=True,
+            disable=not self._has_bar,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        """Return the progress."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+    def move(self, done: int, total: int) -> None:
+        """Move the bar to `done` of `total` bytes, or print a line if one is due."""
+        now = time.monotonic()
+        if self._due_s is None:
+            self._due_s = now + self._first_s
+        if self._has_bar:
+            if not self._bar.task_ids:
+                self._bar.start()
+                self._bar.add_task("", total=total)
+            self._bar.update(self._bar.task_ids[0], completed=done)
+            if done >= total:
+                self._bar.stop()
+        elif done < total and now >= self._due_s:
+            self._due_s = now + self._every_s
+            self._console.print(f"loading weights: {format_bytes(done)} of {format_bytes(total)}")
 
 
 @contextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.api.engine import load_network, make_engine
-from moesaic.api.start import exit_on_interrupt, exit_process, import_module
+from moesaic.api.start import exit_process, import_module
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DataError, StoreError, write_error
 from moesaic.base.events import EventLog
@@ -21,7 +23,7 @@ from moesaic.serve.prompts import PromptEncoder
 if TYPE_CHECKING:
     from moesaic.models.chat import ChatTemplate
     from moesaic.models.hf.origin import Origin
-    from moesaic.serve.engine import EngineLimits
+    from moesaic.serve.engine import EngineLimits, InferenceEngine
     from moesaic.serve.engine_thread import EngineThread
     from moesaic.serve.expert_reads import RegimeChoice
     from moesaic.serve.http.api_model import ApiModel
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 """Packages of the extra `serve`."""
 _INTERRUPTED = 130
+_LOG = logging.getLogger(__name__)
 
 
 class ServerFacts(NamedTuple):
@@ -54,6 +57,7 @@ def serve(
     config: ServeConfig,
     on_ready: Callable[[ServerFacts], None],
     on_warning: Callable[[str], None],
+    on_progress: Callable[[int, int], None],
 ) -> int:
     """Serve the model in `directory` until a signal; return the exit status.
 
@@ -62,11 +66,11 @@ def serve(
         config: settings.
         on_ready: function that gets the address and the limits when clients may connect.
         on_warning: function that gets sentences for the user.
+        on_progress: function that gets the bytes of weights read and in total, while they load.
     """
     _check_packages()
     api_key = _read_key(config)
-    with exit_on_interrupt():
-        import_module("moesaic.serve.http.app")
+    import_module("moesaic.serve.http.app")
     from moesaic.serve.http import server
 
     with server.bind(config.host, config.port) as bound:
@@ -75,16 +79,14 @@ def serve(
                 f"host = {keys.show(config.host)} without an API key: any program that reaches "
                 "this machine can use the model; give --api-key-file FILE"
             )
-        with exit_on_interrupt():
-            import_module("moesaic.serve.engine_thread")
-            import_module("moesaic.serve.loading")
+        import_server()
         from moesaic.serve.engine_thread import EngineThread
         from moesaic.serve.http.app import make_app
 
         origin = _open(directory, config, on_warning)
         prompts = PromptEncoder(origin, config.tokenizer)
         template = _find_template(prompts, on_warning)
-        with load_network(origin, config) as served, ExitStack() as stack:
+        with load_network(origin, config, on_progress) as served, ExitStack() as stack:
             for warning in served.warnings:
                 on_warning(warning)
             engine = make_engine(served, config, config.max_waiting)
@@ -98,13 +100,27 @@ def serve(
             )  # fmt: skip
             thread = EngineThread(engine)
             service = _make_service(model, served, thread, api_key)
-            hooks = server.Hooks(lambda: on_ready(facts), engine.cancel_all, exit_process)
+            hooks = server.Hooks(
+                lambda: on_ready(facts), partial(_log_open_texts, engine, config.drain_s),
+                engine.cancel_all, exit_process,
+            )  # fmt: skip
             thread.start()
             try:
                 ended_by = server.run(make_app(service), bound, config.drain_s, hooks)
             finally:
                 thread.close()
     return _INTERRUPTED if ended_by == signal.SIGINT else 0
+
+
+def _log_open_texts(engine: InferenceEngine, drain_s: int) -> None:
+    """Say what the end of the server waits for."""
+    stats = engine.stats()
+    num_open = stats.num_running + stats.num_waiting
+    if num_open:
+        _LOG.info(
+            "ending: %d open texts may take up to %d s; a second signal ends the process",
+            num_open, drain_s,
+        )  # fmt: skip
 
 
 def _log_decisions(served: ServedModel, path: Path, on_warning: Callable[[str], None]) -> EventLog:
@@ -149,6 +165,13 @@ def _make_service(
         return Service(model, thread, Metrics(model.name, thread.stats), api_key=api_key)
     metrics = Metrics(model.name, thread.stats, lambda: served.expert_stats)
     return Service(model, thread, metrics, experts=experts, api_key=api_key)
+
+
+def import_server() -> None:
+    """Import all that a server needs. Raise ConfigError if the extra is not installed."""
+    _check_packages()
+    for name in ("http.app", "engine_thread", "loading"):
+        import_module(f"moesaic.serve.{name}")
 
 
 def _check_packages() -> None:

@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moesaic.api.cluster import Cluster
+from moesaic.api.engine import default_cache_tokens
+from moesaic.api.serve import import_server
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
 from moesaic.facts.cluster import Device, Disk, Host
+from moesaic.facts.job import ModelConfig
 from moesaic.policy.serving.budget import ServingBudget, ServingFacts
 from moesaic.policy.serving.forecast import Forecast, ForecastFacts, forecast
 from moesaic.serve.config import ServeConfig
 
 STREAMS = (1, 8, 32)
-"""Streams of a forecast."""
+"""Streams of a forecast at most, if the engine and its cache have room for them."""
 CONTEXT = 512
-"""Tokens of each stream in a forecast."""
+"""Tokens of each stream in a forecast at most."""
 _ALL_MEMORY = "1000000TB"
 
 
@@ -43,6 +46,8 @@ def forecast_server(
     """
     from moesaic.dist.state import PRECISIONS
     from moesaic.models.hf.origin import open_origin
+
+    import_server()  # Its libraries count as memory of the interpreter.
     from moesaic.serve.loading import divide_budget, weights_dtype
 
     origin = open_origin(directory)
@@ -51,16 +56,34 @@ def forecast_server(
         origin, dtype, parse_bytes(config.memory or _ALL_MEMORY), config.tokens_per_pass,
         config.max_running, cache_tokens=config.cache_tokens,
     )  # fmt: skip
+    sizes, budget = decision.facts, decision.outcome
+    if config.memory is None and config.cache_tokens is None:
+        budget = budget._replace(
+            cache_tokens=_unlimited_tokens(origin.model, dtype.itemsize, sizes, config)
+        )
     speeds = list[Forecast]()
     if cluster is not None:
+        context = min(CONTEXT, origin.model.max_positions)
+        room = max(min(config.max_running, budget.cache_tokens // context), 1)
         host = cluster.facts.hosts[0]
         name = next(name for name, one in PRECISIONS.items() if one == dtype)
         facts = ForecastFacts(
             origin.model, name, _processor(host), _disk(host, directory).read,
-            decision.outcome.num_slots, CONTEXT,
+            budget.num_slots, context,
         )  # fmt: skip
-        speeds = forecast(facts, STREAMS)
-    return ServingForecast(decision.facts, decision.outcome, speeds)
+        speeds = forecast(facts, sorted({min(streams, room) for streams in STREAMS}))
+    return ServingForecast(sizes, budget, speeds)
+
+
+def _unlimited_tokens(
+    model: ModelConfig, item_bytes: int, sizes: ServingFacts, config: ServeConfig
+) -> int:
+    """Return the positions of the key-value cache without a memory budget."""
+    from moesaic.kernels import device as devices
+
+    weights_bytes = sizes.dense_bytes + sizes.num_experts * sizes.expert_bytes
+    free_bytes = devices.free_bytes(devices.resolve(config.device, key="device")) - weights_bytes
+    return default_cache_tokens(model, item_bytes, config.max_running, free_bytes)
 
 
 def _processor(host: Host) -> Device:

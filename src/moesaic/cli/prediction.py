@@ -97,14 +97,14 @@ def describe_tiers(tiers: Mapping[str, Any], step_s: float | None) -> dict[str, 
     steps = "a second" if step_s is None else format_seconds(step_s)
     per_step = (
         f"{format_bytes(read)} read and {format_bytes(written)} written per step and rank; "
-        f"{format_bytes(per_day * read)} and {format_bytes(per_day * written)} per day if a step "
-        f"takes {steps}"
+        f"{format_bytes(per_day * read)} read and {format_bytes(per_day * written)} written per "
+        f"day if a step takes {steps}"
     )
     return {
         "memory budget": f"{format_bytes(tiers['host_bytes'])}; the smallest that works is "
         f"{format_bytes(tiers['smallest_budget_bytes'])} (memory.host)",
-        "expert state": f"{format_bytes(tiers['expert_state_bytes'])} per rank; in memory "
-        f"{format_bytes(tiers['experts_bytes'])} of it and of gradients",
+        "expert state": f"{format_bytes(tiers['expert_state_bytes'])} per rank; "
+        f"{format_bytes(tiers['experts_bytes'])} in memory for it and its gradients",
         "drive": f"{format_bytes(tiers['drive_bytes'])} per rank; {per_step} and all experts have "
         "tokens",
         "micro-batches": f"{tiers['micro_batches_together']} at a time pass through a layer",

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from moesaic.api.progress import LoadingProgress
 from moesaic.api.serve import ServerFacts
 from moesaic.api.serve import serve as start_server
 from moesaic.api.serving_forecast import ServingForecast, forecast_server
@@ -80,7 +81,8 @@ def serve(  # noqa: PLR0913 - a parameter for each flag
         text = json.dumps(facts._asdict()) if as_json else _describe(facts)
         print(text, flush=True)
 
-    return start_server(path, config, print_ready, screen.print_warning)
+    with LoadingProgress("stderr") as loading:
+        return start_server(path, config, print_ready, screen.print_warning, loading.move)
 
 
 def _describe(facts: ServerFacts) -> str:

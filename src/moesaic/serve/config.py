@@ -49,7 +49,10 @@ class EngineConfig(LoadConfig):
     @classmethod
     def _check_memory(cls, value: str | None) -> str | None:
         if value is not None:
-            parse_bytes(value)
+            try:
+                parse_bytes(value)
+            except ValueError as error:
+                raise ValueError(f"memory = {error}") from None
         return value
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, get_ident
 from traceback import clear_frames
 
 from moesaic.base.errors import MoesaicError, as_user_error
@@ -70,7 +70,7 @@ class EngineThread:
         self._refuse_requests()
         self._stops.set()
         self._work.set()
-        if self._thread.ident is not None:
+        if self._thread.ident not in (None, get_ident()):  # Garbage may be collected there.
             self._thread.join()
 
     def _refuse_requests(self) -> None:

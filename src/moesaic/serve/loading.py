@@ -20,11 +20,13 @@ from moesaic.base.units import format_bytes
 from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.train import MatmulBackend
+from moesaic.facts.workload import parameters
 from moesaic.kernels import cpu_attention, cpu_gemv
 from moesaic.kernels import device as devices
 from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
 from moesaic.models.hf.reader import DTYPES
+from moesaic.models.hf.shards import Progress
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.nn.experts.places import Places
@@ -130,7 +132,7 @@ class ServedModel:
 
 
 @torch.no_grad()
-def load_model(
+def load_model(  # noqa: PLR0913 - settings of loading
     origin: Origin,
     device: torch.device,
     precision: str = "keep",
@@ -140,6 +142,7 @@ def load_model(
     cache_tokens: int | None = None,
     tokens_per_pass: int = 512,
     max_running: int = 16,
+    progress: Progress | None = None,
 ) -> ServedModel:
     """Return the model of `origin` on `device`, filled tensor by tensor.
 
@@ -152,6 +155,7 @@ def load_model(
         cache_tokens: key-value positions that the engine wants; None: `memory` decides.
         tokens_per_pass: most tokens of one pass.
         max_running: most texts whose next tokens one pass chooses.
+        progress: callback with (bytes read, bytes in total) after every tensor.
     """
     dtype = weights_dtype(origin, precision)
     if dtype == torch.float64 and grouped_mm not in ("auto", "torch") and origin.model.experts:
@@ -160,14 +164,15 @@ def load_model(
             'support: set it to "torch", or precision to "fp32"'
         )
     if memory is None:
-        return ServedModel(_load(origin, device, dtype, grouped_mm))
+        _check_room(origin.model, dtype, device)
+        return ServedModel(_load(origin, device, dtype, grouped_mm, progress=progress))
     _check_device(device, memory)
     decision = divide_budget(
         origin, dtype, memory, tokens_per_pass, max_running, cache_tokens=cache_tokens
     )
     budget = decision.outcome
     if budget.num_slots == decision.facts.num_experts:
-        return ServedModel(_load(origin, device, dtype, grouped_mm), decision)
+        return ServedModel(_load(origin, device, dtype, grouped_mm, progress=progress), decision)
     with ExitStack() as stack:
         files = _open_files(origin, dtype)
         stack.callback(files.close)
@@ -175,7 +180,7 @@ def load_model(
         cache = BlockCache(files, budget.num_slots, residency, READ_THREADS)
         stack.callback(cache.close)
         places = _make_places(origin.model, cache, dtype)
-        model = _load(origin, device, dtype, grouped_mm, places)
+        model = _load(origin, device, dtype, grouped_mm, places, progress)
         stack.pop_all()
     return ServedModel(model, decision, files, cache, places)
 
@@ -232,12 +237,27 @@ def _check_device(device: torch.device, memory: int) -> None:
         )
 
 
+def _check_room(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if the weights do not fit into this machine's memory."""
+    size, free = sum(p.size for p in parameters(model)) * dtype.itemsize, free_memory_bytes()
+    if device.type != "cpu" or size <= free:
+        return
+    remedy = "free some memory, or use a larger machine"
+    if model.experts:
+        remedy = f'set memory to "{free >> 20}MiB" or less, and experts are read from the files'
+    raise ConfigError(
+        f"the model's weights take {format_bytes(size)}, and this process can have "
+        f"{format_bytes(free)}: {remedy}"
+    )
+
+
 def _load(
     origin: Origin,
     device: torch.device,
     dtype: torch.dtype,
     grouped_mm: Literal["auto"] | MatmulBackend,
     places: Mapping[int, Places] | None = None,
+    progress: Progress | None = None,
 ) -> LanguageModel:
     """Return the model with all weights in memory, except for the experts in `places`."""
     model = build_model(origin.model, dtype, places=places)
@@ -249,7 +269,7 @@ def _load(
     shards = tensor_shards(model)
     if places is not None:
         shards = [shard for shard in shards if ".moe.experts." not in shard.name]
-    origin.fill(shards)
+    origin.fill(shards, progress)
     devices.release_freed_memory()
     return model.eval()
 

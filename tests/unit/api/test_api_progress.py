@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moesaic.api import progress
 from moesaic.api.batch import BatchCounts
-from moesaic.api.progress import Output, RunProgress
+from moesaic.api.progress import LoadingProgress, Output, RunProgress
 
 
 def train(
@@ -64,3 +64,26 @@ def test_a_batch_shows_its_answers_and_speed(
             show(BatchCounts(answered=1, failed=0, skipped=1, tokens=30))
     assert "2/3 answers" in file.getvalue()
     assert " tokens/s" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("terminal", "first_s", "expected"),
+    [
+        (False, 0.0, ["loading weights: 1.0 GiB of 3.0 GiB"]),
+        (False, 60.0, []),
+        (True, 60.0, ["loading", "3.0/3.0 GiB"]),
+    ],
+)
+def test_loading_shows_bytes_if_it_takes_seconds(
+    terminal: bool, first_s: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
+    monkeypatch.setattr(progress, "make_console", lambda _: console)
+    with LoadingProgress("stderr", first_s=first_s) as loading:
+        for done in (1, 2, 3):
+            loading.move(done << 30, 3 << 30)
+    text = file.getvalue()
+    assert all(words in text for words in expected)
+    assert bool(text) == bool(expected)
+    assert text.count("GiB of") == len(expected) - 2 * terminal

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -204,7 +207,7 @@ def test_mistakes_are_config_errors(engine: Engine, call: dict[str, Any], words:
 def test_settings_of_the_engine_are_checked(directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_runing.*did you mean 'max_running'"):
         Engine(directory, max_runing=3)
-    with pytest.raises(ConfigError, match='"lots" is not a size'):
+    with pytest.raises(ConfigError, match='Engine: memory = "lots" is not a size'):
         Engine(directory, memory="lots")
     with pytest.raises(ConfigError, match="max_running = 0"):
         Engine(directory, max_running=0)
@@ -255,3 +258,23 @@ def test_closing_ends_all_requests(directory: Path) -> None:
     with pytest.raises(ConfigError, match="the engine is closed: create another one"):
         engine.generate(["a"])
     engine.close()
+
+
+def test_an_engine_that_is_never_closed_ends_with_its_last_reference_or_the_program(
+    directory: Path,
+) -> None:
+    before = set(threading.enumerate())
+    engine = Engine(directory, **CPU)
+    engine.generate(["a"], max_tokens=2)
+    gone = weakref.ref(engine)
+    del engine
+    assert gone() is None
+    assert set(threading.enumerate()) <= before
+    program = (
+        "import sys, moesaic\n"
+        "engine = moesaic.Engine(sys.argv[1], device='cpu')\n"
+        "print(len(engine.generate(['a'], max_tokens=2)))\n"
+    )
+    command = [sys.executable, "-c", program, str(directory)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr

@@ -19,6 +19,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "job.toml").write_text(RUN_JOB.replace("layers = 1", "layers = 2"))
     (tmp_path / "old" / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "old" / "job.json").write_text("{}")
+    (tmp_path / "young").mkdir()
+    (tmp_path / "young" / "job.json").write_text("{}")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "empty").write_text("")
     (tmp_path / "adapter").mkdir()
@@ -103,6 +105,7 @@ VERBS = [
     ("serve", "MODEL is missing"),
     ("serve nowhere --set port=0", "'nowhere' is not there"),
     ("serve file --set port=0", "'file' is none of these"),
+    ("serve young --set port=0", "run 'young' has no checkpoint yet: wait for the first one"),
     ("serve nowhere --set prt=0", "unknown key 'prt': did you mean 'port'?"),
     ("serve nowhere --set port=70000", "port = 70000: give an integer from 0 and below 65536"),
     ("serve nowhere --memory much", '"much" is not a size'),

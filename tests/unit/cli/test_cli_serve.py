@@ -53,6 +53,7 @@ def test_a_dry_run_divides_memory(model: Path, capfd: pytest.CaptureFixture[str]
     assert main(["serve", str(model), "--dry-run"]) == 0
     text = capfd.readouterr().out
     assert "experts, 32 of 32" in text
+    assert "key-value cache, 8,192 positions" in text  # 32 texts of 256 tokens.
     assert "tokens/s" not in text
 
 
@@ -68,6 +69,10 @@ def test_a_cluster_gives_speeds(
     assert all(one["bottleneck"] == "compute" and one["tokens_per_s"] > 0 for one in speeds)
     assert main(arguments) == 0
     assert "tokens/s" in capfd.readouterr().out
+    for limit, expected in (("max_running=4", [1, 4]), ("cache_tokens=512", [1, 2])):
+        assert main([*arguments, "--json", "--set", limit]) == 0
+        speeds = json.loads(capfd.readouterr().out)["speeds"]
+        assert [one["streams"] for one in speeds] == expected
 
 
 def test_a_forecast_in_fp16_needs_its_speed(

@@ -211,7 +211,10 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", b'{"prompt": ', 400, None, "the body is not JSON"),
     ("completions", b"\xff\xfe", 400, None, "the body is not JSON"),
     ("completions", [], 400, None, "the body is no JSON object"),
-    ("completions", {}, 400, "prompt", "prompt is missing"),
+    ("completions", {}, 400, "prompt", "prompt is missing: add it"),
+    ("completions", {"messages": []}, 400, "prompt", "or send messages to /v1/chat/completions"),
+    ("chat/completions", {"prompt": "a"}, 400, "messages", "or send prompt to /v1/completions"),
+    ("chat/completions", {"messages": []}, 400, "messages", "messages = []: it must have at least"),
     ("completions", {"prompt": ""}, 400, "prompt", "give some text"),
     ("completions", {"prompt": 5.5}, 400, "prompt", "it must be a text"),
     ("completions", {"prompt": [5, 300]}, 400, "prompt", "the model's ids are 0 to 259"),
@@ -285,6 +288,7 @@ def test_other_requests_are_refused_in_the_same_form(url: str) -> None:
     assert "the routes are /v1/completions" in answer["error"]["message"]
     status, answer = post(url, "/v1/models", {})
     assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+    assert answer["error"]["message"].endswith("Method Not Allowed; use GET")
     status, answer = post(url, "/v1/completions", b" " * (MAX_BODY_BYTES + 1))
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
     for path in ("/../../etc/passwd", "/docs", "/openapi.json", "/page.html", "/v1/../../x"):

@@ -320,6 +320,14 @@ def test_too_little_memory_names_the_least_which_works(
         load_model(origin, CPU, memory=1 << 50)
 
 
+def test_a_model_beyond_the_machine_names_the_budget(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 4096)
+    with pytest.raises(ConfigError, match=r"weights take .* can have 4\.0 KiB: set memory to"):
+        load_model(open_origin(model_path), CPU, "fp64")
+
+
 def test_a_model_that_fits_is_in_memory(model_path: Path) -> None:
     with load_model(open_origin(model_path), CPU, memory=3 << 30) as served:
         assert served.decision is not None

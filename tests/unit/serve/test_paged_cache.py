@@ -13,7 +13,6 @@ from moesaic.api.engine import default_cache_tokens
 from moesaic.base.config import parse
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.kernels import device as devices
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.attention_backends import AttentionMetadata, Segment
 from moesaic.policy.serving.budget import serving_facts
@@ -34,9 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_cache_holds_compressed_vectors_and_fits_the_free_memory(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_holds_compressed_vectors_and_fits_the_free_memory(name: str) -> None:
     changes, shapes = CASES[name]
     config = parse(ModelConfig, {**PRESETS[name], **SMALL, **changes}, "test")
     model = LanguageModel(config).double()
@@ -49,10 +46,8 @@ def test_the_cache_holds_compressed_vectors_and_fits_the_free_memory(
         assert torch.equal(whole[:, :, [8, 9, 31]], part)
     num_bytes = sum(whole.untyped_storage().nbytes() for whole in seen)
     assert num_bytes == 8 * config.layers * 40 * sum(heads * width for heads, width in shapes)
-    monkeypatch.setattr(devices, "free_bytes", lambda _: 4 * num_bytes)
-    assert default_cache_tokens(model, 32) == 40
-    monkeypatch.setattr(devices, "free_bytes", lambda _: 1 << 30)
-    assert default_cache_tokens(model, 3) == 3 * 64
+    assert default_cache_tokens(config, 8, 32, 4 * num_bytes) == 40
+    assert default_cache_tokens(config, 8, 3, 1 << 30) == 3 * 64
 
 
 def temporary_bytes(config: ModelConfig, tokens_per_pass: int) -> int:

@@ -19,6 +19,7 @@ from moesaic.base.events import read_events
 from moesaic.models.hf.reader import SINGLE_NAME
 from moesaic.testing.served import write_chat_model
 
+BF16 = ["--set", "precision=bf16"]
 PROMPTS = ["Of mosaics and their stones", "Whereas", "0123456789 " * 40]
 
 
@@ -34,15 +35,15 @@ def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
         max_positions=1024,
     )
     command = [sys.executable, "-m", "moesaic", "serve", str(model), "--memory", "10KB"]
-    refused = subprocess.run([*command, "--set", "port=0"], capture_output=True, text=True)
+    refused = subprocess.run([*command, *BF16, "--dry-run"], capture_output=True, text=True)
     least = re.search(r'set memory to "(\d+)MiB"', refused.stderr)
     assert refused.returncode == 2
     assert least is not None
-    with Engine(model, cache_tokens=1024) as engine:
+    with Engine(model, cache_tokens=1024, precision="bf16") as engine:
         expected = [one.text for one in engine.generate(PROMPTS, temperature=0, max_tokens=20)]
-    memory = f"{int(least[1]) + 40}MiB"
+    memory = f"{int(least[1]) + 20}MiB"
     events = tmp_path / "events.jsonl"
-    sets = ["--set", "cache_tokens=1024", "--set", f"events={events}"]
+    sets = [*BF16, "--set", "cache_tokens=1024", "--set", f"events={events}"]
     with serving(model, "--memory", memory, *sets) as server:
 
         def complete(prompt: str) -> str:
@@ -61,6 +62,9 @@ def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
             value = re.search(rf"^moesaic:expert_{name}_total{{.*}} (\S+)$", metrics, re.MULTILINE)
             assert value is not None
             assert float(value[1]) > 0
+        resident = re.search(r"^process_resident_memory_bytes (\S+)$", metrics, re.MULTILINE)
+        assert resident is not None
+        assert float(resident[1]) < (int(least[1]) + 20) << 20
         first, second = list(read_events(events))[:2]
         assert first["decision"]["num_slots"] < first["facts"]["num_experts"] == 4 * 32
         assert second["decision"]["regime"] == "fetch"

@@ -275,6 +275,8 @@ def test_answers_that_take_too_long_end_with_an_error(model: Path) -> None:
         with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
             whole.result()
         assert server.process.wait(timeout=30) == 0
+        assert server.process.stderr is not None
+        assert "ending: 2 open texts may take up to 1 s" in server.process.stderr.read()
         for one in (idle, half):
             assert one.recv(1) == b""
             one.close()

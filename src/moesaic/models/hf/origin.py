@@ -28,7 +28,7 @@ from moesaic.models.chat import ChatTemplate
 from moesaic.models.hf.config import CONFIG_NAME, describe_path, read_config
 from moesaic.models.hf.packed import read_expert_hashes
 from moesaic.models.hf.reader import DTYPES, HFSource
-from moesaic.models.hf.shards import StoredTensors
+from moesaic.models.hf.shards import Progress, StoredTensors
 from moesaic.models.hf.special_tokens import (
     EOS_KEY,
     GENERATION_CONFIG_NAME,
@@ -41,6 +41,8 @@ from moesaic.models.hf.writer import find_companions
 from moesaic.models.tokenizer import FileTokenizer, read_json_object
 from moesaic.store.expert_files import StoredBytes, StoredExpert, StoredMatrix
 
+JOB_NAME = "job.json"
+"""Job of a run, in its directory."""
 TOKENIZER = "tokenizer"
 """Directory in a run or a bare checkpoint for the tokenizer and generation files."""
 
@@ -101,13 +103,19 @@ class Origin:
         name = expert_name(layer, expert, "").rstrip(".")
         return StoredExpert(name, matrices, hashes.get(name))
 
-    def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Write parameters into `shards` of any layout and dtype, as a state source does."""
+    def fill(self, shards: Sequence[TensorShard], progress: Progress | None = None) -> None:
+        """Write parameters into `shards` of any layout and dtype, as a state source does.
+
+        `progress` gets the bytes done and in total after every shard."""
+        done, total = 0, sum(shard.num_bytes for shard in shards)
         for shard in shards:
             whole = self.tensors.read(shard.name)
             box = zip(shard.offset, shard.size, strict=True)
             with shard.borrow(writes=True) as tensor:
                 tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
+            done += shard.num_bytes
+            if progress is not None:
+                progress(done, total)
 
 
 def open_origin(path: Path, reads_once: bool = False) -> Origin:
@@ -136,6 +144,11 @@ def open_origin(path: Path, reads_once: bool = False) -> Origin:
                 used = f"what follows is of step {checkpoint.step}, '{checkpoint.path}'"
                 origin.warnings[:0] = [*skipped, used]
             return origin
+    if (path / JOB_NAME).is_file():
+        raise ConfigError(
+            f"run '{path}' has no checkpoint yet: wait for the first one, which its job writes "
+            "after checkpoint.every steps, or at the end"
+        )
     raise ConfigError(
         f"'{path}' {describe_path(path)}: "
         "give a Hugging Face model directory, a checkpoint or a run directory"

@@ -266,6 +266,8 @@ async def _answer_api_error(request: Request, error: Exception) -> Response:
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    if error.status_code == 405:
+        message += f"; use {(error.headers or {}).get('Allow', 'another method')}"
     if error.status_code == 404:
         message += "; the routes are /v1/completions, /v1/chat/completions, /v1/models, /health, "
         message += "/metrics, /experts and /"

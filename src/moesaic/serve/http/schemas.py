@@ -226,13 +226,23 @@ def _mistake(kind: type[R], error: ValidationError) -> ApiError:
         return ApiError(message, param=param, code="invalid_value")
     param = keys.dotted_key(location)
     if reason == "missing":
-        message = f"{param} is missing: add it"
+        message = f"{param} is missing: {_remedy(param, detail['input'])}"
         return ApiError(message, param=param, code="missing_required_parameter")
     hint = detail["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    hint = hint.partition(" after validation")[0]
+    hint = hint.partition(" after validation")[0].replace("List should", "it must")
     message = f"{param} = {keys.show(detail['input'])}: {hint[:1].lower()}{hint[1:]}"
     code = "invalid_type" if "type" in reason else "invalid_value"
     return ApiError(message, param=param, code=code)
+
+
+def _remedy(missing: str, body: Any) -> str:
+    """Return what to do about a field that is missing in a body."""
+    routes = {
+        "prompt": ("messages", "/v1/chat/completions"),
+        "messages": ("prompt", "/v1/completions"),
+    }
+    other, route = routes.get(missing, ("", ""))
+    return f"add it, or send {other} to {route}" if other in body else "add it"
 
 
 def _check_other_fields(request: CompletionRequest | ChatRequest) -> None:

@@ -70,6 +70,8 @@ class Hooks(NamedTuple):
 
     on_ready: Callable[[], None]
     """Called when clients may connect."""
+    on_drain: Callable[[], None]
+    """Called when the port is about to close and open answers have time to finish."""
     end_answers: Callable[[], None]
     """Called when the time for open answers is over; they end with an error soon after."""
     end_process: Callable[[int], None]
@@ -111,6 +113,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the port, and wait for open answers."""
+        self._hooks.on_drain()
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._drain_s, self._hooks.end_answers)
         await super().shutdown(sockets)
