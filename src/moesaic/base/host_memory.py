@@ -12,11 +12,11 @@ AUTO_FRACTION = 0.8
 """Part of the free memory that a budget of "auto" takes."""
 
 
-def used_memory_bytes() -> int:
-    """Return the main memory that only this process takes, which the system cannot take back.
+def used_memory_bytes(process: int | None = None) -> int:
+    """Return the main memory that only this or another process takes, and keeps until it ends.
 
     Code of libraries does not count: processes share it, and the system reads it again."""
-    status = Path("/proc/self/status")
+    status = Path("/proc") / ("self" if process is None else str(process)) / "status"
     if not status.exists():
         return 0
     found = re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", status.read_text(), re.MULTILINE)

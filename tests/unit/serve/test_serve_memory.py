@@ -16,6 +16,7 @@ from tests.unit.serve.test_serve_process import serving
 
 from moesaic.api.engine import Engine
 from moesaic.base.events import read_events
+from moesaic.base.host_memory import used_memory_bytes
 from moesaic.models.hf.reader import SINGLE_NAME
 from moesaic.testing.served import write_chat_model
 
@@ -62,9 +63,7 @@ def test_a_server_reads_experts_that_do_not_fit(tmp_path: Path) -> None:
             value = re.search(rf"^moesaic:expert_{name}_total{{.*}} (\S+)$", metrics, re.MULTILINE)
             assert value is not None
             assert float(value[1]) > 0
-        resident = re.search(r"^process_resident_memory_bytes (\S+)$", metrics, re.MULTILINE)
-        assert resident is not None
-        assert float(resident[1]) < (int(least[1]) + 20) << 20
+        assert used_memory_bytes(server.process.pid) < (int(least[1]) + 20) << 20
         first, second = list(read_events(events))[:2]
         assert first["decision"]["num_slots"] < first["facts"]["num_experts"] == 4 * 32
         assert second["decision"]["regime"] == "fetch"
