@@ -35,7 +35,7 @@ FAR, NEAR, WITHIN = 1.2, 1.35, ", within 1.5 times"
 """Factors on the larger of compute and drive, and the mark of cases in which both are near."""
 SLACK_BYTES = 64 << 20
 STATE_PER_LIMIT = 4
-PEAK_BUDGETS = (750_000_000, 900_000_000, 1_200_000_000)
+PEAK_BUDGETS = (900_000_000, 1_050_000_000, 1_300_000_000)
 PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic" / "peers"
 DEEPSPEED_LIMITS = (1_050_000_000, 1_500_000_000, 2_000_000_000, 2_500_000_000, 3_500_000_000)
 """Limits that DeepSpeed tries in turn; the first is that of moesaic."""
