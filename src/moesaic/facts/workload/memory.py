@@ -1,8 +1,7 @@
 """Memory of one rank in training, by kind of content, and its peaks.
 
 One walk over the blocks, in the order of the rank's schedule, follows what a step allocates and
-frees: forward adds what its blocks save, backward frees it and makes gradients. It follows our own
-layers, torch 2.13 with its FSDP and pipeline schedules, CPU kernels and gloo.
+frees, with our own layers, FSDP and pipeline schedules of torch 2.13, CPU kernels and gloo.
 
 In fine-tuning, parameters count as present, gradients and moments as trainable. Activations and
 temporaries count as if the whole model were trained, without the few of adapters.
@@ -161,11 +160,9 @@ class _StepMemory:
         for spec in (spec for spec in self.params.blocks if spec.model_block in names):
             time = self._time(spec.name)
             for p in filter(self.params.is_trained, spec.parameters):
-                if p.expert is None:
-                    num_bytes = local_size(p, num_shards) * self.sizes.stored_bytes
-                    allocated[time - self.is_sharded / 2] += num_bytes
-                else:
-                    allocated[time] += p.size * self.sizes.stored_bytes
+                is_dense = p.expert is None
+                size = local_size(p, num_shards) if is_dense else p.size
+                allocated[time - is_dense * self.is_sharded / 2] += size * self.sizes.stored_bytes
         for reduction in self.reductions:
             for bucket in reduction.buckets if reduction.overlaps_backward else ():
                 members = [reduction.gradients[at] for at in bucket.members]
