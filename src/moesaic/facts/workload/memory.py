@@ -1,7 +1,7 @@
 """Memory of one rank in training, by kind of content, and its peaks.
 
 One walk over the blocks, in the order of the rank's schedule, follows what a step allocates and
-frees, with our own layers, FSDP and pipeline schedules of torch 2.13, CPU kernels and gloo.
+frees. It knows our layers, FSDP and pipeline schedules of torch 2.13, CPU kernels and gloo.
 
 In fine-tuning, parameters count as present, gradients and moments as trainable. Activations and
 temporaries count as if the whole model were trained, without the few of adapters.
