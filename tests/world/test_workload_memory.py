@@ -128,12 +128,16 @@ def make_job(
     )  # fmt: skip
 
 
-def peaks(world: World, job: Job) -> list[int]:
-    """Return the peak allocation of each of three steps."""
+def peaks(world: World, job: Job, group_size: int | None = None) -> list[int]:
+    """Return the peak allocation of each of three steps; with `group_size`, block by block."""
     samples, runs = Documents(job.model.vocab, job.data.sequence), []
 
     def start() -> None:
         runs.append(start_run(job, world))
+        if group_size is not None:
+            tiers = runs[0].part.tiers
+            assert tiers is None or tiers.num_micro_batches == group_size
+            runs[0].walk = BlockWalk(job.train.precision, world.device, group_size, tiers)
 
     def step() -> None:
         runs[0].step(samples)
@@ -188,24 +192,6 @@ MORE_BY_BLOCK: list[BlockCase] = [
 """Cases of the long suite."""
 
 
-def block_peaks(world: World, job: Job, group_size: int) -> list[int]:
-    """Return the peak allocation of each of three steps, block by block."""
-    samples, runs = Documents(job.model.vocab, job.data.sequence), []
-
-    def start() -> None:
-        runs.append(start_run(job, world))
-        tiers = runs[0].part.tiers
-        assert tiers is None or tiers.num_micro_batches == group_size
-        runs[0].walk = BlockWalk(job.train.precision, world.device, group_size, tiers)
-
-    def step() -> None:
-        runs[0].step(samples)
-
-    steps = peak_allocated(start, step, step, step)[1:]
-    runs[0].close()
-    return steps
-
-
 @pytest.mark.parametrize(
     "case",
     [*BY_BLOCK, *(pytest.param(case, marks=pytest.mark.soak) for case in MORE_BY_BLOCK)],
@@ -217,7 +203,7 @@ def test_peak_allocation_block_by_block_matches_the_prediction(
     size, layout, family, train, group_size = case
     job = make_job(layout, family, {**train, "micro_batch_order": "by_block"})
     plan = plan_from_layout(job.layout, job.model, size)
-    found = ranks.run(size, block_peaks, job, group_size, timeout_s=60.0)
+    found = ranks.run(size, peaks, job, group_size, timeout_s=60.0)
     needs = memory(job, plan, group_size=group_size)
     assert needs.peak_bytes == pytest.approx(min(found[-1]), rel=0.02)
 
@@ -247,7 +233,7 @@ def test_peak_allocation_with_experts_on_a_drive_matches_the_prediction(
     facts = budget_facts(job, plan, size - 1, 0)
     num_blocks = 2 * facts.experts_per_layer + MIN_BLOCKS
     job = job_with(f"{facts.other_bytes[group_size] + num_blocks * facts.block_bytes}B")
-    found = ranks.run(size, block_peaks, job, group_size, timeout_s=60.0)
+    found = ranks.run(size, peaks, job, group_size, timeout_s=60.0)
     assert needs.peak_bytes == pytest.approx(min(found[-1]), rel=0.02)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,36 +10,20 @@ from typing import Any
 import pytest
 from fabricated import PREDICTED, TIMELINE, fabricate, predict
 
+from browser import needs_browser, open_browser
 from moesaic.report import RunStats, page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 ui = pytest.importorskip("selenium.webdriver.support.ui")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="Chromium or chromedriver is not installed (apt install chromium chromium-driver)",
-)
+pytestmark = needs_browser
 HOSTILE = "</script><b>bold</b>"
 Open = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        "--disable-dev-shm-usage", "--window-size=1200,1600",
-        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
-    ):  # fmt: skip
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_page_load_timeout(60)
-    yield driver
-    driver.quit()
+    with open_browser(tmp_path_factory.mktemp("chromium"), "1200,1600") as driver:
+        yield driver
 
 
 @pytest.fixture

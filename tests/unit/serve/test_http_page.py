@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -11,37 +10,21 @@ from typing import Any
 import pytest
 from scripted_server import ScriptedEngine, script, scripted_server
 
+from browser import needs_browser, open_browser
 from moesaic.models.chat import ChatTemplate
 from moesaic.serve.http.experts import ExpertFacts
 from moesaic.testing.chat_templates import CHATML, write_tokenizer
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 ui = pytest.importorskip("selenium.webdriver.support.ui")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="Chromium or chromedriver is not installed (apt install chromium chromium-driver)",
-)
+pytestmark = needs_browser
 HOSTILE = '<b>"me"</b>'
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        "--disable-dev-shm-usage", "--window-size=1200,900",
-        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
-    ):  # fmt: skip
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_page_load_timeout(60)
-    yield driver
-    driver.quit()
+    with open_browser(tmp_path_factory.mktemp("chromium"), "1200,900") as driver:
+        yield driver
 
 
 def say(browser: Any, text: str) -> None:

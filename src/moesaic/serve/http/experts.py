@@ -1,4 +1,4 @@
-"""Where the experts are, for people who watch a server."""
+"""Experts in memory and on the drive, as JSON for the chat page and for monitoring."""
 
 from __future__ import annotations
 
