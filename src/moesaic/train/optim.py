@@ -65,7 +65,7 @@ class FlatParams:
 
     @property
     def places(self) -> StatePlaces | None:
-        """StatePlaces of the experts; None if all values are always in memory."""
+        """Places of the experts; None if all values are always in memory."""
         return self.params[0].places
 
     def zero_moments(self) -> tuple[Tensor, Tensor]:
