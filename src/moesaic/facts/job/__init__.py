@@ -1,12 +1,16 @@
 """The job: everything that a user sets for one training run, in one TOML file."""
 
 from moesaic.facts.job.balance import BalanceConfig, BalanceCosts
+from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
+from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.job import Job
 from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import ModelConfig, Preset
+from moesaic.facts.job.recommender import RecommenderConfig
 from moesaic.facts.job.routing import RoutingConfig
+from moesaic.facts.job.table import TableConfig
 from moesaic.facts.job.train import (
     CheckpointConfig,
     KernelsConfig,
@@ -21,6 +25,8 @@ __all__ = [
     "BalanceConfig",
     "BalanceCosts",
     "CheckpointConfig",
+    "ClicksConfig",
+    "CtrJob",
     "DataConfig",
     "FinetuneConfig",
     "Job",
@@ -31,7 +37,10 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Preset",
+    "RecommenderConfig",
     "RoutingConfig",
     "ScheduleConfig",
+    "StreamConfig",
+    "TableConfig",
     "TrainConfig",
 ]

@@ -1,0 +1,117 @@
+"""Settings of click data: files or a built-in stream, and their columns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section
+
+CRITEO_DENSE, CRITEO_SLOTS = 13, 26
+"""Dense features and slots of a line of Criteo TSV, after its label."""
+
+
+class StreamConfig(Section):
+    """Built-in stream of samples whose true click probabilities are known."""
+
+    days: int = Field(default=4, ge=1)
+    """Days of training samples. The day after them is for validation."""
+    samples_per_day: int = Field(default=100_000, ge=1)
+    """Samples of a day."""
+    slots: int = Field(default=8, ge=1, le=1024)
+    """Slots of a sample."""
+    dense: int = Field(default=4, ge=0, le=1024)
+    """Dense features of a sample."""
+    keys: int = Field(default=100_000, ge=2)
+    """Keys of a slot."""
+    zipf: float = Field(default=1.05, ge=0)
+    """Exponent of the frequencies of keys; 0: all keys are equally frequent."""
+    multi_hot: int = Field(default=1, ge=1)
+    """Most keys of one slot in a sample. Every second slot has from 0 to this many; the others
+    have one."""
+    drift: float = Field(default=0.02, ge=0, le=1)
+    """Share of the keys that others replace from one day to the next."""
+    users: int = Field(default=1000, ge=1)
+    """Users, for GAUC."""
+
+
+class ClicksConfig(Section):
+    """Samples of clicks: a label, dense features, and keys by slot."""
+
+    path: str | None = None
+    """Training samples: a file, a directory or a glob, whose files are days in the order of their
+    names. Unset: `data.stream`."""
+    format: Literal["auto", "criteo", "parquet"] = "auto"
+    """Format of the files; auto: by file name. criteo: TSV of a label, 13 dense features and 26
+    slots, also gzipped. parquet: columns that `label`, `dense` and `slots` name."""
+    label: str = "label"
+    """Column of the label, 0 or 1 (parquet)."""
+    dense: list[str] = Field(default=[])
+    """Columns of dense features (parquet); missing values are 0."""
+    slots: list[str] = Field(default=[])
+    """Columns of slots (parquet): integers, strings, or lists of them; missing values are no key.
+    """
+    weight: str | None = None
+    """Column of sample weights (parquet); unset: each is 1."""
+    user: str | None = None
+    """Column of users, for GAUC (parquet); unset: no GAUC."""
+    log_dense: bool = True
+    """Replace each dense feature x by the sign of x times log(1 + |x|)."""
+    max_bad_lines: int = Field(default=0, ge=0)
+    """Malformed lines that are left out before the run fails; each is counted and shown."""
+    validation_path: str | None = None
+    """Samples for validation, in the format of `path`; unset: none."""
+    shuffle: bool = True
+    """Shuffle the samples of a day anew in each epoch. Days keep their order."""
+    cache: str | None = None
+    """Directory for samples in binary form, safe to delete; unset: ~/.cache/moesaic/clicks."""
+    stream: StreamConfig | None = None
+    """Built-in stream, in place of files."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ClicksConfig:
+        if (self.path is None) == (self.stream is None):
+            both = self.path is not None
+            raise ValueError(
+                f'data.path = "{self.path}" and [data.stream] exclude each other: remove one'
+                if both
+                else "data names no samples: set data.path to files, or add [data.stream]"
+            )
+        if self.stream is not None:
+            self._check_unused(type(self).model_fields.keys() - {"stream", "shuffle", "cache"})
+        elif self.is_parquet and not self.slots:
+            raise ValueError(
+                f'data.path = "{self.path}" is Parquet, and data.slots names no columns: list the '
+                "columns of keys"
+            )
+        elif not self.is_parquet:
+            self._check_unused({"label", "dense", "slots", "weight", "user"})
+        return self
+
+    def _check_unused(self, names: set[str]) -> None:
+        found = sorted(self.non_default_fields & names)
+        if found:
+            source = "[data.stream]" if self.stream is not None else "Criteo TSV"
+            raise ValueError(f"data.{found[0]} has no effect with {source}: remove it")
+
+    @property
+    def is_parquet(self) -> bool:
+        """True if the files are Parquet."""
+        if self.format == "auto":
+            return str(self.path).endswith((".parquet", ".pq"))
+        return self.format == "parquet"
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a sample."""
+        if self.stream is not None:
+            return self.stream.slots
+        return len(self.slots) if self.is_parquet else CRITEO_SLOTS
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features of a sample."""
+        if self.stream is not None:
+            return self.stream.dense
+        return len(self.dense) if self.is_parquet else CRITEO_DENSE
