@@ -25,8 +25,8 @@ from benchmarks.memory_traffic import Shape, Uses, must_move, touched_experts
 from moesaic.facts.expert_blocks import BlockKind
 from moesaic.testing.residency import belady_misses
 
-SHAPE = Shape(layers=7)
-"""About 350 million parameters."""
+SHAPE = Shape(layers=14)
+"""About 700 million parameters."""
 COUNTED = Shape(hidden=64, ffn=224, heads=2, kv_heads=1, vocab=64, sequence=32)
 """The same layers and experts with narrow blocks, where only blocks are counted."""
 MAX_ROUNDS = 3
@@ -37,8 +37,8 @@ SLACK_BYTES = 64 << 20
 STATE_PER_LIMIT = 4
 PEAK_BUDGETS = (900_000_000, 1_050_000_000, 1_300_000_000)
 PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic" / "peers"
-DEEPSPEED_LIMITS = (1_050_000_000, 1_500_000_000, 2_000_000_000, 2_500_000_000, 3_500_000_000)
-"""Limits that DeepSpeed tries in turn; the first is that of moesaic."""
+PEER_LIMITS = (2_081_000_000, 3_000_000_000, 4_000_000_000, 5_500_000_000, 8_000_000_000)
+"""Limits that peers try in turn; the first is that of moesaic."""
 WHERE = "control groups of version 1 and root are needed"
 
 
@@ -161,7 +161,7 @@ def uses(settings: Settings, step: int) -> Uses:
 
 
 def kernel(rounds: int) -> Iterator[measure.Row]:
-    """Compare with arenas that are mapped from files, in a group with the same limit."""
+    """Compare with arenas that are mapped from files, in the smallest limit that they survive."""
     name = "training tokens/s over arenas mapped from files, expert state 4 times memory"
     if not can_limit():
         yield measure.untried(name, ">= 3", WHERE)
@@ -170,17 +170,20 @@ def kernel(rounds: int) -> Iterator[measure.Row]:
         budget = quarter(interpreter_bytes(directory))
         settings = Settings(SHAPE, directory, clip=1.0, recompute=True)
         tiered, mapped = replace(settings, host=budget.host), replace(settings, mapped=True)
+        theirs, limit = surviving(partial(Arm.training, mapped))
+        stack.callback(theirs.close)
         arms = {
-            name: stack.enter_context(started(partial(Arm.training, one, budget.limit)))
-            for name, one in (("tiered", tiered), ("mapped", mapped))
+            "tiered": stack.enter_context(started(partial(Arm.training, tiered, budget.limit))),
+            "mapped": theirs,
         }
         times = in_turn(arms, rounds)
     ratio, interval = times.ratio("mapped", "tiered")
     yield measure.row(
         name, ratio, "ratio", bar=">= 3", interval=interval, repeats=times.rounds,
-        against="the same run with parameters, moments and gradients in shared file mappings; "
-        f"{times.median('tiered'):.1f} s and {times.median('mapped'):.1f} s a step, both in "
-        f"{budget.limit / 1e6:.0f} MB",
+        against="the same run with parameters, moments and gradients in shared file mappings, in "
+        f"{limit / 1e6:.0f} MB, the smallest of {limits_text()} that it survives; moesaic in "
+        f"{budget.limit / 1e6:.0f} MB; {times.median('tiered'):.1f} s and "
+        f"{times.median('mapped'):.1f} s a step",
     )  # fmt: skip
 
 
@@ -201,7 +204,7 @@ def resident(rounds: int) -> Iterator[measure.Row]:
     yield measure.row(
         "step time with a budget in which all fits, over a run without", ratio, "ratio",
         bar="<= 1.05", interval=interval, repeats=times.rounds,
-        against="the same order of micro-batches, memory.period = 0; half of the layers",
+        against="the same order of micro-batches, memory.period = 0; three layers",
     )  # fmt: skip
 
 
@@ -214,7 +217,7 @@ def peaks(rounds: int) -> Iterator[measure.Row]:
         return
     with scratch() as directory:
         interpreter = interpreter_bytes(directory)
-        settings = Settings(SHAPE, directory, clip=1.0)
+        settings = Settings(replace(SHAPE, layers=7), directory, clip=1.0)
         rows = [
             peak(replace(settings, host=f"{host_bytes}B"), host_bytes, interpreter)
             for host_bytes in PEAK_BUDGETS
@@ -323,7 +326,7 @@ def deepspeed(rounds: int) -> Iterator[measure.Row]:
         budget = quarter(interpreter_bytes(directory))
         ours = Settings(SHAPE, directory, host=budget.host, clip=1.0, recompute=True)
         raw = {"shape": asdict(SHAPE), "directory": swap, "clip": 1.0}
-        theirs, limit = surviving(str(python), json.dumps(raw))
+        theirs, limit = surviving(partial(start_deepspeed, str(python), json.dumps(raw)))
         stack.callback(theirs.close)
         arms = {
             "moesaic": stack.enter_context(started(lambda: Arm.training(ours, budget.limit))),
@@ -334,14 +337,34 @@ def deepspeed(rounds: int) -> Iterator[measure.Row]:
     yield measure.row(
         name, ratio, "ratio", bar=">= 2", interval=interval, repeats=times.rounds,
         against=f"DeepSpeed 0.19.8, without recomputation, in {limit / 1e6:.0f} MB, the smallest "
-        f"of {', '.join(f'{one / 1e6:.0f}' for one in DEEPSPEED_LIMITS)} that it survives; "
+        f"of {limits_text()} that it survives; "
         f"moesaic in {budget.limit / 1e6:.0f} MB; {times.median('DeepSpeed'):.1f} s and "
         f"{times.median('moesaic'):.1f} s a step",
     )  # fmt: skip
 
 
-def surviving(python: str, settings: str) -> tuple[Arm, int]:
-    """Return DeepSpeed after a step, under the smallest limit that it survives."""
+def limits_text() -> str:
+    """Return the limits of peers in words."""
+    return ", ".join(f"{one / 1e6:.0f}" for one in PEER_LIMITS)
+
+
+def surviving(start: Callable[[int], Arm]) -> tuple[Arm, int]:
+    """Return a peer after a step, under the smallest limit that it survives."""
+    for limit in PEER_LIMITS:
+        arm = None
+        try:
+            arm = start(limit)
+            arm.step()
+        except Killed:
+            if arm is not None:
+                arm.close()
+            continue
+        return arm, limit
+    raise RuntimeError(f"the peer needs more than {max(PEER_LIMITS)} bytes")
+
+
+def start_deepspeed(python: str, settings: str, limit: int) -> Arm:
+    """Start DeepSpeed's run."""
     libraries = PEERS / "libaio" / "usr" / "lib" / "x86_64-linux-gnu"
     env = {
         **{key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"},
@@ -351,17 +374,7 @@ def surviving(python: str, settings: str) -> tuple[Arm, int]:
         "PATH": f"{PEERS / 'env' / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     }  # fmt: skip
     script = str(Path(__file__).with_name("memory_deepspeed.py"))
-    for limit in DEEPSPEED_LIMITS:
-        arm = None
-        try:
-            arm = Arm([python, script, settings], limit, env)
-            arm.step()
-        except Killed:
-            if arm is not None:
-                arm.close()
-            continue
-        return arm, limit
-    raise RuntimeError(f"DeepSpeed needs more than {max(DEEPSPEED_LIMITS)} bytes")
+    return Arm([python, script, settings], limit, env)
 
 
 PARTS = {

@@ -34,6 +34,8 @@ PYTHON = (
     / "moesaic" / "peers" / "llama" / "bin" / "python"
 )  # fmt: skip
 """Interpreter of the environment of all peers."""
+VLLM = PYTHON.parents[2] / "vllm"
+"""Environment of vLLM."""
 MODELS = measure.ROOT / "build" / "serve-models"
 LARGE = Shape()
 OLMOE = Shape("olmoe", layers=4, ffn=1024, top_k=8, kv_heads=16, vocab=32_000)
@@ -43,6 +45,8 @@ STREAMS = 32
 WIDE = Shape(layers=4, hidden=2048, ffn=1024, experts=16, kv_heads=4)
 THREADS = 2
 PROMPT, TOKENS, MAX_ROUNDS = 16, 64, 5
+LIMITED_TOKENS = 24
+"""Tokens with less memory than the model, which peers need seconds for."""
 SLOW_TOKENS = 8
 """Tokens of accelerate, which takes a second for each."""
 FACTORS = (1, 2, 4, 8)
@@ -120,6 +124,19 @@ def transformers(path: Path, tokens: int = TOKENS, **settings: Any) -> Side:
     return Side([str(PYTHON), script, json.dumps(raw)], tokens)
 
 
+def vllm(path: Path, streams: int, dtype: str) -> Side:
+    """Return the side of vLLM's CPU build."""
+    raw = {"path": str(path), "streams": streams, "dtype": dtype}
+    settings = (
+        f"LD_PRELOAD={VLLM / 'lib' / 'libiomp5.so'}", "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+        "VLLM_CPU_KVCACHE_SPACE=2", "HF_HUB_OFFLINE=1", "VLLM_NO_USAGE_STATS=1",
+        f"OMP_NUM_THREADS={THREADS}", f"PATH={VLLM / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    )  # fmt: skip
+    script = str(Path(__file__).with_name("serve_vllm.py"))
+    python = str(VLLM / "bin" / "python")
+    return Side(["env", *settings, python, script, json.dumps(raw)])
+
+
 def idle_bytes(side: Side) -> int:
     """Return the peak of an interpreter that has imported what the side needs."""
     code = "import llama_cpp" if "serve_llama.py" in side.command[1] else "import transformers"
@@ -147,7 +164,7 @@ def in_turn(
 
 def check_tokens(arms: dict[str, Arm], sides: dict[str, Side], streams: int) -> None:
     """Raise unless moesaic and llama.cpp find the same tokens most likely, but for rounding."""
-    request = {**work(0, streams, PROMPT, TOKENS), "check": True}
+    request = {**work(0, streams, PROMPT, LIMITED_TOKENS), "check": True}
     ours = arms["moesaic"].step(request)
     for name, arm in arms.items():
         if name == "moesaic":
@@ -252,7 +269,8 @@ def compare_limited(
                 more = f"; {name} got {factor} times its limit, the least of {FACTORS} it survives"
         check_tokens(arms, sides, streams)
         requests = [
-            work(seed, streams, prompt, TOKENS) for seed in range(1, min(rounds, MAX_ROUNDS) + 1)
+            work(seed, streams, prompt, LIMITED_TOKENS)
+            for seed in range(1, min(rounds, MAX_ROUNDS) + 1)
         ]
         answers = in_turn(arms, sides, requests)
         slots = arms["moesaic"].ready["slots"]
@@ -291,9 +309,10 @@ def offload(rounds: int) -> Iterator[measure.Row]:
     for index, share in enumerate((0.25, 0.5)):
         with offload_directory() as slow:
             answers, note = compare_limited(share, 1, PROMPT, rounds, slow=slow)
-        ours = per_token(answers["moesaic"], TOKENS)
+        ours = per_token(answers["moesaic"], LIMITED_TOKENS)
         for (name, bar), peer, tokens in (
-            (names[index], "llama.cpp", TOKENS), (names[index + 2], "accelerate", SLOW_TOKENS),
+            (names[index], "llama.cpp", LIMITED_TOKENS),
+            (names[index + 2], "accelerate", SLOW_TOKENS),
         ):  # fmt: skip
             theirs = per_token(answers[peer], tokens)
             speeds = f"{1 / np.median(ours):.1f} and {1 / np.median(theirs):.1f} tokens/s"
@@ -311,7 +330,7 @@ def streams(rounds: int) -> Iterator[measure.Row]:
         yield from untried
         return
     answers, note = compare_limited(0.25, 8, PROMPT, rounds)
-    ours, theirs = (per_token(answers[name], TOKENS) for name in ("moesaic", "llama.cpp"))
+    ours, theirs = (per_token(answers[name], LIMITED_TOKENS) for name in ("moesaic", "llama.cpp"))
     yield ratio(*names[0], theirs, ours, f"llama.cpp with mmap; bf16, {note}")
     answers, note = compare_limited(0.25, 1, 512, rounds)
     ours, theirs = ([one["prefill_s"] for one in answers[n]] for n in ("moesaic", "llama.cpp"))
@@ -319,40 +338,66 @@ def streams(rounds: int) -> Iterator[measure.Row]:
 
 
 def resident(rounds: int) -> Iterator[measure.Row]:
-    """Decode with all weights in memory, over transformers and llama.cpp."""
+    """Decode with all weights in memory, over vLLM, transformers and llama.cpp."""
     names = [
         ("decode, all in memory, 1, 8 and 32 streams, over transformers", ">= 2.5"),
+        ("decode, all in memory, 1, 8 and 32 streams, over vLLM", ">= 1.2"),
         ("decode, all in memory, hidden 2,048, one stream, over llama.cpp", ">= 0.85"),
     ]
     if not PYTHON.exists():
         yield from (measure.untried(name, bar, MISSING) for name, bar in names)
         return
-    path, details = model(OLMOE), list[measure.Row]()
+    path, details = model(OLMOE), list[tuple[measure.Row, measure.Row | None]]()
     for number in (1, 8, 32):
-        sides = {
-            "moesaic": moesaic(path, streams=number),
-            "moesaic fp32": moesaic(path, streams=number, precision="fp32"),
-            "transformers": transformers(path, 16, dtype="float32"),
-        }
-        answers = compare_resident(sides, number, rounds)
-        both = [per_token(answers[name], TOKENS) for name in ("moesaic", "moesaic fp32")]
-        ours = min(both, key=lambda seconds: float(np.median(seconds)))
-        theirs = per_token(answers["transformers"], 16)
-        details.append(
-            ratio(
-                f"decode, all in memory, {number} streams, over transformers", "", theirs, ours,
-                "transformers, fp32, eager; moesaic in the faster of bf16 and fp32: "
-                f"{number / np.median(both[0]):.0f} and {number / np.median(both[1]):.0f} "
-                f"tokens/s, transformers {number / np.median(theirs):.0f}",
-            )
-        )  # fmt: skip
-    yield from measure.claim(*names[0], details)
+        details.append(resident_rows(path, number, rounds))
+    yield from measure.claim(*names[0], [row for row, _ in details])
+    over_vllm = [row for _, row in details if row is not None]
+    if over_vllm:
+        yield from measure.claim(*names[1], over_vllm)
+    else:
+        yield measure.untried(*names[1], f"no vLLM in {VLLM}; serve.md says how to install it")
     path = model(WIDE)
     sides = {"moesaic": moesaic(path), "llama.cpp": llama(path)}
     answers = compare_resident(sides, 1, rounds)
     ours, theirs = (per_token(answers[name], TOKENS) for name in sides)
     speeds = f"{1 / np.median(ours):.1f} and {1 / np.median(theirs):.1f} tokens/s"
-    yield ratio(*names[1], theirs, ours, f"llama.cpp, bf16 as moesaic: {speeds}")
+    yield ratio(*names[2], theirs, ours, f"llama.cpp, bf16 as moesaic: {speeds}")
+
+
+def resident_rows(path: Path, number: int, rounds: int) -> tuple[measure.Row, measure.Row | None]:
+    """Return the rows of some streams over transformers and, if it is installed, over vLLM."""
+    sides = {
+        "moesaic": moesaic(path, streams=number),
+        "moesaic fp32": moesaic(path, streams=number, precision="fp32"),
+        "transformers": transformers(path, 16, dtype="float32"),
+    }
+    if VLLM.exists():
+        sides["vLLM"] = vllm(path, number, "bfloat16")
+        sides["vLLM fp32"] = vllm(path, number, "float32")
+    answers = compare_resident(sides, number, rounds)
+
+    def fastest(*names: str) -> list[float]:
+        found = [per_token(answers[name], sides[name].tokens) for name in names]
+        return min(found, key=lambda seconds: float(np.median(seconds)))
+
+    def speeds(*names: str) -> str:
+        found = (np.median(per_token(answers[name], sides[name].tokens)) for name in names)
+        return " and ".join(f"{number / seconds:.0f}" for seconds in found)
+
+    ours = fastest("moesaic", "moesaic fp32")
+    said = f"moesaic in bf16 and fp32: {speeds('moesaic', 'moesaic fp32')} tokens/s"
+    name = f"decode, all in memory, {number} streams, over"
+    over_transformers = ratio(
+        f"{name} transformers", "", fastest("transformers"), ours,
+        f"transformers, fp32, eager: {speeds('transformers')} tokens/s; {said}",
+    )  # fmt: skip
+    if "vLLM" not in sides:
+        return over_transformers, None
+    both = "vLLM", "vLLM fp32"
+    return over_transformers, ratio(
+        f"{name} vLLM", "", fastest(*both), ours,
+        f"vllm-cpu 0.32.0, its faster of bf16 and fp32: {speeds(*both)} tokens/s; {said}",
+    )  # fmt: skip
 
 
 def compare_resident(sides: dict[str, Side], number: int, rounds: int) -> Answers:

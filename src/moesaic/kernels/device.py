@@ -24,7 +24,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TUNED_CAPABILITY = ((9, 0),)
 """Compute capabilities of the GPUs on which the Triton kernels and their tile sizes were timed."""
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 """glibc's option numbers: free memory kept at most (-1: all), number of allocations by mmap, and
 number of heaps from which no thread gets a heap of its own."""
 
@@ -83,6 +83,17 @@ def _keep_freed_memory() -> None:
         library.mallopt(_MMAP_MAX, 0)
         library.mallopt(_TRIM_THRESHOLD, -1)
         library.mallopt(_ARENA_MAX, 1)
+
+
+def return_large_tensors() -> None:
+    """Let tensors of a megabyte or more return their memory to the system when they are freed.
+
+    They take longer to allocate, and leave no gaps in the heap of a process with little memory.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # Only glibc has it.
+        library.mallopt(_MMAP_MAX, 1 << 16)
+        library.mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 def release_freed_memory() -> None:

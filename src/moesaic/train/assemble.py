@@ -102,6 +102,8 @@ def _make_run(
     walk, roots = _make_walk(job, plan, world, model, tiers)
     allocate_model(model, world.device, plan, ranks, roots)
     devices.activate(world.device)
+    if tiers is not None:
+        devices.return_large_tensors()
     placement = PartPlacement("", plan, range(world.size))
     part = make_part(
         model, placement, world, local_params(model, plan, world.rank), job,
