@@ -45,6 +45,21 @@ devices.release_freed_memory()
 print(kept, devices.used_bytes(cpu) - before)
 """
 
+RETURN = """
+import torch
+
+from moesaic.kernels import device as devices
+
+cpu = torch.device("cpu")
+devices.activate(cpu)
+devices.return_large_tensors()
+before = devices.used_bytes(cpu)
+tensors = [torch.ones(1 << 20) for _ in range(16)]
+held = devices.used_bytes(cpu) - before
+del tensors[::2]
+print(held, devices.used_bytes(cpu) - before)
+"""
+
 
 def run(script: str) -> list[int]:
     """Return the numbers that a script prints.
@@ -67,3 +82,9 @@ def test_threads_share_freed_memory_until_it_is_released() -> None:
     kept, after_release = run(SHARE)
     assert 32 << 20 <= kept < 96 << 20  # Imported libraries may have a second heap.
     assert after_release < 16 << 20
+
+
+def test_large_tensors_return_their_memory_at_once() -> None:
+    held, after = run(RETURN)
+    assert held >= 64 << 20
+    assert after < held - (28 << 20)
