@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from moesaic.base.errors import MoesaicError
 
@@ -28,6 +32,12 @@ class SamplingParams:
     """Added to the logits of tokens."""
     seed: int = 0
     """Random seed; a draw depends on the seed, the choice and the position alone."""
+
+    @cached_property
+    def bias(self) -> tuple[Tensor, Tensor]:
+        """Tokens of `logit_bias`, and their summands, in memory of the host."""
+        values = torch.tensor(list(self.logit_bias.values()), dtype=torch.float64)
+        return torch.tensor(list(self.logit_bias), dtype=torch.int64), values
 
 
 @dataclass(frozen=True)

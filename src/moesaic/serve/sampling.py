@@ -75,24 +75,24 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
 def _adjust(logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
     """Return logits with biases and penalties, in fp32 or wider if a row has any."""
     changes = [_changes(one.request.sampling, one.generated) for one in sequences]
-    if not any(changes):
+    if not any(len(ids) for ids, _ in changes):
         return logits
     adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    for row, change in zip(adjusted, changes, strict=True):
-        if change:
-            ids = torch.tensor(list(change), device=row.device)
-            row[ids] += torch.tensor(list(change.values()), dtype=row.dtype, device=row.device)
+    for row, (ids, values) in zip(adjusted, changes, strict=True):
+        row.index_add_(0, ids.to(row.device), values.to(row))
     return adjusted
 
 
-def _changes(sampling: SamplingParams, generated: Sequence[int]) -> dict[int, float]:
-    """Return the summands of logits by token."""
+def _changes(sampling: SamplingParams, generated: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return tokens and the summands of their logits."""
+    if not (sampling.presence_penalty or sampling.frequency_penalty):
+        return sampling.bias
     changes = dict(sampling.logit_bias)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        for token, times in Counter(generated).items():
-            penalty = sampling.presence_penalty + sampling.frequency_penalty * times
-            changes[token] = changes.get(token, 0.0) - penalty
-    return changes
+    for token, times in Counter(generated).items():
+        penalty = sampling.presence_penalty + sampling.frequency_penalty * times
+        changes[token] = changes.get(token, 0.0) - penalty
+    values = torch.tensor(list(changes.values()), dtype=torch.float64)
+    return torch.tensor(list(changes), dtype=torch.int64), values
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState]) -> list[int]:
