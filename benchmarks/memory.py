@@ -37,7 +37,7 @@ SLACK_BYTES = 64 << 20
 STATE_PER_LIMIT = 4
 PEAK_BUDGETS = (900_000_000, 1_050_000_000, 1_300_000_000)
 PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic" / "peers"
-PEER_LIMITS = (2_081_000_000, 3_000_000_000, 4_000_000_000, 5_500_000_000, 8_000_000_000)
+PEER_LIMITS = (2_081_000_000, 4_000_000_000, 8_000_000_000, 12_000_000_000, 16_000_000_000)
 """Limits that peers try in turn; the first is that of moesaic."""
 WHERE = "control groups of version 1 and root are needed"
 
