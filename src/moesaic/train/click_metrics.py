@@ -63,6 +63,7 @@ class ClickMetrics:
             yield "no GAUC: no user has both clicks and other samples"
 
 
+_FIELDS = tuple(one.name for one in fields(ClickMetrics))
 _METRIC_NAMES = ("log_loss", "auc", "normalized_entropy", "calibration", "gauc")
 
 
@@ -131,13 +132,15 @@ class ClickScores:
         if world is None or world.group is None:
             return self._compute(*columns)
         gathered = [_gather(column, world) for column in columns]
-        found = torch.zeros(len(fields(ClickMetrics)), dtype=torch.float64, device=world.device)
+        found = torch.zeros(len(_FIELDS), dtype=torch.float64, device=world.device)
         if world.rank == 0:
             values = astuple(self._compute(*(one for one in gathered if one is not None)))
             found += found.new_tensor([math.nan if value is None else value for value in values])
-        samples, weight, *rest, gauc_users = all_reduce_(found, world.group).tolist()
-        metrics = [None if math.isnan(value) else value for value in rest]
-        return ClickMetrics(int(samples), weight, *metrics, gauc_users=int(gauc_users))
+        values = all_reduce_(found, world.group).tolist()
+        named = zip(_FIELDS, values, strict=True)
+        known: dict[str, Any] = {name: value for name, value in named if not math.isnan(value)}
+        known |= {name: int(known[name]) for name in ("samples", "gauc_users")}
+        return ClickMetrics(**known)
 
     def _compute(self, labels: Any, logits: Any, weights: Any, users: Any) -> ClickMetrics:
         return click_metrics(labels, logits, weights, users if self._has_users else None)
@@ -153,13 +156,15 @@ def _gather(column: NDArray[Any], world: World) -> NDArray[Any] | None:
     if stacked is None:
         return None
     parts = zip(stacked, lengths.flatten().tolist(), strict=True)
-    return torch.cat([part[:length] for part, length in parts]).cpu().numpy()
+    joined: NDArray[Any] = torch.cat([part[:length] for part, length in parts]).cpu().numpy()
+    return joined
 
 
 def _sigmoid(x: Floats) -> Floats:
     """Return probabilities of logits, without overflow."""
     small = np.exp(-np.abs(x))
-    return np.where(x < 0, small, 1.0) / (1 + small)
+    probabilities: Floats = np.where(x < 0, small, 1.0) / (1 + small)
+    return probabilities
 
 
 def _gauc(users: Ints, x: Floats, y: Floats, w: Floats) -> tuple[float | None, int]:
