@@ -136,8 +136,7 @@ class ClickScores:
         if world.rank == 0:
             values = astuple(self._compute(*(one for one in gathered if one is not None)))
             found += found.new_tensor([math.nan if value is None else value for value in values])
-        values = all_reduce_(found, world.group).tolist()
-        named = zip(_FIELDS, values, strict=True)
+        named = zip(_FIELDS, all_reduce_(found, world.group).tolist(), strict=True)
         known: dict[str, Any] = {name: value for name, value in named if not math.isnan(value)}
         known |= {name: int(known[name]) for name in ("samples", "gauc_users")}
         return ClickMetrics(**known)
