@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.report.charts.clicks import ROWS
 from moesaic.report.findings import find
 from moesaic.report.run_stats import RunStats
 from moesaic.report.series import known_mean, median
 
+METRICS = frozenset({"auc", "log_loss", "normalized_entropy", "calibration", "gauc"})
+"""Names of metrics of click prediction."""
 _RECENT = 50
 """Steps in the mean of the recent loss, at most a tenth of the run."""
 
@@ -50,6 +53,8 @@ def summary(run: RunStats) -> dict[str, Any]:
         "skipped": int(np.nansum(run.steps.skipped)),
         "loss_scale": float(run.steps.loss_scale[-1]) if len(run.steps) else None,
         "experts": _experts(run),
+        "clicks": _clicks(run),
+        "table": _table(run),
         "balance": _balance(run),
         "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],
@@ -80,6 +85,34 @@ def _losses(run: RunStats) -> dict[str, Any]:
         "validation_step": validations[-1].step if validations else None,
         "best_validation_loss": best.loss if best else None,
         "best_validation_step": best.step if best else None,
+    }
+
+
+def _clicks(run: RunStats) -> dict[str, Any] | None:
+    """Return metrics of click prediction: of the last validation, and means of recent steps."""
+    logged = {name: run.steps.figures[name] for name in METRICS if name in run.steps.figures}
+    measured = [one for one in run.validations if METRICS & one.figures.keys()]
+    if not logged and not measured:
+        return None
+    recent = min(_RECENT, max(len(run.steps) // 10, 1))
+    return {
+        "validation": dict(measured[-1].figures) if measured else None,
+        "training": {name: known_mean(values[-recent:]) for name, values in logged.items()},
+        "days": [{"day": one.day, **one.figures} for one in run.days],
+        "input_wait_s": median(run.steps.phases["data"]) if "data" in run.steps.phases else None,
+    }
+
+
+def _table(run: RunStats) -> dict[str, Any] | None:
+    """Return the rows of the embedding table at the last step, and means of its drive tier."""
+    steps = run.steps
+    rows = {name: steps.figures[name] for name in ROWS if name in steps.figures}
+    if not rows:
+        return None
+    return {
+        **{name: int(values[-1]) for name, values in rows.items() if np.isfinite(values[-1])},
+        "hit_rate": known_mean(steps.memory_hit_rate),
+        "stall_s": known_mean(steps.memory_stall_s),
     }
 
 
