@@ -1,0 +1,77 @@
+"""Tables of the Python API: rows as numpy arrays and torch tensors, in anyone's own loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moesaic
+
+KEYS = [3, -7, 3, 2**62]
+
+
+def test_numpy_and_torch_give_equal_rows() -> None:
+    tables = [moesaic.Table.open(dim=4, optimizer="sgd", lr=0.5, seed=1) for _ in range(2)]
+    grads = np.arange(16, dtype=np.float32).reshape(4, 4)
+    before = tables[0].pull(np.array(KEYS))
+    tables[0].push(np.array(KEYS), grads, clicks=np.array([1, 0, 0, 1]))
+    tables[1].push(torch.tensor(KEYS), torch.from_numpy(grads), clicks=torch.tensor([1, 0, 0, 1]))
+    rows, tensor = tables[0].pull(np.array(KEYS)), tables[1].pull(torch.tensor(KEYS))
+    assert isinstance(rows, np.ndarray)
+    assert isinstance(tensor, Tensor)
+    np.testing.assert_array_equal(rows, tensor.numpy())
+    total = grads.copy()
+    total[[0, 2]] = grads[0] + grads[2]  # Equal keys.
+    np.testing.assert_allclose(rows, before - 0.5 * total, rtol=1e-6)
+    assert len(tables[0]) == len(tables[1]) == 3
+
+
+def train_bag(bag: Any, step: Any, batches: list[tuple[Tensor, Tensor, Tensor]]) -> list[float]:
+    """Train a network over the sums of a bag; return the losses."""
+    torch.manual_seed(0)
+    network = nn.Linear(4, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    losses = []
+    for keys, offsets, labels in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            network(bag(keys, offsets)).squeeze(1), labels
+        )
+        loss.backward()
+        optimizer.step()
+        step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_bag_trains_like_embedding_bag(fused: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    batches = [
+        (
+            torch.randint(0, 20, (24,), generator=generator),
+            torch.arange(8) * 3,
+            torch.randint(0, 2, (8,), generator=generator).double(),
+        )
+        for _ in range(5)
+    ]
+    table = moesaic.Table.open(dim=4, dtype="float64", optimizer="adagrad", lr=0.3, epsilon=1e-10)
+    plain = nn.EmbeddingBag.from_pretrained(
+        table.pull(torch.arange(20)), mode="sum", freeze=False, sparse=True
+    )
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.3)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    losses = train_bag(
+        moesaic.TableBag(table, fused=fused), (lambda: None) if fused else table.step, batches
+    )
+    assert losses == pytest.approx(train_bag(plain, update, batches), rel=1e-9)
+    rows = table.pull(torch.arange(20))
+    np.testing.assert_allclose(rows.numpy(), plain.weight.detach().numpy(), rtol=1e-9)
