@@ -32,7 +32,8 @@ def block_sum(words: NDArray[np.uint64]) -> np.uint64:
         b = _mix(b, words[index + 1])
         c = _mix(c, words[index + 2])
         d = _mix(d, words[index + 3])
-    return _mix(_mix(_mix(a, b), c), d)
+    total: np.uint64 = _mix(_mix(_mix(a, b), c), d)
+    return total
 
 
 @cached_njit
