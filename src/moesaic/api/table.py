@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from moesaic.base.config import parse
+from moesaic.base.config import parse, read_json
+from moesaic.base.errors import ConfigError, write_error
+from moesaic.base.files import atomic_replace
+from moesaic.base.safetensors_file import sync_directory
 from moesaic.facts.job.table import TableConfig
+from moesaic.ps.snapshots import TableSnapshots
+from moesaic.ps.stored_rows import EXPORT_MANIFEST, StoredRows
+from moesaic.ps.stored_table import ChangedRows, restore
 from moesaic.ps.table import Table as Rows
 from moesaic.ps.table import TableStats
 
 if TYPE_CHECKING:
     from moesaic.ps.table import Lookup
+
+HEAD = "HEAD.json"
+"""File that names the last snapshot of a saved table."""
+_FORMAT, _VERSION = "moesaic-table", 1
 
 DType = Literal["float32", "float64"]
 
@@ -25,22 +39,75 @@ class Table:
     """Embedding rows by key. A key is any int64; a key without a row has its first value."""
 
     def __init__(self, rows: Rows) -> None:
+        """Take a table in memory; `open` makes one."""
         self._rows = rows
         self.dim = rows.dim
         """Numbers per row."""
+        self._path: Path | None = None
+        self._facts: dict[str, dict[str, Any]] = {}
+        """Facts of the last snapshot, by shard; empty before the first."""
+        self._snapshots: TableSnapshots | None = None
+        self._stack = ExitStack()
 
     @classmethod
-    def open(cls, *, dim: int, seed: int = 0, dtype: DType = "float32", **settings: Any) -> Table:
-        """Return a table in memory.
+    def open(
+        cls,
+        path: str | Path | None = None,
+        *,
+        dim: int | None = None,
+        seed: int | None = None,
+        dtype: DType | None = None,
+        read_only: bool = False,
+        **settings: Any,
+    ) -> Table:
+        """Return a table; `save` writes it to its directory.
 
         Args:
-            dim: numbers per row.
-            seed: seed of first values.
-            dtype: type of rows and of their optimizer state.
+            path: directory of the table, which need not exist; None: in memory alone. The
+                directory of an exported recommender (`moesaic convert`) is read-only.
+            dim: numbers per row; a new table needs it.
+            seed: seed of first values; 0 for a new table.
+            dtype: type of rows and of their optimizer state; "float32" for a new table.
+            read_only: refuse changes, and leave the directory as it is.
             settings: keys of the table [table] of a job, such as `optimizer="adam"` or `lr=0.01`.
+                A stored table keeps those that are not given.
         """
-        config = parse(TableConfig, settings, "Table.open")
-        return cls(Rows(config, dim, seed=seed, dtype=dtype))
+        given = _Given({"dim": dim, "seed": seed, "dtype": dtype}, settings)
+        if path is None:
+            if read_only:
+                raise ConfigError("read_only needs path, the directory of a table")
+            return cls(given.make_rows())
+        place = Path(path)
+        if (place / EXPORT_MANIFEST).is_file():
+            if not read_only:
+                raise ConfigError(
+                    f"'{place}' is an exported table, which does not change: open it with "
+                    "read_only=True"
+                )
+            return cls(given.load_rows(StoredRows.open_export(place), place, read_only=True))
+        return cls._open_saved(place, given, read_only)
+
+    @classmethod
+    def _open_saved(cls, path: Path, given: _Given, read_only: bool) -> Table:
+        """Return the table that was saved in a directory, or a new one for it."""
+        facts = _read_head(path, read_only)
+        if facts:
+            stored = StoredRows.open_snapshot(path, facts)
+            table = cls(given.load_rows(stored, path, read_only=read_only))
+        else:
+            table = cls(given.make_rows())
+        if not read_only:
+            table._watch(path, facts)
+        return table
+
+    def _watch(self, path: Path, facts: dict[str, dict[str, Any]]) -> None:
+        """Lock the directory and note changes for `save`."""
+        self._path, self._facts = path, facts
+        self._snapshots = self._stack.enter_context(
+            TableSnapshots(path, ChangedRows(self._rows), 0, 1, lambda: [self._facts])
+        )
+        if facts:
+            self._snapshots.resume(facts)
 
     def __len__(self) -> int:
         return self._rows.num_rows
@@ -89,18 +156,98 @@ class Table:
 
     def end_day(self) -> int:
         """End a day: scores decay, rows are evicted by the settings. Return how many were."""
+        if self._rows.read_only:
+            raise ConfigError("the table is read-only: open it without read_only")
         return self._rows.end_day()
 
     def stats(self) -> TableStats:
         """Return rows, bytes in memory, and counts since the table was opened."""
         return self._rows.stats()
 
+    def save(self) -> None:
+        """Write what changed since the last save; the directory holds the old or the new table."""
+        if self._path is None or self._snapshots is None:
+            raise ConfigError(
+                "the table is read-only: open it without read_only"
+                if self._rows.read_only
+                else "the table is in memory alone: open it with path, a directory"
+            )
+        number = 1 + max((int(one["step"]) for one in self._facts.values()), default=0)
+        facts = {"0": {**self._snapshots.begin(number)(), "step": number}}
+        content = {"format": _FORMAT, "version": _VERSION, "shards": facts}
+        head = self._path / HEAD
+        try:
+            with atomic_replace(head) as partial, partial.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(content))
+                file.flush()
+                os.fsync(file.fileno())
+            sync_directory(self._path)
+        except OSError as error:
+            raise write_error(f"'{head}'", error) from error
+        self._facts = facts
+
     def close(self) -> None:
-        """Free the directory for others; what was not saved is lost."""
+        """Unlock the directory; what was not saved is lost."""
+        self._stack.close()
+        self._snapshots = None
 
 
-A = TypeVar("A")
+class _Given(NamedTuple):
+    """Arguments of `Table.open`."""
+
+    identity: dict[str, Any]
+    """`dim`, `seed` and `dtype`; None: not given."""
+    settings: dict[str, Any]
+    """Keys of [table]."""
+
+    def make_rows(self) -> Rows:
+        """Return the rows of a new table."""
+        dim, seed, dtype = self.identity.values()
+        if dim is None:
+            raise ConfigError("dim is missing: a new table needs the numbers per row")
+        config = parse(TableConfig, self.settings, "Table.open")
+        return Rows(config, dim, seed=seed or 0, dtype=dtype or "float32")
+
+    def load_rows(self, stored: StoredRows, path: Path, *, read_only: bool) -> Rows:
+        """Return rows from files; raise for a setting that their values depend on."""
+        kept, layout = stored.manifests[0].facts["config"], stored.layout
+        fixed = {**layout.model_dump(include={"dim", "seed", "dtype"}),
+                 "optimizer": layout.optimizer, "init_std": kept["init_std"]}  # fmt: skip
+        for name, value in {**self.identity, **self.settings}.items():
+            if name in fixed and value not in (None, fixed[name]):
+                raise ConfigError(
+                    f"{name} = {value}, but the table in '{path}' has {fixed[name]}: remove "
+                    f"{name}, or name another directory"
+                )
+        config = parse(TableConfig, {**kept, **self.settings}, "Table.open")
+        rows = Rows(
+            config, layout.dim, seed=layout.seed, name=layout.table,
+            dtype=cast("DType", layout.dtype),
+            read_only=read_only,
+        )  # fmt: skip
+        restore(rows, stored)
+        return rows
 
 
-def _to_numpy(values: A | Tensor) -> Any:
+def _read_head(path: Path, read_only: bool) -> dict[str, dict[str, Any]]:
+    """Return the facts of the last snapshot in a directory, by shard; none for a new table."""
+    if (path / HEAD).is_file():
+        content = read_json(path / HEAD, f"table '{path}'", "restore the directory from a backup")
+        if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+            raise ConfigError(
+                f"'{path / HEAD}' is of another format or version: open it with the moesaic that "
+                "wrote it"
+            )
+        shards: dict[str, dict[str, Any]] = content["shards"]
+        return shards
+    others = [one for one in path.iterdir() if one.name != "shard-0"] if path.is_dir() else []
+    if read_only or others or path.is_file():
+        raise ConfigError(
+            f"'{path}' holds no table: give the directory of one"
+            + ("" if read_only else ", or an empty one for a new table")
+        )
+    return {}
+
+
+def _to_numpy(values: Any) -> Any:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else values

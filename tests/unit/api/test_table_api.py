@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import moesaic
+from moesaic.base.errors import ConfigError, StoreError
 
 KEYS = [3, -7, 3, 2**62]
 
@@ -75,3 +77,68 @@ def test_a_bag_trains_like_embedding_bag(fused: bool) -> None:
     assert losses == pytest.approx(train_bag(plain, update, batches), rel=1e-9)
     rows = table.pull(torch.arange(20))
     np.testing.assert_allclose(rows.numpy(), plain.weight.detach().numpy(), rtol=1e-9)
+
+
+def change(table: moesaic.Table, seed: int) -> None:
+    """Push random gradients with clicks, and end a day."""
+    random = np.random.default_rng(seed)
+    keys = random.integers(0, 60, 40)
+    table.push(keys, random.normal(size=(40, 3)).astype(np.float32), random.integers(0, 2, 40))
+    table.end_day()
+
+
+SETTINGS: dict[str, Any] = {"optimizer": "adam", "admit_count": 2, "evict_days": 3, "init_std": 0.5}
+
+
+def test_a_saved_table_goes_on_as_if_it_had_never_closed(tmp_path: Path) -> None:
+    whole = moesaic.Table.open(dim=3, seed=5, **SETTINGS)
+    for seed in range(6):
+        with moesaic.Table.open(tmp_path / "rows", dim=3, seed=5, **SETTINGS) as table:
+            change(table, seed)
+            table.save()
+            change(table, 99)  # Not saved.
+        change(whole, seed)
+    with moesaic.Table.open(tmp_path / "rows", read_only=True) as table:
+        assert len(table) == len(whole) > 10
+        np.testing.assert_array_equal(table.pull(range(60)), whole.pull(range(60)))
+        with pytest.raises(ConfigError, match="read-only"):
+            change(table, 0)
+        with pytest.raises(ConfigError, match="read-only"):
+            table.end_day()
+        with pytest.raises(ConfigError, match="read-only"):
+            table.save()
+
+
+def test_two_saves_of_one_opening(tmp_path: Path) -> None:
+    with moesaic.Table.open(tmp_path / "rows", dim=3) as table:
+        for seed in range(2):
+            change(table, seed)
+            table.save()
+        rows = table.pull(range(60))
+    with moesaic.Table.open(tmp_path / "rows", lr=0.5) as table:
+        np.testing.assert_array_equal(table.pull(range(60)), rows)
+
+
+def test_mistakes_name_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with moesaic.Table.open(tmp_path / "rows", dim=3, **SETTINGS) as table:
+        table.save()
+        with pytest.raises(StoreError, match="is used by process"):
+            moesaic.Table.open(tmp_path / "rows")
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({}, "dim is missing"),
+        ({"dim": 3, "lr": -1}, "lr = -1"),
+        ({"dim": 3, "rate": 1}, "unknown key 'rate'"),
+        ({"read_only": True}, "read_only needs path"),
+        ({"path": tmp_path / "none", "read_only": True}, "holds no table"),
+        ({"path": tmp_path, "dim": 3}, "holds no table: give"),
+        ({"path": tmp_path / "file", "dim": 3}, "holds no table: give"),
+        ({"path": tmp_path / "rows", "dim": 4}, "dim = 4, but the table in .* has 3: remove dim"),
+        ({"path": tmp_path / "rows", "optimizer": "sgd"}, "optimizer = sgd, but"),
+        ({"path": tmp_path / "rows", "init_std": 0.1}, "init_std = 0.1, but"),
+    ]
+    for arguments, text in mistakes:
+        with pytest.raises(ConfigError, match=text):
+            moesaic.Table.open(**arguments)
+    with pytest.raises(ConfigError, match="in memory alone"):
+        moesaic.Table.open(dim=3).save()
