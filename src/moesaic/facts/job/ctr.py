@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -71,3 +72,9 @@ class CtrJob(Section):
     def has_validation(self) -> bool:
         """True if there are samples for validation."""
         return self.data.stream is not None or self.data.validation_path is not None
+
+    @property
+    def num_network_parameters(self) -> int:
+        """Parameters of the network: weights and biases of all its linear layers."""
+        stacks = self.model.stack_widths(self.data.num_slots, self.data.num_dense)
+        return sum((n + 1) * m for widths in stacks.values() for n, m in pairwise(widths))
