@@ -16,6 +16,7 @@ from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import SOURCES
 from moesaic.facts.job import FinetuneConfig, Job
 from moesaic.facts.job.bench import BenchConfig
+from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import GenerateConfig, ServeConfig
@@ -38,6 +39,11 @@ _HEADERS = {"table": "[{}]", "list of tables": "[[{}]]"}
 """Headings of subsections, by the kind of their keys."""
 VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "The job": (Job, "`moesaic train JOB.toml`"),
+    "The ctr job": (
+        CtrJob,
+        '`moesaic train JOB.toml` with `kind = "ctr"`, see [recommender.md](recommender.md). Its '
+        "other tables, such as [train], have the keys of a job above.",
+    ),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
     "serve": (ServeConfig, "`moesaic serve MODEL --set KEY=VALUE`"),
     "convert": (ConvertConfig, "`moesaic convert SOURCE --out DIR --set KEY=VALUE`"),
@@ -76,7 +82,11 @@ def _sections(kind: type[BaseModel]) -> list[str]:
     """Return a table of the section's own keys, then a heading and a table for each subsection."""
     parts: list[str] = []
     rows: list[keys.Key] = []
+    of_job = _tables_of(Job) if kind is CtrJob else {}
+    shared = {name for name, table in _tables_of(kind).items() if table == of_job.get(name)}
     for entry in _grouped(kind):
+        if entry.path.partition(".")[0] in shared:
+            continue
         if entry.kind in _HEADERS:
             header = _HEADERS[entry.kind].format(entry.path)
             parts += [*_table(rows), f"### {header}\n\n{entry.meaning}\n"]
@@ -84,6 +94,16 @@ def _sections(kind: type[BaseModel]) -> list[str]:
         else:
             rows.append(entry)
     return [*parts, *_table(rows)]
+
+
+def _tables_of(kind: type[BaseModel]) -> dict[str, list[keys.Key]]:
+    """Return the keys of each top-level table, without the table itself."""
+    tables: dict[str, list[keys.Key]] = {}
+    for entry in keys.walk(kind):
+        table, _, name = entry.path.partition(".")
+        if name:
+            tables.setdefault(table, []).append(entry)
+    return tables
 
 
 def _grouped(kind: type[BaseModel]) -> list[keys.Key]:
