@@ -9,7 +9,7 @@ in the order of global samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class ShardedTable:
         """Choose rows by score and idle days, then those with the lowest scores beyond
         `max_rows`."""
         config = self.table.config
-        chosen = evict_by(replace_max_rows(config))(keys, scores, idle_days)
+        chosen = evict_by(config.model_copy(update={"max_rows": 0}))(keys, scores, idle_days)
         left = ~chosen
         excess = self._sum(int(left.sum())) - config.max_rows
         if config.max_rows and excess > 0:
