@@ -154,6 +154,11 @@ class ShardedTable:
         result: NDArray[np.generic] = received.cpu().numpy()
         return result
 
+    def take_bytes_sent(self) -> int:
+        """Return the bytes that this rank has sent since the last call."""
+        taken, self.bytes_sent = self.bytes_sent, 0
+        return taken
+
     def num_rows(self) -> int:
         """Return the number of rows over all ranks."""
         return self._sum(self.table.num_rows)

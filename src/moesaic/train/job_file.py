@@ -149,9 +149,7 @@ def blame_sets(origin: str, sets: Sequence[str]) -> Iterator[None]:
         raise ConfigError(f"{where}: {sentence}") from None
 
 
-def apply_plan(
-    loaded: LoadedJob[TrainingJob], source: Path | Mapping[str, Any]
-) -> LoadedJob[Job]:
+def apply_plan(loaded: LoadedJob[TrainingJob], source: Path | Mapping[str, Any]) -> LoadedJob[Job]:
     """Put a language model under the plan in the file `source`, or of the content `source`.
 
     The plan overrides layout and recompute. Raise if an item of `--set` contradicts it.

@@ -24,9 +24,7 @@ class KindWords(Protocol):
     """Remedy for a resume that cannot go on."""
 
 
-def check_same_run(
-    checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords
-) -> list[str]:
+def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords) -> list[str]:
     """Return a sentence for each harmless change of the job since `checkpoint`; raise if the run
     would resume on other samples, which have another `digest`, or another model."""
     facts, path = checkpoint.facts, checkpoint.path
