@@ -88,7 +88,7 @@ def _draw(word: Any, number: int) -> Any:
 
 
 @cached_njit
-def _unit(word: Any) -> float:
+def _unit(word: Any) -> Any:
     """Return a number in [0, 1)."""
     return np.float64(word >> _11) * 2.0**-53
 
@@ -137,7 +137,7 @@ def _draw_keys(
 
 
 @cached_njit
-def _weight(word: Any, std: float) -> float:
+def _weight(word: Any, std: float) -> Any:
     """Return a weight of the teacher, uniform with mean 0 and standard deviation `std`."""
     return (2.0 * _unit(word) - 1.0) * std * sqrt(3.0)
 
