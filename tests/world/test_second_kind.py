@@ -214,6 +214,10 @@ class SquaredError:
         """Return the loss and samples of a validation batch."""
         return losses, len(batch.targets)
 
+    def validation_figures(self, losses: Sequence[Tensor]) -> dict[str, float]:
+        """Return the number of batches of this rank."""
+        return {"batches": float(len(losses))}
+
     def total_loss(self, losses: Sequence[Tensor]) -> float:
         """Return the loss over all ranks."""
         return float(all_reduce_(torch.stack(list(losses)).sum(), self._world.group))
@@ -257,6 +261,9 @@ class VectorsKind:
     """Jobs of the kind "vectors"."""
 
     unit = "samples"
+    data_change = "the vectors have changed"
+    new_run = "start a new run"
+    learning_rates = "optimizer.lr"
 
     def units_per_step(self, job: VectorsJob) -> int:
         """Return the samples of a step."""

@@ -96,9 +96,9 @@ def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> di
     from moesaic.dist.world import World
     from moesaic.train.data.batch import split_documents
     from moesaic.train.data.text_data import TextData
-    from moesaic.train.job_file import check_inputs, load_job
+    from moesaic.train.job_file import check_inputs, language_model, load_job
 
-    loaded = load_job(path)
+    loaded = language_model(load_job(path), "has no samples of text to show")
     job = loaded.job
     check_inputs(loaded)
     data = TextData.open(job.data, job.seed, World.solo(), log)

@@ -18,8 +18,8 @@ from moesaic.ps.update import BagGradients, KeyBags, KeyGradients, concatenate, 
 _PULL_KEYS = 65_536
 """Keys that a pull or a read handles at once, so that a tier raises no more at a time."""
 
-EvictionChoice = Callable[[NDArray[np.float32], NDArray[np.int32]], NDArray[np.bool_]]
-"""Choice of rows to evict, by their scores and the days that ended since their last sample."""
+EvictionChoice = Callable[[Int64s, NDArray[np.float32], NDArray[np.int32]], NDArray[np.bool_]]
+"""Choice of rows to evict, by their keys, scores, and days that ended since their last sample."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Table:
         self.today += 1
         self._decay_candidates()
         keys, scores, idle_days = self.ages()
-        chosen = (choose or evict_by(self.config))(scores, idle_days)
+        chosen = (choose or evict_by(self.config))(keys, scores, idle_days)
         self.remove(keys[chosen])
         self._evicted += int(chosen.sum())
         return int(chosen.sum())
@@ -390,7 +390,10 @@ def as_keys(keys: ArrayLike) -> Int64s:
 def evict_by(config: TableConfig) -> EvictionChoice:
     """Return the choice of rows to evict by score, by idle days and by `max_rows` of one rank."""
 
-    def choose(scores: NDArray[np.float32], idle_days: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def choose(
+        keys: Int64s, scores: NDArray[np.float32], idle_days: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        del keys
         chosen = scores < config.evict_score
         if config.evict_days:
             chosen |= idle_days >= config.evict_days

@@ -31,6 +31,9 @@ class LanguageModelKind:
     """Jobs that train one language model on next-token prediction."""
 
     unit = "tokens"
+    data_change = "the files of its text or its tokenizer have changed"
+    new_run = "start a new run from its weights (moesaic convert, then [model] from)"
+    learning_rates = "optimizer.lr"
 
     def units_per_step(self, job: Job) -> int:
         """Return the tokens in one step."""

@@ -115,3 +115,8 @@ class ClicksConfig(Section):
         if self.stream is not None:
             return self.stream.dense
         return len(self.dense) if self.is_parquet else CRITEO_DENSE
+
+    @property
+    def has_users(self) -> bool:
+        """True if samples have users, as GAUC needs."""
+        return self.stream is not None or self.user is not None

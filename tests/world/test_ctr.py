@@ -1,0 +1,160 @@
+"""Jobs of kind ctr: runs equal a plain PyTorch loop, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moesaic.base.config import parse
+from moesaic.dist.state import PARAMETER, TensorShard
+from moesaic.dist.world import World
+from moesaic.facts.job import CtrJob
+from moesaic.facts.plan import Plan
+from moesaic.models.init import InitialSource
+from moesaic.models.recommender import Recommender
+from moesaic.ps.table import Table
+from moesaic.testing.ranks import RankPool
+from moesaic.train.ctr import CtrKind
+from moesaic.train.data.clicks import ClickData
+from moesaic.train.job_file import LoadedJob
+from moesaic.train.optim import learning_rate
+
+STREAM = {
+    "days": 2, "samples_per_day": 500, "slots": 4, "dense": 3, "keys": 60, "multi_hot": 3,
+    "users": 7,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "ctr-dnn": {},
+    "dlrm": {"dense_hidden": [6]},
+    "dcn-v2": {"cross_layers": 2},
+}
+OPTIMIZERS = {"ctr-dnn": "rowwise-adagrad", "dlrm": "adagrad", "dcn-v2": "sgd"}
+
+
+def make_job(family: str = "ctr-dnn", steps: int = 100, **tables: dict[str, Any]) -> CtrJob:
+    """Return a job in fp64 over the built-in stream, with the given keys of its tables changed."""
+    raw: dict[str, Any] = {
+        "kind": "ctr", "seed": 11,
+        "model": {"family": family, "dim": 4, "hidden": [8, 6], **MODELS[family]},
+        "table": {"optimizer": OPTIMIZERS[family], "lr": 0.1, "init_std": 0.3},
+        "data": {"stream": STREAM},
+        "train": {
+            "steps": steps, "batch": 16, "micro_batches": 2, "precision": "fp64", "device": "cpu",
+            "clip": 0.2, "validation_samples": 50,
+        },
+        "optimizer": {"lr": 0.02}, "schedule": {"warmup": 10},
+        "log": {"tensorboard": False, "loads_every": 50},
+    }  # fmt: skip
+    for table, changes in tables.items():
+        raw[table] = {**raw[table], **changes}
+    return parse(CtrJob, raw, "ctr")
+
+
+def open_data(job: CtrJob, world: World | None = None) -> ClickData:
+    return ClickData.open(job.data, job.seed, world or World.solo())
+
+
+def run_steps(
+    world: World, job: CtrJob, keys: np.ndarray
+) -> tuple[list[float], dict[str, np.ndarray], np.ndarray]:
+    """Take all steps; return losses, the network's parameters, and the rows of `keys`."""
+    data, plan = open_data(job, world), Plan.data_parallel(world.size)
+    loaded = LoadedJob(job, "", [])
+    run = CtrKind().assemble(loaded, plan, world, None, data, print, [])
+    losses = [run.step(data.train).loss for _ in range(job.train.steps)]
+    network = {name: one.detach().numpy().copy() for name, one in run.part.model.named_parameters()}
+    singles = np.arange(len(keys) + 1)
+    rows = run.objective.rows.look_up(keys, singles, training=False).sums
+    run.close()
+    return losses, network, rows
+
+
+def adamw_groups(network: nn.Module, job: CtrJob) -> list[dict[str, Any]]:
+    """Return matrices with weight decay, and biases without."""
+    matrices = [one for one in network.parameters() if one.dim() > 1]
+    biases = [one for one in network.parameters() if one.dim() == 1]
+    decay = job.optimizer.weight_decay
+    return [{"params": matrices, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0}]
+
+
+class RowwiseAdagrad:
+    """fbgemm's EXACT_ROWWISE_ADAGRAD on a dense weight with a sparse gradient."""
+
+    def __init__(self, weight: nn.Parameter, lr: float, epsilon: float) -> None:
+        self.weight, self.lr, self.epsilon = weight, lr, epsilon
+        self.sums = torch.zeros(len(weight), dtype=weight.dtype)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update each row that has a gradient."""
+        assert self.weight.grad is not None
+        grad = self.weight.grad.coalesce()
+        for row, values in zip(grad.indices()[0].tolist(), grad.values(), strict=True):
+            self.sums[row] += (values**2).mean()
+            self.weight[row] -= self.lr * values / (self.sums[row].sqrt() + self.epsilon)
+
+
+def plain_loop(job: CtrJob) -> tuple[list[float], dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Train by plain PyTorch on one process, over a dense space of ids; return losses, the
+    network's parameters, keys and their rows."""
+    samples, train = open_data(job).train, job.train
+    keys = np.unique(samples.load(range(train.steps * train.batch), shuffled=True).keys)
+    table = Table(job.table, job.model.dim, seed=job.seed, dtype="float64")
+    bag = nn.EmbeddingBag(
+        len(keys), job.model.dim, mode="sum", sparse=True, include_last_offset=True,
+        _weight=torch.from_numpy(table.pull(keys)),
+    )  # fmt: skip
+    network = Recommender(job.model, job.data.num_slots, job.data.num_dense, dtype=torch.float64)
+    shards = [
+        TensorShard.of_tensor(
+            PARAMETER, name, tuple(one.shape), (0,) * one.dim(), one.detach(), (0,)
+        )
+        for name, one in network.named_parameters()
+    ]
+    InitialSource(job.seed, None).fill(shards)
+    dense = torch.optim.AdamW(
+        adamw_groups(network, job), betas=(0.9, 0.95), eps=job.optimizer.epsilon
+    )
+    lr, losses = job.table.lr, list[float]()
+    sparse: Any = {
+        "rowwise-adagrad": lambda: RowwiseAdagrad(bag.weight, lr, job.table.epsilon),
+        "adagrad": lambda: torch.optim.Adagrad([bag.weight], lr=lr, eps=job.table.epsilon),
+        "sgd": lambda: torch.optim.SGD([bag.weight], lr=lr),
+    }[job.table.optimizer]()
+    for step in range(train.steps):
+        batch = samples.load(range(step * train.batch, (step + 1) * train.batch), shuffled=True)
+        ids = torch.from_numpy(np.searchsorted(keys, batch.keys))
+        pooled = bag(ids, torch.from_numpy(batch.offsets)).view(job.data.num_slots, -1, 4)
+        logits = network(pooled.transpose(0, 1), torch.from_numpy(batch.dense).double())
+        labels = torch.from_numpy(batch.labels).double()
+        loss = F.binary_cross_entropy_with_logits(logits, labels)
+        bag.weight.grad = None
+        dense.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), train.clip)
+        for group in dense.param_groups:
+            group["lr"] = learning_rate(step + 1, train.steps, job.optimizer.lr, job.schedule)
+        dense.step()
+        sparse.step()
+        losses.append(float(loss.detach()))
+    found = {name: one.detach().numpy() for name, one in network.named_parameters()}
+    return losses, found, keys, bag.weight.detach().numpy()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_runs_equal_a_plain_loop(ranks: RankPool, family: str) -> None:
+    """Bags are of none, one or several keys, and a global micro-batch is not equally divided."""
+    job = make_job(family)
+    losses, network, keys, rows = plain_loop(job)
+    assert losses[-1] < losses[0]
+    for size in (1, 2, 4):
+        for found_losses, found_network, found_rows in ranks.run(size, run_steps, job, keys):
+            np.testing.assert_allclose(found_losses, losses, rtol=1e-9)
+            for name, values in network.items():
+                np.testing.assert_allclose(found_network[name], values, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(found_rows, rows, rtol=1e-9, atol=1e-12)
