@@ -45,7 +45,7 @@ from moesaic.train.objectives.objective import StepContext, StepResult
 from moesaic.train.parts import Part, PartPlacement, make_part, parts_source
 from moesaic.train.phases import PhaseTimer
 from moesaic.train.run import Run
-from moesaic.train.trainer import train
+from moesaic.train.trainer import RunStart, train
 from moesaic.train.walk import MicroBatchWalk
 
 WIDTH = 6
@@ -281,19 +281,10 @@ class VectorsKind:
         del job, world, log
         return VectorData()
 
-    def assemble(
-        self,
-        loaded: LoadedJob[VectorsJob],
-        plan: Plan,
-        world: World,
-        checkpoint: Checkpoint | None,
-        data: Any,
-        log: Callable[[str], None],
-        decisions: list[Decision[Any, Any]],
-    ) -> Run[SquaredError, VectorStats]:
+    def assemble(self, start: RunStart[VectorsJob]) -> Run[SquaredError, VectorStats]:
         """Return the run."""
-        del decisions
-        job, parts = loaded.job, []
+        job, parts = start.loaded.job, []
+        plan, world, checkpoint = start.plan, start.world, start.checkpoint
         placements = [
             place_part(prefix, job.ranks.get(prefix, range(plan.ranks)))
             for prefix in job.parts.split()
@@ -318,7 +309,7 @@ class VectorsKind:
         )  # fmt: skip
         source: Source = InitialSource(job.seed, 0.5)
         if checkpoint is not None:
-            source = parts_source(checkpoint, source, placements, run.counters, log)
+            source = parts_source(checkpoint, source, placements, run.counters, start.log)
         source.fill(run.state().shards)
         return run
 

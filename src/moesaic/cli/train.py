@@ -214,7 +214,10 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
 
 def _print_recommender(job: CtrJob, prepared: PreparedRun, as_json: bool) -> None:
     """Print the network's parameters, the bytes of a row, and the plan."""
-    row_bytes = RecordLayout.of_job(job).record_bytes
+    from moesaic.ps.records import RecordLayout
+
+    dtype = "float64" if job.train.precision == "fp64" else "float32"
+    row_bytes = RecordLayout(job.model.dim, dtype, job.table.optimizer).record_bytes
     if as_json:
         screen.print_json(
             {

@@ -154,6 +154,10 @@ class ShardedTable:
         result: NDArray[np.generic] = received.cpu().numpy()
         return result
 
+    def owns(self, keys: Int64s) -> NDArray[np.bool_]:
+        """Return which keys this rank owns."""
+        return owners_of(keys, self._world.size) == self._world.rank
+
     def take_bytes_sent(self) -> int:
         """Return the bytes that this rank has sent since the last call."""
         taken, self.bytes_sent = self.bytes_sent, 0

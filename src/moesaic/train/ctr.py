@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from moesaic.base.decisions import Decision
-from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import Source
 from moesaic.dist.world import World
 from moesaic.facts.job import CtrJob
 from moesaic.facts.plan import Plan
 from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender, network_params
+from moesaic.ps.records import DType
 from moesaic.ps.sharded import ShardedTable
+from moesaic.ps.snapshots import TableSnapshots, kept_snapshots
+from moesaic.ps.stored_rows import StoredRows
+from moesaic.ps.stored_table import ChangedRows, restore, segment_layout
 from moesaic.ps.table import Table
 from moesaic.train.assemble import DTYPES
 from moesaic.train.ctr_stats import CtrStepStats
@@ -22,7 +25,11 @@ from moesaic.train.job_file import LoadedJob
 from moesaic.train.objectives.ctr import ClickObjective
 from moesaic.train.parts import Part, PartPlacement, make_part, parts_source
 from moesaic.train.run import Run
+from moesaic.train.trainer import RunStart
 from moesaic.train.walk import MicroBatchWalk
+
+TABLE = "table"
+"""Directory of the table's snapshots in a run."""
 
 CtrRun: TypeAlias = Run[ClickObjective, CtrStepStats]
 """Run of a recommender."""
@@ -51,34 +58,25 @@ class CtrKind:
         """Open the samples, and read their files into the cache first if it lacks them."""
         return ClickData.open(job.data, job.seed, world, log)
 
-    def assemble(
-        self,
-        loaded: LoadedJob[CtrJob],
-        plan: Plan,
-        world: World,
-        checkpoint: Checkpoint | None,
-        data: ClickData,
-        log: Callable[[str], None],
-        decisions: list[Decision[Any, Any]],
-    ) -> CtrRun:
-        """Return the run, its network and rows from `checkpoint` or from first values."""
-        del decisions
-        job, placement = loaded.job, PartPlacement("", plan, range(world.size))
+    def assemble(self, start: RunStart[CtrJob]) -> CtrRun:
+        """Return the run, its network and rows from a checkpoint or from first values."""
+        job, world, checkpoint = start.loaded.job, start.world, start.checkpoint
+        placement = PartPlacement("", start.plan, range(world.size))
         part = _make_part(job, placement, world)
-        precision = "float64" if job.train.precision == "fp64" else "float32"
-        table = Table(job.table, job.model.dim, seed=job.seed, dtype=precision)
-        rows = ShardedTable(table, world)
+        precision: DType = "float64" if job.train.precision == "fp64" else "float32"
+        rows = ShardedTable(Table(job.table, job.model.dim, seed=job.seed, dtype=precision), world)
         run: CtrRun = Run(
             job, world, [placement], [part],
-            ClickObjective(job, world, part, rows, data.train),
+            ClickObjective(job, world, part, rows, start.data.train),
             MicroBatchWalk(job.train.precision, world.device), world.group,
             {} if checkpoint is None else dict(checkpoint.counters),
         )  # fmt: skip
         try:
             source: Source = InitialSource(job.seed, None)
             if checkpoint is not None:
-                source = parts_source(checkpoint, source, [placement], run.counters, log)
+                source = parts_source(checkpoint, source, [placement], run.counters, start.log)
             source.fill(run.state().shards)
+            part.external_snapshot = run.files.enter_context(_open_snapshots(start, rows))
         except BaseException:
             run.close()
             raise
@@ -106,3 +104,23 @@ def _make_part(job: CtrJob, placement: PartPlacement, world: World) -> Part[Reco
         dtype=DTYPES[job.train.precision], device=world.device,
     )  # fmt: skip
     return make_part(network, placement, world, network_params(network, placement.ranks), job)
+
+
+def _open_snapshots(start: RunStart[CtrJob], rows: ShardedTable) -> TableSnapshots:
+    """Return the snapshots of this rank's rows, after the rows of a checkpoint are restored."""
+    checkpoint, table, rank = start.checkpoint, rows.table, start.world.rank
+    facts = {} if checkpoint is None else checkpoint.snapshots.get("", {})
+    if checkpoint is not None:
+        directory = checkpoint.path.absolute().parent.parent / TABLE
+        stored = StoredRows.open_snapshot(directory, facts, segment_layout(table))
+        restore(table, stored, rows.owns)
+    snapshots = TableSnapshots(
+        start.out / TABLE, ChangedRows(table), rank, start.world.size,
+        lambda: kept_snapshots(start.out / "checkpoints", ""),
+    )  # fmt: skip
+    try:
+        snapshots.resume(facts)
+    except BaseException:
+        snapshots.close()
+        raise
+    return snapshots

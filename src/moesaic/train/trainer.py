@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -75,6 +76,28 @@ class Data(Protocol):
         """Return files for the run's directory, by relative path, such as those of a tokenizer."""
 
 
+@dataclass(frozen=True)
+class RunStart(Generic[J]):
+    """What a kind assembles a run from."""
+
+    loaded: LoadedJob[J]
+    """The job."""
+    plan: Plan
+    """Layout of the ranks."""
+    world: World
+    """The ranks."""
+    out: Path
+    """Directory of the run."""
+    checkpoint: Checkpoint | None
+    """State to start from; None: initial values."""
+    data: Any
+    """Data that the kind has opened."""
+    log: Callable[[str], None]
+    """Function that shows a message before slow work."""
+    decisions: list[Decision[Any, Any]]
+    """List that receives what policies decide."""
+
+
 class JobKind(Protocol[J]):
     """One kind of job."""
 
@@ -98,18 +121,8 @@ class JobKind(Protocol[J]):
     def open_data(self, job: J, world: World, log: Callable[[str], None]) -> Data:
         """Open the data; raise if they do not fit the job."""
 
-    def assemble(
-        self,
-        loaded: LoadedJob[J],
-        plan: Plan,
-        world: World,
-        checkpoint: Checkpoint | None,
-        data: Any,
-        log: Callable[[str], None],
-        decisions: list[Decision[Any, Any]],
-    ) -> Run[Any, Any]:
-        """Return a run that is ready to step, from `checkpoint` or from initial values, and add
-        what policies decided to `decisions`."""
+    def assemble(self, start: RunStart[J]) -> Run[Any, Any]:
+        """Return a run that is ready to step."""
 
     def describe(self, run: Any) -> Iterator[str]:
         """Yield what the user should know before the first step."""
@@ -159,7 +172,9 @@ def _train(
         checkpoint = _open_checkpoint(job, out, resume, world, progress)
         for change in check_same_run(checkpoint, job, data.digest, kind):
             progress.message(change)
-    run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message, decisions)
+    run = kind.assemble(
+        RunStart(loaded, plan, world, out, checkpoint, data, progress.message, decisions)
+    )
     try:
         if checkpoint is not None:
             _set_resume_point(checkpoint.path, out, world, progress)
