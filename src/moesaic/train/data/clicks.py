@@ -12,6 +12,7 @@ from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
 from moesaic.train.data.clicks_batch import ClickBatch
+from moesaic.train.data.clicks_block import Columns
 from moesaic.train.data.clicks_cache import (
     DEFAULT_CACHE,
     BadLines,
@@ -19,7 +20,6 @@ from moesaic.train.data.clicks_cache import (
     ProgressCallback,
     open_day,
 )
-from moesaic.train.data.clicks_encode import ColumnNames
 from moesaic.train.data.clicks_files import find_files
 from moesaic.train.data.clicks_samples import ClickSamples
 from moesaic.train.data.clicks_stream import Stream, StreamDay
@@ -108,10 +108,10 @@ def _open_days(
 ) -> list[FileDay]:
     """Return the days of `path`, the value of the setting `key`."""
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
-    names = ColumnNames.of(config)
+    columns = Columns.of(config)
     files = find_files(key, path, is_parquet=config.is_parquet)
     try:
-        return [open_day(file, names, cache, bad, on_progress) for file in files]
+        return [open_day(file, columns, cache, bad, on_progress) for file in files]
     except DataError as error:
         raise DataError(f"{key} = '{path}': {error}") from None
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from moesaic.base.compiled import cached_njit
 from moesaic.base.errors import DataError
 from moesaic.train.data.cache_directory import write_once
 from moesaic.train.data.clicks_batch import ClickBatch, offsets_of
-from moesaic.train.data.clicks_encode import NUM_SHOWN, Block, ColumnNames, encode
-from moesaic.train.data.clicks_files import RawBlock, parse_block, read_blocks
+from moesaic.train.data.clicks_block import NUM_SHOWN, Block, Columns
+from moesaic.train.data.clicks_table import encode_rows, read_rows
+from moesaic.train.data.clicks_text import encode_lines, read_lines
 
 FORMAT = 1
 DEFAULT_CACHE = "~/.cache/moesaic/clicks"
@@ -48,7 +50,7 @@ class BadLines:
     shown: list[str] = field(default_factory=list)
     """Places and reasons of the first ones."""
 
-    def add(self, file: Path, count: int, examples: list[tuple[int, str]]) -> None:
+    def add(self, file: Path, count: int, examples: Iterable[tuple[int, str]]) -> None:
         """Count malformed lines of `file`; raise if there are too many.
 
         Args:
@@ -58,8 +60,8 @@ class BadLines:
         """
         self.count += count
         unit = "line" if self.is_text else "row"
-        for line, reason in examples[: NUM_SHOWN - len(self.shown)]:
-            self.shown.append(f"'{file}' {unit} {line}: {reason}")
+        new = [f"'{file}' {unit} {line}: {reason}" for line, reason in examples]
+        self.shown = [*self.shown, *new][:NUM_SHOWN]
         if self.count > self.limit:
             raise DataError(
                 f"malformed {unit}s, more than data.max_bad_lines = {self.limit} "
@@ -76,15 +78,15 @@ class _Field:
     """Sizes of its dimensions after the first."""
 
 
-def _fields(names: ColumnNames) -> dict[str, _Field]:
+def _fields(columns: Columns) -> dict[str, _Field]:
     fields = {
-        "labels": _Field("|u1", ()), "dense": _Field("<f4", (len(names.dense),)),
-        "counts": _Field("<u2", (len(names.slots),)), "starts": _Field("<i8", ()),
+        "labels": _Field("|u1", ()), "dense": _Field("<f4", (len(columns.dense),)),
+        "counts": _Field("<u2", (len(columns.slots),)), "starts": _Field("<i8", ()),
         "keys": _Field("<i8", ()),
     }  # fmt: skip
-    if names.weight is not None:
+    if columns.weight is not None:
         fields["weights"] = _Field("<f4", ())
-    if names.user is not None:
+    if columns.user is not None:
         fields["users"] = _Field("<i8", ())
     return fields
 
@@ -92,12 +94,13 @@ def _fields(names: ColumnNames) -> dict[str, _Field]:
 class FileDay:
     """Samples of one day in the cache; implements `Day`."""
 
-    def __init__(self, directory: Path, names: ColumnNames) -> None:
+    def __init__(self, directory: Path, columns: Columns) -> None:
         facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
         self.digest = str(facts["digest"])
         """Hash of the samples."""
         self._arrays = {
-            name: _map_array(directory / f"{name}.bin", one) for name, one in _fields(names).items()
+            name: _map_array(directory / f"{name}.bin", one)
+            for name, one in _fields(columns).items()
         }
 
     def __len__(self) -> int:
@@ -129,13 +132,13 @@ def _map_array(file: Path, field_: _Field) -> NDArray[Any]:
 
 
 def open_day(
-    file: Path, names: ColumnNames, cache: Path, bad: BadLines, on_progress: ProgressCallback
+    file: Path, columns: Columns, cache: Path, bad: BadLines, on_progress: ProgressCallback
 ) -> FileDay:
     """Return the samples of `file` from the cache, after writing them into it if necessary.
 
     Args:
         file: the file.
-        names: its columns.
+        columns: its columns.
         cache: directory of all days.
         bad: counter of malformed lines.
         on_progress: see `ProgressCallback`.
@@ -144,20 +147,20 @@ def open_day(
         status = file.stat()
     except OSError as error:
         raise DataError(f"'{file}' cannot be read ({error.strerror}): replace it") from None
-    facts = [FORMAT, os.path.abspath(file), status.st_size, status.st_mtime_ns, asdict(names)]
+    facts = [FORMAT, os.path.abspath(file), status.st_size, status.st_mtime_ns, asdict(columns)]
     directory = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     written = list[int]()
 
     def write(partial: Path) -> None:
         written.append(1)
-        _write(partial, file, names, bad, on_progress)
+        _write(partial, file, columns, bad, on_progress)
 
     try:
         write_once(directory, write, lambda: on_progress(file, 0), _is_complete)
         if not written:
             known = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
-            bad.add(file, known["num_bad"], [(line, reason) for line, reason in known["bad"]])
-        return FileDay(directory, names)
+            bad.add(file, known["num_bad"], known["bad"])
+        return FileDay(directory, columns)
     except OSError as error:
         raise DataError(
             f"data.cache = '{cache}' cannot be used ({error}): make room there, or set data.cache "
@@ -176,10 +179,10 @@ def _is_complete(directory: Path) -> bool:
 
 
 def _write(
-    directory: Path, file: Path, names: ColumnNames, bad: BadLines, on_progress: ProgressCallback
+    directory: Path, file: Path, columns: Columns, bad: BadLines, on_progress: ProgressCallback
 ) -> None:
     """Write the samples of `file` block by block. Memory holds a few blocks."""
-    fields = _fields(names)
+    fields = _fields(columns)
     hashes = {name: hashlib.sha256() for name in fields}
     sizes = dict.fromkeys(fields, 0)
     num_samples = num_keys = num_bad = 0
@@ -196,10 +199,10 @@ def _write(
             sizes[name] += len(data)
 
         append("starts", np.zeros(1))
-        for block, numbers_bad in _encode_blocks(file, names):
-            bad.add(file, *numbers_bad)
-            num_bad += numbers_bad[0]
-            examples = (examples + numbers_bad[1])[:NUM_SHOWN]
+        for block in _encode_blocks(file, columns):
+            bad.add(file, block.num_bad, block.examples)
+            num_bad += block.num_bad
+            examples = [*examples, *block.examples][:NUM_SHOWN]
             ends = num_keys + np.cumsum(block.arrays["counts"].sum(1, dtype=np.int64))
             for name, values in {**block.arrays, "starts": ends}.items():
                 append(name, values)
@@ -221,29 +224,30 @@ def _write(
         os.fsync(text.fileno())
 
 
-_Encoded = tuple[Block, tuple[int, list[tuple[int, str]]]]
-"""Block; number of its malformed lines, and line and reason of the first ones."""
-
-
-def _encode_blocks(file: Path, names: ColumnNames) -> Iterator[_Encoded]:
-    """Yield the encoded blocks of `file` in order; threads parse and encode some at once."""
+def _encode_blocks(file: Path, columns: Columns) -> Iterator[Block]:
+    """Yield the encoded blocks of `file` in order; threads encode some at once."""
     threads = min(os.cpu_count() or 1, _MAX_THREADS)
-    pending = deque[Future[_Encoded]]()
+    encode: Callable[[Any, Columns], Block] = encode_lines
+    blocks: Iterator[Any] = read_lines(file)
+    if columns.is_parquet:
+        encode, blocks = encode_rows, read_rows(file, columns)
+    pending = deque[Future[Block]]()
     with ThreadPoolExecutor(threads, "clicks") as pool:
-        for raw in read_blocks(file, names):
-            pending.append(pool.submit(_encode_block, raw, names))
+        while (block := _read_next(blocks, file)) is not None:
+            pending.append(pool.submit(encode, block, columns))
             if len(pending) > 2 * threads:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
 
 
-def _encode_block(raw: RawBlock, names: ColumnNames) -> _Encoded:
-    parsed = parse_block(raw, names)
-    block = encode(parsed.rows, names)
-    lines = parsed.numbers[block.bad_rows[: len(block.reasons)]].tolist()
-    examples = sorted([*parsed.bad, *zip(lines, block.reasons, strict=True)])[:NUM_SHOWN]
-    return block, (len(parsed.bad) + len(block.bad_rows), examples)
+def _read_next(blocks: Iterator[Any], file: Path) -> Any:
+    """Return the next of `blocks`, or None at the end."""
+    try:
+        return next(blocks, None)
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"'{file}' cannot be read ({reason}): replace it") from None
 
 
 @cached_njit

@@ -51,7 +51,9 @@ def integer_keys(slot: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @cached_njit
-def bytes_key(slot: Any, data: NDArray[np.uint8], start: int, stop: int) -> np.int64:
+def bytes_key(
+    slot: Any, data: NDArray[np.uint8], words: NDArray[np.uint64], start: int, stop: int
+) -> np.int64:
     """Return the key of the string id `data[start:stop]`.
 
     It differs from the key of an integer id of the same digits.
@@ -59,22 +61,33 @@ def bytes_key(slot: Any, data: NDArray[np.uint8], start: int, stop: int) -> np.i
     Args:
         slot: `slot_word` of the slot.
         data: bytes.
+        words: `overlapping_words` of the bytes.
         start: first byte.
         stop: end of the bytes.
     """
-    word = mix(slot ^ (np.uint64(stop - start) * GOLDEN))
-    for first in range(start, stop, 8):
-        part = np.uint64(0)
-        for index in range(min(8, stop - first)):
-            part |= np.uint64(data[first + index]) << np.uint64(8 * index)
-        word = mix(word ^ part)
+    word = slot ^ (np.uint64(stop - start) * GOLDEN)
+    while start + 8 <= stop:
+        word = mix(word ^ words[start])
+        start += 8
+    if start < stop:
+        rest = np.uint64(0)
+        for index in range(stop - start):
+            rest |= np.uint64(data[start + index]) << np.uint64(8 * index)
+        word = mix(word ^ rest)
     return np.int64(word)
+
+
+def overlapping_words(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Return a view of the 64-bit words that start at each byte of `data`."""
+    return np.ndarray(max(len(data) - 7, 0), np.dtype("<u8"), data.data, strides=(1,))
 
 
 def string_keys(slot: int, strings: Iterable[str | bytes]) -> NDArray[np.int64]:
     """Return the keys of the string ids `strings` of slot number `slot`."""
     encoded = [one.encode() if isinstance(one, str) else one for one in strings]
-    word = slot_word(slot)
-    return np.array(
-        [bytes_key(word, np.frombuffer(one, np.uint8), 0, len(one)) for one in encoded], np.int64
-    )
+    data = np.frombuffer(b"".join(encoded), np.uint8)
+    words, ends = overlapping_words(data), np.cumsum([len(one) for one in encoded], dtype=np.int64)
+    keys = np.empty(len(encoded), np.int64)
+    for index, one in enumerate(encoded):
+        keys[index] = bytes_key(slot_word(slot), data, words, ends[index] - len(one), ends[index])
+    return keys

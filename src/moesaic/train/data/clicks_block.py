@@ -1,0 +1,60 @@
+"""Columns of click files, and blocks of samples that are encoded from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.facts.job.clicks import CRITEO_DENSE, CRITEO_SLOTS, ClicksConfig
+
+NUM_SHOWN = 5
+"""Malformed rows of a file or a run whose reasons are kept."""
+MAX_DENSE = float(np.finfo(np.float32).max)
+"""Largest dense feature."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of a file's columns, and how they are encoded."""
+
+    label: str
+    dense: tuple[str, ...]
+    slots: tuple[str, ...]
+    weight: str | None
+    user: str | None
+    log_dense: bool
+    is_parquet: bool
+
+    @classmethod
+    def of(cls, config: ClicksConfig) -> Columns:
+        """Return the columns of the job's data section."""
+        if config.is_parquet:
+            return cls(
+                config.label, tuple(config.dense), tuple(config.slots), config.weight,
+                config.user, config.log_dense, is_parquet=True,
+            )  # fmt: skip
+        dense = tuple(f"I{number}" for number in range(1, CRITEO_DENSE + 1))
+        slots = tuple(f"C{number}" for number in range(1, CRITEO_SLOTS + 1))
+        return cls("label", dense, slots, None, None, config.log_dense, is_parquet=False)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all columns, each once."""
+        others = [name for name in (self.weight, self.user) if name is not None]
+        return list(dict.fromkeys((self.label, *self.dense, *self.slots, *others)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Encoded samples, and the malformed rows between them."""
+
+    arrays: dict[str, NDArray[Any]]
+    """Arrays by name: labels [n], dense [n, num_dense], counts of keys [n, num_slots], and keys by
+    sample and slot; if the columns exist, weights [n] and users [n]."""
+    num_bad: int = 0
+    """Number of malformed rows, which are left out."""
+    examples: tuple[tuple[int, str], ...] = ()
+    """Row of the file, from 1, and reason of the first malformed rows."""
