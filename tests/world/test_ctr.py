@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from moesaic.train.ctr import CtrKind
 from moesaic.train.data.clicks import ClickData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.optim import learning_rate
+from moesaic.train.trainer import RunStart
 
 STREAM = {
     "days": 2, "samples_per_day": 500, "slots": 4, "dense": 3, "keys": 60, "multi_hot": 3,
@@ -60,12 +62,12 @@ def open_data(job: CtrJob, world: World | None = None) -> ClickData:
 
 
 def run_steps(
-    world: World, job: CtrJob, keys: np.ndarray
+    world: World, job: CtrJob, out: str, keys: np.ndarray
 ) -> tuple[list[float], dict[str, np.ndarray], np.ndarray]:
     """Take all steps; return losses, the network's parameters, and the rows of `keys`."""
     data, plan = open_data(job, world), Plan.data_parallel(world.size)
-    loaded = LoadedJob(job, "", [])
-    run = CtrKind().assemble(loaded, plan, world, None, data, print, [])
+    start = RunStart(LoadedJob(job, "", []), plan, world, Path(out), None, data, print, [])
+    run = CtrKind().assemble(start)
     losses = [run.step(data.train).loss for _ in range(job.train.steps)]
     network = {name: one.detach().numpy().copy() for name, one in run.part.model.named_parameters()}
     singles = np.arange(len(keys) + 1)
@@ -94,9 +96,9 @@ class RowwiseAdagrad:
         """Update each row that has a gradient."""
         assert self.weight.grad is not None
         grad = self.weight.grad.coalesce()
-        for row, values in zip(grad.indices()[0].tolist(), grad.values(), strict=True):
-            self.sums[row] += (values**2).mean()
-            self.weight[row] -= self.lr * values / (self.sums[row].sqrt() + self.epsilon)
+        rows, values = grad.indices()[0], grad.values()
+        self.sums[rows] += (values**2).mean(1)
+        self.weight[rows] -= self.lr * values / (self.sums[rows].sqrt() + self.epsilon)[:, None]
 
 
 def plain_loop(job: CtrJob) -> tuple[list[float], dict[str, np.ndarray], np.ndarray, np.ndarray]:
@@ -147,13 +149,14 @@ def plain_loop(job: CtrJob) -> tuple[list[float], dict[str, np.ndarray], np.ndar
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_runs_equal_a_plain_loop(ranks: RankPool, family: str) -> None:
+def test_runs_equal_a_plain_loop(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Bags are of none, one or several keys, and a global micro-batch is not equally divided."""
     job = make_job(family)
     losses, network, keys, rows = plain_loop(job)
     assert losses[-1] < losses[0]
     for size in (1, 2, 4):
-        for found_losses, found_network, found_rows in ranks.run(size, run_steps, job, keys):
+        out = str(tmp_path / f"{size}")
+        for found_losses, found_network, found_rows in ranks.run(size, run_steps, job, out, keys):
             np.testing.assert_allclose(found_losses, losses, rtol=1e-9)
             for name, values in network.items():
                 np.testing.assert_allclose(found_network[name], values, rtol=1e-9, atol=1e-12)
