@@ -99,6 +99,7 @@ class Table:
             read_only: True refuses pushes.
         """
         self.config, self.dim, self.name, self.read_only = config, dim, name, read_only
+        self.seed = seed
         self.layout = RecordLayout(dim, dtype, config.optimizer)
         self.arena = RecordArena(self.layout, capacity)
         """Records in memory."""
