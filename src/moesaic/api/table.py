@@ -21,9 +21,9 @@ from moesaic.base.safetensors_file import sync_directory
 from moesaic.facts.job.table import TableConfig
 from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import EXPORT_MANIFEST, StoredRows
-from moesaic.ps.stored_table import ChangedRows, restore
 from moesaic.ps.table import Table as Rows
 from moesaic.ps.table import TableStats
+from moesaic.ps.table_shard import TableShard
 
 if TYPE_CHECKING:
     from moesaic.ps.table import Lookup
@@ -104,7 +104,7 @@ class Table:
         """Lock the directory and note changes for `save`."""
         self._path, self._facts = path, facts
         self._snapshots = self._stack.enter_context(
-            TableSnapshots(path, ChangedRows(self._rows), 0, 1, lambda: [self._facts])
+            TableSnapshots(path, TableShard(self._rows), 0, 1, lambda: [self._facts])
         )
         if facts:
             self._snapshots.resume(facts)
@@ -225,7 +225,7 @@ class _Given(NamedTuple):
             dtype=cast("DType", layout.dtype),
             read_only=read_only,
         )  # fmt: skip
-        restore(rows, stored)
+        TableShard(rows).restore(stored)
         return rows
 
 

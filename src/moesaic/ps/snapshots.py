@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from moesaic.base.errors import StoreError, write_error
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.base.safetensors_file import sync_directory
-from moesaic.dist.checkpoint import Checkpoint, list_committed
 from moesaic.ps.segments import SegmentLayout
 from moesaic.ps.snapshot_manifest import (
     SegmentRecord,
@@ -54,14 +53,18 @@ _FILE = re.compile(
 
 @dataclass(frozen=True)
 class TableChanges:
-    """Copy of what changed in a shard since the last snapshot."""
+    """Changes of a shard since the last snapshot."""
 
-    chunks: Sequence[KeysAndRecords]
-    """Keys and records of rows that changed, each key once."""
+    chunks: Iterable[KeysAndRecords]
+    """Keys and records of rows that changed, each key once. They are read once."""
+    num_changed: int
+    """Rows that changed."""
     removed: Keys
     """Keys whose row was removed and that have none now."""
     num_rows: int
     """Rows of the shard now."""
+    is_live: bool = False
+    """True if `chunks` reads the live table, so that training waits until they are written."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """State of the shard besides rows, as JSON."""
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class SnapshotTable(Protocol):
         """Layout of the records."""
 
     def copy_changes(self, *, everything: bool) -> TableChanges:
-        """Copy what changed since the last call, or all rows; training waits for it."""
+        """Return what changed since the last call, or all rows; training waits for it."""
 
 
 class TableSnapshots:
@@ -87,8 +90,8 @@ class TableSnapshots:
         table: the shard.
         shard: number of the shard, which is a rank of the part.
         num_shards: shards of the table.
-        kept: function that returns the facts of all committed checkpoints, each by rank. Files that
-            none of them needs are removed.
+        kept: function that returns the facts of each committed checkpoint, by rank, such as
+            `dist.checkpoint.list_snapshots`. Files that none of them needs are removed.
     """
 
     def __init__(
@@ -147,6 +150,8 @@ class TableSnapshots:
             futures.wait([self._pending])
         changes = self._table.copy_changes(everything=not self._is_incremental)
         self._pending = self._writer.submit(self._write, step, changes)
+        if changes.is_live:
+            self._pending.result()
         return self._pending.result
 
     def _write(self, step: int, changes: TableChanges) -> dict[str, Any]:
@@ -172,8 +177,7 @@ class TableSnapshots:
         rows: Iterable[KeysAndRecords] = changes.chunks
         removed: Keys | None = changes.removed
         kept = self._segments
-        stored = sum(segment.num_rows for segment in kept)
-        stored += sum(len(keys) for keys, _ in changes.chunks)
+        stored = changes.num_changed + sum(segment.num_rows for segment in kept)
         if kept and changes.num_rows < MIN_LIVE * stored:
             rows, removed, kept = self._live_rows(changes), None, ()
         record = write_segment(self._path("segment-{:06d}"), layout, rows, removed)
@@ -200,10 +204,12 @@ class TableSnapshots:
 
     def _live_rows(self, changes: TableChanges) -> Iterator[KeysAndRecords]:
         """Yield all valid rows: those of the changes, and those of the segments before."""
-        yield from changes.chunks
-        newer = np.concatenate([changes.removed, *(keys for keys, _ in changes.chunks)])
+        newer = [changes.removed]
+        for keys, records in changes.chunks:
+            newer.append(keys)
+            yield keys, records
         stored = StoredSegments(self.directory, self._table.segment_layout, self._segments)
-        yield from stored.live_rows(newer)
+        yield from stored.live_rows(np.concatenate(newer))
 
     def _path(self, name: str) -> Path:
         return self.directory / name.format(self._number)
@@ -252,11 +258,6 @@ class TableSnapshots:
                 with file_lock(directory / LOCK, fail_if_locked):
                     self._remove_unneeded(directory)
                 directory.rmdir()
-
-
-def kept_snapshots(checkpoints: Path, prefix: str) -> list[dict[str, dict[str, Any]]]:
-    """Return the facts of a part's snapshot in each committed checkpoint, by rank."""
-    return [Checkpoint.open(path).snapshots.get(prefix, {}) for path in list_committed(checkpoints)]
 
 
 def _number(file: Path) -> int:

@@ -155,10 +155,11 @@ class StoredRows:
         for shard in self._shards:
             yield from shard.live_rows()
 
-    def arrays(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the further arrays of each shard."""
-        for shard, manifest in zip(self._shards, self.manifests, strict=True):
-            yield read_arrays(shard.directory, manifest.arrays)
+    def arrays(self, shard: int | None = None) -> Iterator[dict[str, NDArray[Any]]]:
+        """Yield the further arrays of each shard, or of one alone."""
+        for number, manifest in enumerate(self.manifests):
+            if shard is None or number == shard:
+                yield read_arrays(self._shards[number].directory, manifest.arrays)
 
     def verify(self) -> None:
         """Read all files; raise StoreError at the first damage."""

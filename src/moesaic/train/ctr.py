@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from moesaic.base.decisions import Decision
+from moesaic.dist.checkpoint import list_snapshots
 from moesaic.dist.state import Source
 from moesaic.dist.world import World
 from moesaic.facts.job import CtrJob
@@ -15,10 +16,10 @@ from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender, network_params
 from moesaic.ps.records import DType
 from moesaic.ps.sharded import ShardedTable
-from moesaic.ps.snapshots import TableSnapshots, kept_snapshots
+from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import StoredRows
-from moesaic.ps.stored_table import ChangedRows, restore, segment_layout
 from moesaic.ps.table import Table
+from moesaic.ps.table_shard import TableShard
 from moesaic.train.assemble import DTYPES
 from moesaic.train.ctr_stats import CtrStepStats
 from moesaic.train.data.clicks import ClickData
@@ -111,15 +112,15 @@ def _make_part(job: CtrJob, placement: PartPlacement, world: World) -> Part[Reco
 
 def _open_snapshots(start: RunStart[CtrJob], rows: ShardedTable) -> TableSnapshots:
     """Return the snapshots of this rank's rows, after the rows of a checkpoint are restored."""
-    checkpoint, table, rank = start.checkpoint, rows.table, start.world.rank
+    checkpoint, shard, rank = start.checkpoint, TableShard(rows.table), start.world.rank
     facts = {} if checkpoint is None else checkpoint.snapshots.get("", {})
     if checkpoint is not None:
         directory = checkpoint.path.absolute().parent.parent / TABLE
-        stored = StoredRows.open_snapshot(directory, facts, segment_layout(table))
-        restore(table, stored, rows.owns)
+        stored = StoredRows.open_snapshot(directory, facts, shard.segment_layout)
+        shard.restore(stored, rows.owns, rank if len(facts) == start.world.size else None)
     snapshots = TableSnapshots(
-        start.out / TABLE, ChangedRows(table), rank, start.world.size,
-        lambda: kept_snapshots(start.out / "checkpoints", ""),
+        start.out / TABLE, shard, rank, start.world.size,
+        lambda: list_snapshots(start.out / "checkpoints", ""),
     )  # fmt: skip
     try:
         snapshots.resume(facts)

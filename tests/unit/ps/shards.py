@@ -62,7 +62,10 @@ class DictShard:
         self._changed.clear()
         self._removed.clear()
         chunks = [(keys, self._records(keys)) for keys in np.array_split(chosen, 2)]
-        return TableChanges(chunks, removed, len(self.rows), dict(self.facts), dict(self.arrays))
+        return TableChanges(
+            chunks, len(chosen), removed, len(self.rows),
+            facts=dict(self.facts), arrays=dict(self.arrays),
+        )  # fmt: skip
 
     def _records(self, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
         data = b"".join(self.rows[int(key)] for key in keys)
