@@ -1,0 +1,144 @@
+"""Random reads: many small blocks of several files, with direct I/O and a checksum for each.
+
+A drive reaches its rate only with many requests in flight. Threads run compiled loops that hold no
+interpreter lock: each reads a share of the blocks and verifies their checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from moesaic.base import direct_io
+from moesaic.base.compiled import cached_njit
+from moesaic.base.errors import StoreError
+
+_MIN_SHARE = 16
+"""Blocks of a thread below which waking another one takes longer than it saves."""
+_SHARES_PER_THREAD = 2
+"""Shares of each thread in a large read, so that a thread that ends early takes another one."""
+_REMEDY = "resume from the newest checkpoint"
+
+_PREAD = types.ExternalFunction(
+    "pread", types.intp(types.int32, types.uintp, types.uintp, types.int64)
+)
+"""libc's function, found by name in the process, so that compiled loops can be cached on disk."""
+
+
+@cached_njit(nogil=True)
+def block_checksum(words: NDArray[np.uint64]) -> Any:
+    """Return the checksum of a block, whose first word is left out: it holds the checksum.
+
+    Each word is mixed with its own high bits and multiplied by an odd weight of its place, so
+    that any flipped bit changes the sum."""
+    total = np.uint64(0x9E3779B97F4A7C15)
+    for place in range(1, len(words)):
+        word = words[place]
+        weight = np.uint64(2 * place + 1) * np.uint64(0x9E3779B97F4A7C15)
+        total += (word ^ (word >> np.uint64(29))) * weight
+    return total
+
+
+@cached_njit(nogil=True)
+def _read_blocks(
+    fds: NDArray[np.int32], offsets: NDArray[np.int64], words: NDArray[np.uint64], first: int
+) -> Any:
+    """Read and verify blocks from `first` on; return the first that failed, or their number."""
+    block_bytes = words.shape[1] * 8
+    for block in range(first, len(offsets)):
+        address = np.uintp(words[block].ctypes.data)
+        if _PREAD(fds[block], address, np.uintp(block_bytes), offsets[block]) != block_bytes:
+            return block
+        if block_checksum(words[block]) != words[block, 0]:
+            return block
+    return len(offsets)
+
+
+class RandomReads:
+    """Threads that read blocks of equal size. The first word of a block is its checksum.
+
+    Several threads may call `read` at once."""
+
+    def __init__(self, block_bytes: int, num_threads: int = 8) -> None:
+        """Start no thread yet; the first large read does.
+
+        Args:
+            block_bytes: bytes of a block, a multiple of the alignment of direct I/O.
+            num_threads: reads in flight.
+        """
+        if block_bytes <= 0 or block_bytes % direct_io.ALIGNMENT:
+            raise ValueError(f"a block of {block_bytes} bytes is no multiple of the alignment")
+        self.block_bytes = block_bytes
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, "random-reads")
+
+    def buffer(self, num_blocks: int) -> NDArray[np.uint8]:
+        """Return memory for blocks, [num_blocks, block_bytes], with the alignment of direct I/O."""
+        memory = np.frombuffer(direct_io.aligned_buffer(num_blocks * self.block_bytes), np.uint8)
+        return memory[: num_blocks * self.block_bytes].reshape(num_blocks, self.block_bytes)
+
+    def read(
+        self,
+        files: Sequence[FileIO],
+        file_of: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        out: NDArray[np.uint8],
+    ) -> None:
+        """Read blocks and verify each.
+
+        Blocks that are sorted by file and place, and distinct, are read fastest.
+
+        Args:
+            files: files, open for reading.
+            file_of: position in `files` of each block's file, [num_blocks].
+            blocks: number of each block inside its file, [num_blocks].
+            out: memory of `buffer`, [num_blocks, block_bytes].
+        """
+        fds = np.array([file.fileno() for file in files], np.int32)[file_of]
+        offsets = blocks * self.block_bytes
+        words = out.view(np.uint64)
+        num_shares = min(self._num_threads * _SHARES_PER_THREAD, max(len(blocks) // _MIN_SHARE, 1))
+        bounds = np.linspace(0, len(blocks), num_shares + 1).astype(np.int64)
+        shares = [slice(*pair) for pair in pairwise(bounds)]
+
+        def read_share(share: slice) -> None:
+            done, count = 0, share.stop - share.start
+            while True:
+                done = _read_blocks(fds[share], offsets[share], words[share], done)
+                if done == count:
+                    return
+                place = share.start + done
+                self._read_again(files[file_of[place]], int(offsets[place]), out[place])
+                done += 1
+
+        if len(shares) == 1:
+            read_share(shares[0])
+        else:
+            for _ in self._pool.map(read_share, shares):
+                pass
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    def _read_again(self, file: FileIO, offset: int, memory: NDArray[np.uint8]) -> None:
+        """Read a block that failed, without direct I/O where that was refused; raise its error."""
+        place = f"'{file.name}' at byte {offset}"
+        try:
+            count = direct_io.read_at(file, memory.data, offset)
+        except OSError as error:
+            raise StoreError(f"{place} cannot be read ({error.strerror}): {_REMEDY}") from error
+        if count < self.block_bytes:
+            raise StoreError(f"{place} ends after {count} of {self.block_bytes} bytes: {_REMEDY}")
+        words = memory.view(np.uint64)
+        if block_checksum(words) != words[0]:
+            raise StoreError(
+                f"{place} differs from what was written, so the disk may be failing: {_REMEDY}"
+            )
