@@ -6,24 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from numba import njit
 from numba.core.event import Event, Listener, install_listener
 
 
-def cached_njit(function: Any = None, *, nogil: bool = False) -> Any:
-    """Return `function`, compiled on its first call and cached on disk where that is possible.
-
-    Without `function`, return a decorator. With `nogil`, the compiled code does not hold the GIL.
-    """
-    if function is None:
-        return partial(cached_njit, nogil=nogil)
+def cached_njit(function: Any) -> Any:
+    """Return `function`, compiled on its first call and cached on disk where that is possible."""
     try:
-        return njit(cache=True, nogil=nogil)(function)
+        return njit(cache=True)(function)
     except RuntimeError:  # Neither the source's directory nor the user's cache is writable.
-        return njit(nogil=nogil)(function)
+        return njit(function)
 
 
 class _CompileListener(Listener):
