@@ -13,11 +13,13 @@ from numba.core.event import Event, Listener, install_listener
 
 
 def cached_njit(function: Any) -> Any:
-    """Return `function`, compiled on its first call and cached on disk where that is possible."""
+    """Return `function`, compiled on its first call and cached on disk where that is possible.
+
+    Compiled code does not hold the GIL."""
     try:
-        return njit(cache=True)(function)
+        return njit(cache=True, nogil=True)(function)
     except RuntimeError:  # Neither the source's directory nor the user's cache is writable.
-        return njit(function)
+        return njit(nogil=True)(function)
 
 
 class _CompileListener(Listener):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from moesaic.base import direct_io
 from moesaic.base.compiled import cached_njit
 from moesaic.base.errors import StoreError
+from moesaic.store.block_sums import block_sum
 
 _MIN_SHARE = 16
 """Blocks of a thread below which waking another one takes longer than it saves."""
@@ -32,21 +33,7 @@ _PREAD = types.ExternalFunction(
 """libc's function, found by name in the process, so that compiled loops can be cached on disk."""
 
 
-@cached_njit(nogil=True)
-def block_checksum(words: NDArray[np.uint64]) -> Any:
-    """Return the checksum of a block, whose first word is left out: it holds the checksum.
-
-    Each word is mixed with its own high bits and multiplied by an odd weight of its place, so
-    that any flipped bit changes the sum."""
-    total = np.uint64(0x9E3779B97F4A7C15)
-    for place in range(1, len(words)):
-        word = words[place]
-        weight = np.uint64(2 * place + 1) * np.uint64(0x9E3779B97F4A7C15)
-        total += (word ^ (word >> np.uint64(29))) * weight
-    return total
-
-
-@cached_njit(nogil=True)
+@cached_njit
 def _read_blocks(
     fds: NDArray[np.int32], offsets: NDArray[np.int64], words: NDArray[np.uint64], first: int
 ) -> Any:
@@ -56,7 +43,7 @@ def _read_blocks(
         address = np.uintp(words[block].ctypes.data)
         if _PREAD(fds[block], address, np.uintp(block_bytes), offsets[block]) != block_bytes:
             return block
-        if block_checksum(words[block]) != words[block, 0]:
+        if block_sum(words[block]) != words[block, 0]:
             return block
     return len(offsets)
 
@@ -138,7 +125,7 @@ class RandomReads:
         if count < self.block_bytes:
             raise StoreError(f"{place} ends after {count} of {self.block_bytes} bytes: {_REMEDY}")
         words = memory.view(np.uint64)
-        if block_checksum(words) != words[0]:
+        if block_sum(words) != words[0]:
             raise StoreError(
                 f"{place} differs from what was written, so the disk may be failing: {_REMEDY}"
             )

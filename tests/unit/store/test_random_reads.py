@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError
-from moesaic.store.random_reads import RandomReads, block_checksum
+from moesaic.store.block_sums import block_sum
+from moesaic.store.random_reads import RandomReads
 
 BLOCK = 4096
 COUNT = 300
@@ -32,7 +33,7 @@ def made(path: Path, seed: int) -> NDArray[np.uint64]:
     """Write a file of random blocks, and return its words."""
     words = np.random.default_rng(seed).integers(0, 1 << 64, (COUNT, BLOCK // 8), np.uint64)
     for block in words:
-        block[0] = block_checksum(block)
+        block[0] = block_sum(block)
     path.write_bytes(words.tobytes())
     return words
 

@@ -1,0 +1,1 @@
+"""Embedding tables: rows by key, and their files."""
