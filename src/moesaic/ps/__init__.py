@@ -1,1 +1,1 @@
-"""Embedding tables: rows by key, and their files."""
+"""Embedding tables by key, for more rows than memory holds."""

@@ -1,0 +1,245 @@
+"""Hash index: 64-bit keys to locations of their records.
+
+Entries are pairs (hash, location), 16 bytes each, sorted by hash in one array with gaps. The hash
+is a bijection of the key, so keys need no space of their own. An entry stands at the first free
+slot from hash * slots / 2**64 on. Growth spreads the entries in place, from the last to the first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.base.compiled import cached_njit, prefetch
+from moesaic.base.host_memory import reserve_memory, total_memory_bytes
+
+Int64s = NDArray[np.int64]
+
+ABSENT = -(2**63)
+"""Location of a key that has no entry."""
+
+_ABSENT = np.int64(ABSENT)
+_LAST_HASH = np.int64(-1)
+"""Hash of empty slots: as an unsigned number it is the largest, so each search ends there."""
+_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
+_FIRST, _SECOND = map(np.uint64, _FACTORS)
+_FIRST_INVERSE, _SECOND_INVERSE = (np.uint64(pow(factor, -1, 2**64)) for factor in _FACTORS)
+_HALF, _SHIFT, _TWICE_SHIFT = np.uint64(32), np.uint64(29), np.uint64(58)
+_MAX_LOAD = 0.8
+_GROWTH = 1.25
+_FIRST_SLOTS = 1024
+_SPARE_SLOTS = 1024
+"""Slots behind the last regular one, for entries that are displaced beyond it."""
+_AHEAD = 16
+"""Keys between a prefetch and its use."""
+
+
+class KeyIndex:
+    """Map of int64 keys to int64 locations; all operations take arrays of keys."""
+
+    def __init__(self) -> None:
+        self._room: Int64s = np.frombuffer(reserve_memory(total_memory_bytes()), np.int64)
+        self._slots = _FIRST_SLOTS
+        self._entries = self._room[: 2 * (self._slots + _SPARE_SLOTS)]
+        _clear(self._entries)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._entries.nbytes
+
+    def find(self, keys: Int64s) -> Int64s:
+        """Return the location of each key; `ABSENT` for a key without an entry."""
+        locations = np.empty(len(keys), np.int64)
+        _find(self._entries, self._slots, keys, locations)
+        return locations
+
+    def set(self, keys: Int64s, locations: Int64s) -> None:
+        """Give each key its location; keys without an entry get one."""
+        start = 0
+        while start < len(keys):
+            limit = int(self._slots * _MAX_LOAD)
+            start, self._length = _set(
+                self._entries, self._slots, keys, locations, start, self._length, limit
+            )
+            if start < len(keys):
+                self._grow()
+
+    def remove(self, keys: Int64s) -> None:
+        """Remove the entries of `keys`; a key without an entry changes nothing."""
+        self._length -= _remove(self._entries, self._slots, keys)
+
+    def items(self) -> tuple[Int64s, Int64s]:
+        """Return all keys and their locations, in the order of hashes.
+
+        The order depends on the keys alone."""
+        keys, locations = np.empty(self._length, np.int64), np.empty(self._length, np.int64)
+        _list(self._entries, keys, locations)
+        return keys, locations
+
+    def _grow(self) -> None:
+        slots = int(self._slots * _GROWTH)
+        entries = self._room[: 2 * (slots + _SPARE_SLOTS)]
+        if len(entries) < 2 * (slots + _SPARE_SLOTS):
+            raise MemoryError(f"an index of {self._length} keys cannot grow to {slots} slots")
+        _spread(entries, len(self._entries) // 2, slots, self._length)
+        self._slots, self._entries = slots, entries
+
+
+def hash_keys(keys: Int64s) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each key, equal on all machines."""
+    hashes = np.empty(len(keys), np.uint64)
+    _hash_all(keys, hashes)
+    return hashes
+
+
+@cached_njit(nogil=True)
+def _hash(key: int) -> int:
+    mixed = np.uint64(key)
+    mixed = (mixed ^ (mixed >> _HALF)) * _FIRST
+    mixed = (mixed ^ (mixed >> _SHIFT)) * _SECOND
+    return mixed ^ (mixed >> _HALF)
+
+
+@cached_njit(nogil=True)
+def _key(hashed: int) -> int:
+    """Return the key of a hash."""
+    mixed = np.uint64(hashed)
+    mixed = (mixed ^ (mixed >> _HALF)) * _SECOND_INVERSE
+    mixed = (mixed ^ (mixed >> _SHIFT) ^ (mixed >> _TWICE_SHIFT)) * _FIRST_INVERSE
+    return np.int64(mixed ^ (mixed >> _HALF))
+
+
+@cached_njit(nogil=True)
+def _hash_all(keys: Int64s, hashes: NDArray[np.uint64]) -> None:
+    for index in range(len(keys)):
+        hashes[index] = _hash(keys[index])
+
+
+@cached_njit(nogil=True)
+def _slot(hashed: int, slots: int) -> int:
+    """Return the slot where the search for a hash starts."""
+    return np.int64(((hashed >> _HALF) * np.uint64(slots)) >> _HALF)
+
+
+@cached_njit(nogil=True)
+def _search(entries: Int64s, slots: int, hashed: int) -> int:
+    """Return the first slot whose hash is at least `hashed`, or that is empty."""
+    slot = _slot(hashed, slots)
+    while np.uint64(entries[2 * slot]) < hashed:
+        slot += 1
+    return slot
+
+
+@cached_njit(nogil=True)
+def _clear(entries: Int64s) -> None:
+    for slot in range(len(entries) // 2):
+        entries[2 * slot] = _LAST_HASH
+        entries[2 * slot + 1] = _ABSENT
+
+
+@cached_njit(nogil=True)
+def _find(entries: Int64s, slots: int, keys: Int64s, locations: Int64s) -> None:
+    count = len(keys)
+    for index in range(count):
+        if index + _AHEAD < count:
+            prefetch(entries, 2 * _slot(_hash(keys[index + _AHEAD]), slots))
+        hashed = _hash(keys[index])
+        slot = _search(entries, slots, hashed)
+        found = np.uint64(entries[2 * slot]) == hashed
+        locations[index] = entries[2 * slot + 1] if found else _ABSENT
+
+
+@cached_njit(nogil=True)
+def _set(
+    entries: Int64s,
+    slots: int,
+    keys: Int64s,
+    locations: Int64s,
+    start: int,
+    length: int,
+    limit: int,
+) -> tuple[int, int]:
+    """Set keys from `start` on; return the first key that needs more slots, and the length."""
+    top, count = len(entries) // 2 - 1, len(keys)
+    for index in range(start, count):
+        if index + _AHEAD < count:
+            prefetch(entries, 2 * _slot(_hash(keys[index + _AHEAD]), slots))
+        hashed = _hash(keys[index])
+        slot = _search(entries, slots, hashed)
+        if np.uint64(entries[2 * slot]) != hashed or entries[2 * slot + 1] == _ABSENT:
+            free = slot
+            while entries[2 * free + 1] != _ABSENT:
+                free += 1
+            if length >= limit or free >= top:  # The last slot stays empty, to end a search.
+                return index, length
+            for moved in range(free, slot, -1):
+                entries[2 * moved] = entries[2 * moved - 2]
+                entries[2 * moved + 1] = entries[2 * moved - 1]
+            entries[2 * slot] = np.int64(hashed)
+            length += 1
+        entries[2 * slot + 1] = locations[index]
+    return count, length
+
+
+@cached_njit(nogil=True)
+def _remove(entries: Int64s, slots: int, keys: Int64s) -> int:
+    removed = 0
+    for key in keys:
+        hashed = _hash(key)
+        slot = _search(entries, slots, hashed)
+        if np.uint64(entries[2 * slot]) != hashed or entries[2 * slot + 1] == _ABSENT:
+            continue
+        removed += 1
+        after = slot + 1
+        while (
+            entries[2 * after + 1] != _ABSENT
+            and _slot(np.uint64(entries[2 * after]), slots) < after
+        ):
+            entries[2 * slot] = entries[2 * after]
+            entries[2 * slot + 1] = entries[2 * after + 1]
+            slot, after = after, after + 1
+        entries[2 * slot] = _LAST_HASH
+        entries[2 * slot + 1] = _ABSENT
+    return removed
+
+
+@cached_njit(nogil=True)
+def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
+    index = 0
+    for slot in range(len(entries) // 2):
+        if entries[2 * slot + 1] != _ABSENT:
+            keys[index] = _key(np.uint64(entries[2 * slot]))
+            locations[index] = entries[2 * slot + 1]
+            index += 1
+
+
+@cached_njit(nogil=True)
+def _spread(entries: Int64s, old_top: int, slots: int, length: int) -> None:
+    """Move the entries below `old_top` to where `slots` slots have them.
+
+    The first pass packs them at the end. The second never overtakes the entry that it reads."""
+    top = len(entries) // 2
+    packed = top
+    for slot in range(old_top - 1, -1, -1):
+        if entries[2 * slot + 1] != _ABSENT:
+            packed -= 1
+            entries[2 * packed] = entries[2 * slot]
+            entries[2 * packed + 1] = entries[2 * slot + 1]
+    free = 0
+    for source in range(packed, top):
+        hashed, location = entries[2 * source], entries[2 * source + 1]
+        slot = max(free, _slot(np.uint64(hashed), slots))
+        for empty in range(free, slot):
+            entries[2 * empty] = _LAST_HASH
+            entries[2 * empty + 1] = _ABSENT
+        entries[2 * slot] = hashed
+        entries[2 * slot + 1] = location
+        free = slot + 1
+    for empty in range(free, top):
+        entries[2 * empty] = _LAST_HASH
+        entries[2 * empty + 1] = _ABSENT
