@@ -65,12 +65,12 @@ class EvictedRows(NamedTuple):
 
 
 class PassNeeds(NamedTuple):
-    """Memory for rows, and the rows that steps use."""
+    """Memory for rows, and the rows that coming steps use."""
 
     memory_rows: int
     """Rows that fit in memory."""
-    step_rows: int
-    """Distinct rows of a step, at most."""
+    step_rows: tuple[int, ...]
+    """Distinct rows of the first step, of the first two, and so on."""
     pass_steps: int
     """Steps of a pass that the job asks for; 0: auto."""
 
@@ -79,6 +79,6 @@ class PassLength(NamedTuple):
     """Length of a pass."""
 
     steps: int
-    """Steps of a pass; 0: memory does not hold the rows of two passes."""
+    """Steps of the pass; 0: memory does not hold the rows of it and of the next one."""
     needed_rows: int
-    """Rows that memory must hold for passes of this length, or of one step if there is none."""
+    """Rows that memory holds at least for two passes of this length, or of the shortest one."""

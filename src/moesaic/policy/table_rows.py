@@ -60,11 +60,12 @@ def choose_evicted(facts: DayRows) -> EvictedRows:
 
 
 def choose_pass_length(facts: PassNeeds) -> PassLength:
-    """Return the steps of a pass, so that memory holds the rows of this pass and of the next."""
+    """Return the steps of the next pass, so that memory holds its rows and those of another one."""
+    most = min(facts.pass_steps or MAX_PASS_STEPS, len(facts.step_rows))
+    least = most if facts.pass_steps else 1
     half = facts.memory_rows // 2
-    steps = facts.pass_steps or min(half // max(facts.step_rows, 1), MAX_PASS_STEPS)
-    needed = 2 * max(steps, 1) * facts.step_rows
-    return PassLength(steps if needed <= facts.memory_rows else 0, needed)
+    steps = next((n for n in range(most, least - 1, -1) if facts.step_rows[n - 1] <= half), 0)
+    return PassLength(steps, 2 * facts.step_rows[max(steps, least) - 1])
 
 
 def _may_be_hot(facts: MemoryRows) -> NDArray[np.bool_]:

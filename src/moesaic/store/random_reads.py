@@ -25,6 +25,8 @@ _MIN_SHARE = 16
 """Blocks of a thread below which waking another one takes longer than it saves."""
 _SHARES_PER_THREAD = 2
 """Shares of each thread in a large read, so that a thread that ends early takes another one."""
+_RUN_BLOCKS = 64
+"""Blocks of a request at most."""
 _REMEDY = "resume from the newest checkpoint"
 
 _PREAD = types.ExternalFunction(
@@ -37,15 +39,28 @@ _PREAD = types.ExternalFunction(
 def _read_blocks(
     fds: NDArray[np.int32], offsets: NDArray[np.int64], words: NDArray[np.uint64], first: int
 ) -> Any:
-    """Read and verify blocks from `first` on; return the first that failed, or their number."""
-    block_bytes = words.shape[1] * 8
-    for block in range(first, len(offsets)):
-        address = np.uintp(words[block].ctypes.data)
-        if _PREAD(fds[block], address, np.uintp(block_bytes), offsets[block]) != block_bytes:
-            return block
-        if block_sum(words[block]) != words[block, 0]:
-            return block
-    return len(offsets)
+    """Read and verify blocks from `first` on; return the first that failed, or their number.
+
+    Blocks that follow one another in a file are one request."""
+    count, block_bytes = len(offsets), words.shape[1] * 8
+    start = first
+    while start < count:
+        end = start + 1
+        while (
+            end < min(count, start + _RUN_BLOCKS)
+            and fds[end] == fds[start]
+            and offsets[end] == offsets[end - 1] + block_bytes
+        ):
+            end += 1
+        size = (end - start) * block_bytes
+        address = np.uintp(words[start].ctypes.data)
+        if _PREAD(fds[start], address, np.uintp(size), offsets[start]) != size:
+            return start
+        for block in range(start, end):
+            if block_sum(words[block]) != words[block, 0]:
+                return block
+        start = end
+    return count
 
 
 class RandomReads:

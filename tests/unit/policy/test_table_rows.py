@@ -104,13 +104,14 @@ def test_rows_are_deleted_by_score_idle_days_and_number(seed: int) -> None:
 @pytest.mark.parametrize(
     ("needs", "length"),
     [
-        (PassNeeds(1000, 10, 0), PassLength(50, 1000)),
-        (PassNeeds(10_000, 10, 0), PassLength(MAX_PASS_STEPS, 1280)),
-        (PassNeeds(1000, 501, 0), PassLength(0, 1002)),
-        (PassNeeds(1000, 500, 0), PassLength(1, 1000)),
-        (PassNeeds(1000, 10, 50), PassLength(50, 1000)),
-        (PassNeeds(1000, 10, 51), PassLength(0, 1020)),
-        (PassNeeds(1000, 0, 0), PassLength(MAX_PASS_STEPS, 0)),
+        (PassNeeds(100, (10, 20, 50, 51, 51), 0), PassLength(3, 100)),
+        (PassNeeds(100, (10, 20), 0), PassLength(2, 40)),
+        (PassNeeds(1000, tuple(range(99)), 0), PassLength(MAX_PASS_STEPS, 2 * MAX_PASS_STEPS - 2)),
+        (PassNeeds(100, (51, 60), 0), PassLength(0, 102)),
+        (PassNeeds(100, (10, 20, 50), 3), PassLength(3, 100)),
+        (PassNeeds(100, (10, 20, 51), 3), PassLength(0, 102)),
+        (PassNeeds(100, (10, 20), 3), PassLength(2, 40)),
+        (PassNeeds(0, (0,), 0), PassLength(1, 0)),
     ],
 )
 def test_memory_holds_two_passes(needs: PassNeeds, length: PassLength) -> None:
