@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ CHANGED_BIT = np.int64(1 << 62)
 _SEGMENT_SHIFT = 32
 SEGMENT_BYTES = 256 << 20
 """Bytes from which on a segment takes no more rows."""
+_MIN_READ_BLOCKS = 64
+"""Blocks that one read holds at least."""
 _WRITE_BYTES = 1 << 20
 """Bytes that a writer of segments buffers."""
 _MIN_LIVE = 0.5
@@ -73,7 +76,7 @@ class DriveRows:
         Args:
             directory: directory for segments.
             layout: layout of the rows.
-            buffer_bytes: bytes of blocks that one read holds.
+            buffer_bytes: bytes of blocks that one read holds, if those are enough blocks.
             num_threads: reads in flight.
             segment_bytes: bytes from which on a segment takes no more rows.
         """
@@ -81,7 +84,7 @@ class DriveRows:
         self.segments: dict[int, Segment] = {}
         """Segments by number."""
         self._reads = RandomReads(layout.block_bytes, num_threads)
-        self._read_blocks = max(buffer_bytes // layout.block_bytes, 1)
+        self._read_blocks = max(buffer_bytes // layout.block_bytes, _MIN_READ_BLOCKS)
         """Blocks that one read holds."""
         self._segment_bytes = segment_bytes
         self._numbers = itertools.count()
@@ -126,6 +129,10 @@ class DriveRows:
         numbers, counts = np.unique(_segment_numbers(locations), return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self.segments[number].num_live -= count
+
+    def reader(self) -> Callable[[Int64s], Records]:
+        """Return `read` for another thread: it reads locations that are in use now."""
+        return partial(self.read, segments=dict(self.segments))
 
     def read(self, locations: Int64s, segments: Mapping[int, Segment] | None = None) -> Records:
         """Return verified records, [locations, record_bytes]; ascending positions are fastest.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,12 +41,12 @@ _LEAVE_ROWS = 4096
 _HOT_SHARE = 2
 """Rows in memory for one hot row, at least."""
 _CHOICE_SHARE = 16
-"""Rows in memory for one row that a choice makes leave, at most."""
+"""Rows in memory for one row that a choice makes leave, where others can."""
 _ROW_BYTES = 1 + 8 + 4
 """Bytes of a row in memory beside its record: flags, copy and last pass."""
 _CHOICE_BYTES = 32
 """Bytes of a row in memory while rows are chosen that leave."""
-_PASS_BYTES = 16
+_PASS_BYTES = 24
 """Bytes of a row in memory for keys of passes."""
 _BUFFER_BYTES = 8 << 20
 """Bytes of blocks that one read holds at most."""
@@ -77,6 +78,19 @@ class TierStats:
     """Rows that were written to the drive because they left memory."""
     rewritten: int
     """Rows that were written to the drive because their segment had few rows in use."""
+
+
+class PassRows(NamedTuple):
+    """Keys of a pass by the place of their rows."""
+
+    below: Int64s
+    """Keys of rows below memory, in the order of the drive."""
+    locations: Int64s
+    """Locations of these rows."""
+    absent: Int64s
+    """Keys without a row."""
+    num_in_memory: int
+    """Keys of rows in memory."""
 
 
 class TableTiers:
@@ -205,7 +219,7 @@ class TableTiers:
             part = next(self._leaving, None)
             if part is not None:
                 self._demote(*self._still_leaving(*part))
-            elif not self._choose_leaving(max(lacking, arena.capacity // _CHOICE_SHARE)):
+            elif not self._choose_leaving(lacking):
                 needed = len(arena) + lacking
                 raise StoreError(
                     f'table.host = "{format_bytes(self.host_bytes)}" holds {arena.capacity} rows '
@@ -230,17 +244,14 @@ class TableTiers:
 
     # Passes.
 
-    def pin(self, keys: Int64s, number: int) -> tuple[Int64s, Int64s]:
-        """Keep those of distinct `keys` that are in memory until the end of pass `number`.
-
-        Returns:
-            The keys below memory, in the order of the drive, and their locations.
-        """
+    def pin(self, keys: Int64s, number: int) -> PassRows:
+        """Keep those of distinct `keys` that are in memory until the end of pass `number`."""
         locations = self.table.index.find(keys)
-        self._last_pass[locations[locations >= 0]] = number
+        rows = locations[locations >= 0]
+        self._last_pass[rows] = number
         below = np.flatnonzero((locations < 0) & (locations != ABSENT))
         below = below[np.argsort(positions_of(locations[below]))]
-        return keys[below], locations[below]
+        return PassRows(keys[below], locations[below], keys[locations == ABSENT], len(rows))
 
     def install(self, keys: Int64s, locations: Int64s, records: Records, number: int) -> None:
         """Take rows into memory that were read ahead, and keep them until the end of a pass.
@@ -262,11 +273,11 @@ class TableTiers:
         if len(other):
             self.raise_rows(other)
 
-    def begin_pass(self, number: int) -> None:
-        """Begin a pass: rows that only passes before it used may leave memory."""
+    def end_pass(self) -> None:
+        """End the present pass: rows that no later pass has pinned may leave memory."""
         self._end_last_pass()
-        self.pass_number = self.pinned_pass = number
-        self.fit()
+        self.pass_number += 1
+        self.pinned_pass = self.pass_number
 
     def fit(self) -> None:
         """Give back the memory that the index needs by now, unless a look-up waits for a step."""
@@ -380,14 +391,16 @@ class TableTiers:
         table, arena = self.table, self.table.arena
         able = arena.used_rows()
         able[table.pinned_rows()] = False
-        newest = _NEW
+        newest, more = _NEW, arena.capacity // _CHOICE_SHARE
         if self.pinned_pass is not None:
             unpinned = able & (self._last_pass[: len(able)] < self.pinned_pass)
             if unpinned.any():
                 able, newest = unpinned, np.int32(self.pinned_pass - 1)
+            else:
+                more = 0
         rows = np.flatnonzero(able)
         leaves = np.zeros(len(able), np.bool_)
-        leaves[rows[self._choose(self._facts(rows, num_needed)).rows]] = True
+        leaves[rows[self._choose(self._facts(rows, max(num_needed, more))).rows]] = True
         keys, rows = table.index.find_keys(leaves)
         self._leaving = (
             (keys[start : start + _LEAVE_ROWS], rows[start : start + _LEAVE_ROWS], newest)
