@@ -27,6 +27,7 @@ from moesaic.train.job_file import LoadedJob
 from moesaic.train.objectives.ctr import ClickObjective
 from moesaic.train.parts import Part, PartPlacement, make_part, parts_source
 from moesaic.train.run import Run
+from moesaic.train.table_passes import open_tiers, start_passes
 from moesaic.train.trainer import RunStart
 from moesaic.train.walk import MicroBatchWalk
 
@@ -80,7 +81,17 @@ class CtrKind:
             if checkpoint is not None:
                 source = parts_source(checkpoint, source, [placement], run.counters, start.log)
             source.fill(run.state().shards)
+            tiers = open_tiers(job.table, rows, world)
+            if tiers is not None:
+                run.files.callback(tiers.close)
             part.external_snapshot = run.files.enter_context(_open_snapshots(start, rows))
+            if tiers is not None:
+                first, batch = run.counters["samples"], job.train.batch
+                objective = run.objective
+                objective.passes = start_passes(
+                    tiers, start.data.train, rows, first, batch, objective.pass_decisions
+                )
+                run.files.callback(objective.passes.close)
         except BaseException:
             run.close()
             raise
