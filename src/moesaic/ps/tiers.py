@@ -34,7 +34,7 @@ READ_ROWS = 2048
 """Rows that are read from the drive at once."""
 _NO_COPY = np.int64(0)
 """Location of the copy of a row without a copy; those on the drive are negative."""
-_NEW = np.int32(2**31 - 1)
+_NEW = 2**31 - 1
 """Last pass of a row that came into memory in the present pass."""
 _LEAVE_ROWS = 4096
 """Rows that leave memory at once, at least."""
@@ -143,7 +143,7 @@ class TableTiers:
         """Location of the copy of each row in memory."""
         self._last_pass = np.full(most, _NEW, np.int32)
         """Last pass that used each row in memory."""
-        self._leaving: Iterator[tuple[Int64s, Int64s, np.int32]] = iter(())
+        self._leaving: Iterator[tuple[Int64s, Int64s, int]] = iter(())
         """Parts of the last choice: keys and rows that leave, unless a newer pass uses them."""
         self._rewriting: Iterator[int] = iter(())
         self._raised = self._demoted = self._written = self._rewritten = 0
@@ -197,14 +197,14 @@ class TableTiers:
 
     # The tier of the table.
 
-    def raise_rows(self, keys: Int64s) -> None:
-        """Read the rows of distinct `keys`, all below memory, into memory."""
+    def raise_rows(self, keys: Int64s, number: int = _NEW) -> None:
+        """Read the rows of distinct `keys`, all below memory, into memory, for a pass."""
         keys = keys[np.argsort(positions_of(self.table.index.find(keys)))]
         for start in range(0, len(keys), READ_ROWS):
             part = keys[start : start + READ_ROWS]
             self.make_room(len(part))
             locations = self.table.index.find(part)
-            self._put(part, locations, self.drive.read(locations), _NEW)
+            self._put(part, locations, self.drive.read(locations), number)
 
     def make_room(self, count: int) -> None:
         """Let rows leave memory until `count` fit.
@@ -267,11 +267,10 @@ class TableTiers:
         self.make_room(len(keys))
         now = self.table.index.find(keys)
         self._last_pass[now[now >= 0]] = number
-        same = positions_of(now) == positions_of(self._follow(locations))
-        self._put(keys[same], now[same], records[same], np.int32(number))
+        same = positions_of(now) == self._follow(locations)
+        self._put(keys[same], now[same], records[same], number)
         other = keys[(now < 0) & (now != ABSENT) & ~same]
-        if len(other):
-            self.raise_rows(other)
+        self.raise_rows(other, number)
 
     def end_pass(self) -> None:
         """End the present pass: rows that no later pass has pinned may leave memory."""
@@ -354,14 +353,14 @@ class TableTiers:
 
     # Moves between memory and drive.
 
-    def _put(self, keys: Int64s, locations: Int64s, records: Records, last_pass: np.int32) -> None:
+    def _put(self, keys: Int64s, locations: Int64s, records: Records, number: int) -> None:
         """Put rows from the drive into memory, which has room."""
         arena = self.table.arena
         rows = arena.allocate(len(keys))
         arena.records[rows] = records
         is_changed = locations & CHANGED_BIT == 0
         arena.changed[rows] = np.where(is_changed, CHANGED_SINCE_SNAPSHOT, 0)
-        self._copies[rows], self._last_pass[rows] = locations | CHANGED_BIT, last_pass
+        self._copies[rows], self._last_pass[rows] = locations | CHANGED_BIT, number
         self.table.index.set(keys, rows)
         self._raised += len(keys)
 
@@ -395,7 +394,7 @@ class TableTiers:
         if self.pinned_pass is not None:
             unpinned = able & (self._last_pass[: len(able)] < self.pinned_pass)
             if unpinned.any():
-                able, newest = unpinned, np.int32(self.pinned_pass - 1)
+                able, newest = unpinned, self.pinned_pass - 1
             else:
                 more = 0
         rows = np.flatnonzero(able)
@@ -423,7 +422,7 @@ class TableTiers:
             base_score=config.nonclick_weight, num_hot=arena.capacity // _HOT_SHARE,
         )  # fmt: skip
 
-    def _still_leaving(self, keys: Int64s, rows: Int64s, newest: np.int32) -> tuple[Int64s, Int64s]:
+    def _still_leaving(self, keys: Int64s, rows: Int64s, newest: int) -> tuple[Int64s, Int64s]:
         """Return those of chosen rows that nothing has used or removed since."""
         table = self.table
         stays = np.zeros(len(self._copies), np.bool_)
@@ -445,7 +444,7 @@ def positions_of(locations: Int64s) -> Int64s:
 
 @cached_njit
 def _rate(
-    words: tuple[NDArray[np.float32], NDArray[np.int32]],
+    words: tuple[NDArray[np.float32], NDArray[int]],
     place: int,
     rows: Int64s,
     today: int,
