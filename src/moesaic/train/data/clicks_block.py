@@ -20,7 +20,8 @@ MAX_DENSE = float(np.finfo(np.float32).max)
 class Columns:
     """Names of a file's columns, and how they are encoded."""
 
-    label: str
+    label: str | None
+    """None: the file has no labels, and they are 0."""
     dense: tuple[str, ...]
     slots: tuple[str, ...]
     weight: str | None
@@ -43,8 +44,8 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """Names of all columns, each once."""
-        others = [name for name in (self.weight, self.user) if name is not None]
-        return list(dict.fromkeys((self.label, *self.dense, *self.slots, *others)))
+        names = (self.label, *self.dense, *self.slots, self.weight, self.user)
+        return list(dict.fromkeys(name for name in names if name is not None))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ _MINUS, _PLUS, _ZERO, _ONE, _NINE = 45, 43, 48, 49, 57
 _SMALL_LOGS = np.log1p(np.arange(4096.0)).astype(np.float32)
 """Scaled values of small dense features."""
 
+_LABEL = "label"
+"""Name of the added column of a file without labels."""
+
 Lines = tuple[bytes, int]
 """Lines of a file, and the number of the first one, from 1."""
 
@@ -74,6 +77,8 @@ def encode_lines(lines: Lines, columns: Columns) -> Block:
             strings_can_be_null=False,
         ),
     ).combine_chunks()  # fmt: skip
+    if columns.label is None:
+        table = table.add_column(0, _LABEL, pa.array([b"0"] * len(table), pa.binary()))
     arrays, is_bad = _encode_fields(table, columns)
     bad_rows = np.flatnonzero(is_bad)
     if not len(bad_rows) and not bad:
@@ -121,9 +126,10 @@ def _join_columns(table: pa.Table) -> tuple[NDArray[np.int32], NDArray[np.uint8]
 
 def _reason(table: pa.Table, row: int, columns: Columns) -> str:
     """Return why `row` is malformed."""
-    for name in (columns.label, *columns.dense):
+    label = columns.label or _LABEL
+    for name in (label, *columns.dense):
         text = table.column(name)[row].as_py().decode(errors="replace")
-        if name == columns.label:
+        if name == label:
             problem = "" if text in ("0", "1") else "not 0 or 1"
         else:
             problem = "" if re.fullmatch(r"([+-]?[0-9]+)?", text) else "no integer"
