@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,8 @@ def test_an_export_is_whole_or_not_there(
 
 
 def test_inspect_shows_the_hottest_keys(run: moesaic.Run, exported: Path) -> None:
-    batch, shows, clicks = samples_of(run, training=True), Counter[int](), Counter[int]()
+    batch = samples_of(run, training=True)
+    shows, clicks = defaultdict[int, float](float), defaultdict[int, float](float)
     assert len(batch) == 400
     for bag, (start, end) in enumerate(zip(batch.offsets, batch.offsets[1:], strict=False)):
         sample = bag % len(batch)
