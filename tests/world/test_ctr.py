@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +14,25 @@ from torch import nn
 from torch.nn import functional as F
 
 from moesaic.base.config import parse
+from moesaic.base.errors import DivergedError
+from moesaic.base.events import read_events
+from moesaic.dist.checkpoint import Checkpoint, resume_candidates
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import CtrJob
 from moesaic.facts.plan import Plan
 from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender
+from moesaic.ps.stored_rows import StoredRows
 from moesaic.ps.table import Table
+from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
-from moesaic.train.ctr import CtrKind
+from moesaic.testing.states import read_checkpoint
+from moesaic.train.ctr import TABLE, CtrKind
 from moesaic.train.data.clicks import ClickData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.optim import learning_rate
+from moesaic.train.trainer import RunStart, train
 
 STREAM = {
     "days": 2, "samples_per_day": 500, "slots": 4, "dense": 3, "keys": 60, "multi_hot": 3,
@@ -51,7 +61,7 @@ def make_job(family: str = "ctr-dnn", steps: int = 100, **tables: dict[str, Any]
         "log": {"tensorboard": False, "loads_every": 50},
     }  # fmt: skip
     for table, changes in tables.items():
-        raw[table] = {**raw[table], **changes}
+        raw[table] = {**raw.get(table, {}), **changes}
     return parse(CtrJob, raw, "ctr")
 
 
@@ -60,12 +70,12 @@ def open_data(job: CtrJob, world: World | None = None) -> ClickData:
 
 
 def run_steps(
-    world: World, job: CtrJob, keys: np.ndarray
+    world: World, job: CtrJob, out: str, keys: np.ndarray
 ) -> tuple[list[float], dict[str, np.ndarray], np.ndarray]:
     """Take all steps; return losses, the network's parameters, and the rows of `keys`."""
     data, plan = open_data(job, world), Plan.data_parallel(world.size)
-    loaded = LoadedJob(job, "", [])
-    run = CtrKind().assemble(loaded, plan, world, None, data, print, [])
+    start = RunStart(LoadedJob(job, "", []), plan, world, Path(out), None, data, print, [])
+    run = CtrKind().assemble(start)
     losses = [run.step(data.train).loss for _ in range(job.train.steps)]
     network = {name: one.detach().numpy().copy() for name, one in run.part.model.named_parameters()}
     singles = np.arange(len(keys) + 1)
@@ -94,9 +104,9 @@ class RowwiseAdagrad:
         """Update each row that has a gradient."""
         assert self.weight.grad is not None
         grad = self.weight.grad.coalesce()
-        for row, values in zip(grad.indices()[0].tolist(), grad.values(), strict=True):
-            self.sums[row] += (values**2).mean()
-            self.weight[row] -= self.lr * values / (self.sums[row].sqrt() + self.epsilon)
+        rows, values = grad.indices()[0], grad.values()
+        self.sums[rows] += (values**2).mean(1)
+        self.weight[rows] -= self.lr * values / (self.sums[rows].sqrt() + self.epsilon)[:, None]
 
 
 def plain_loop(job: CtrJob) -> tuple[list[float], dict[str, np.ndarray], np.ndarray, np.ndarray]:
@@ -147,14 +157,143 @@ def plain_loop(job: CtrJob) -> tuple[list[float], dict[str, np.ndarray], np.ndar
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_runs_equal_a_plain_loop(ranks: RankPool, family: str) -> None:
+def test_runs_equal_a_plain_loop(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Bags are of none, one or several keys, and a global micro-batch is not equally divided."""
     job = make_job(family)
     losses, network, keys, rows = plain_loop(job)
     assert losses[-1] < losses[0]
     for size in (1, 2, 4):
-        for found_losses, found_network, found_rows in ranks.run(size, run_steps, job, keys):
+        out = str(tmp_path / f"{size}")
+        for found_losses, found_network, found_rows in ranks.run(size, run_steps, job, out, keys):
             np.testing.assert_allclose(found_losses, losses, rtol=1e-9)
             for name, values in network.items():
                 np.testing.assert_allclose(found_network[name], values, rtol=1e-9, atol=1e-12)
             np.testing.assert_allclose(found_rows, rows, rtol=1e-9, atol=1e-12)
+
+
+RESUMED: dict[str, Any] = {
+    "data": {"stream": {**STREAM, "days": 3, "samples_per_day": 44, "keys": 30}},
+    "table": {"max_rows": 60, "evict_days": 2},
+    "train": {"batch": 8, "micro_batches": 4},
+    "checkpoint": {"every": 5, "keep": 9},
+}
+"""A job whose days end, and whose rows are evicted, on both sides of a checkpoint."""
+
+
+class CrashedError(RuntimeError):
+    """Error of a callback that ends a run without a last checkpoint."""
+
+
+class Crash:
+    """Callback that raises after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __call__(self, figures: dict[str, float]) -> None:
+        if figures["step"] == self._step:
+            raise CrashedError
+
+
+def train_clicks(
+    world: World, job: CtrJob, out: str, resume: str | None = None, crash_at: int = 0
+) -> RecordingProgress:
+    """Train on this rank, up to a crash if a step is given."""
+    progress, loaded = RecordingProgress(), LoadedJob(job, "", [])
+    callback = Crash(crash_at) if crash_at else None
+    try:
+        train(loaded, Path(out), resume, world, progress, CtrKind(), callback)
+    except (CrashedError, RuntimeError):
+        if not crash_at:
+            raise
+    return progress
+
+
+def read_state(out: Path) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
+    """Return the network's tensors and the rows of the newest checkpoint."""
+    newest = resume_candidates(out / "checkpoints")[0]
+    stored = StoredRows.open_snapshot(out / TABLE, Checkpoint.open(newest).snapshots[""])
+    rows = {
+        key: record.copy()
+        for keys, records in stored.live_rows()
+        for key, record in zip(keys.tolist(), records, strict=True)
+    }
+    return read_checkpoint(newest), rows
+
+
+def events_of(out: Path, name: str) -> list[dict[str, Any]]:
+    events = read_events(out / "events" / "rank-0.jsonl")
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 20 steps on two ranks."""
+    out = tmp_path_factory.mktemp("ctr") / "whole"
+    ranks.run(2, train_clicks, make_job(steps=20, **RESUMED), str(out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def crashed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, which crashed after step 13 and so left a checkpoint of step 10."""
+    out = tmp_path_factory.mktemp("ctr") / "crashed"
+    ranks.run(2, train_clicks, make_job(steps=20, **RESUMED), str(out), None, 13)
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_crashed_run_resumes(
+    ranks: RankPool, tmp_path: Path, whole: Path, crashed: Path, size: int
+) -> None:
+    """Any number of ranks resumes; of four ranks, some have no sample of a micro-batch."""
+    job, out = make_job(steps=20, **RESUMED), tmp_path / "run"
+    shutil.copytree(crashed, out)
+    resumed = ranks.run(size, train_clicks, job, str(out), "auto")[0]
+    assert [figures["step"] for figures in resumed.figures] == [*range(11, 21)]
+    (tensors, rows), (expected_tensors, expected_rows) = read_state(out), read_state(whole)
+    assert rows.keys() == expected_rows.keys()
+    assert len(rows) > 40
+    for key, values in tensors.items():
+        if size == 2:
+            assert np.array_equal(values, expected_tensors[key]), key
+        np.testing.assert_allclose(values, expected_tensors[key], rtol=1e-9, atol=1e-12)
+    for key, record in rows.items():
+        if size == 2:
+            assert np.array_equal(record, expected_rows[key]), key
+        found, values = (one[:40].view(np.float64) for one in (record, expected_rows[key]))
+        np.testing.assert_allclose(found, values, rtol=1e-9, atol=1e-12)
+        assert np.array_equal(record[40:], expected_rows[key][40:])  # Show, click and last day.
+    days, expected = events_of(out, "day"), events_of(whole, "day")
+    names = ("step", "day", "rows", "evicted")
+    assert [[day[name] for name in names] for day in days[-2:]] == [
+        [day[name] for name in names] for day in expected[-2:]
+    ]
+
+
+def test_days_end_with_their_metrics(whole: Path) -> None:
+    """Step 6 has the last samples of day 0 and the first ones of day 1."""
+    days = events_of(whole, "day")
+    assert [(day["step"], day["day"], day["samples"]) for day in days] == [
+        (6, 0, 44), (11, 1, 44), (17, 2, 44),
+    ]  # fmt: skip
+    assert all(day["rows"] <= 60 for day in days)
+    assert sum(day["evicted"] for day in days) > 0
+    names = {"auc", "log_loss", "normalized_entropy", "calibration", "gauc"}
+    (validation,) = events_of(whole, "validation")
+    assert all(names <= event.keys() for event in (*days, validation))
+    assert validation["samples"] == 44
+    assert validation["log_loss"] == pytest.approx(validation["loss"], rel=1e-12)
+
+
+def test_an_overflow_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    job = make_job(steps=20, table={"optimizer": "sgd", "lr": 1e300})
+    messages = ranks.run(2, diverge, job, str(tmp_path / "run"))
+    for message in messages:
+        assert re.search(r"gradient's norm is .*lower optimizer\.lr or table\.lr, or len", message)
+
+
+def diverge(world: World, job: CtrJob, out: str) -> str:
+    with pytest.raises(DivergedError) as caught:
+        train(LoadedJob(job, "", []), Path(out), None, world, RecordingProgress(), CtrKind())
+    return str(caught.value)

@@ -75,7 +75,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
 ) -> int | None:
     """Train a model by a job file."""
     if explain is not None:
-        flags.print_job_explanation(explain, as_json)
+        flags.print_job_explanation(explain, as_json, job)
         return 0
     path = flags.require(job, "JOB.toml", "train")
     run = resumed_run(None if out is None else str(out), resume)

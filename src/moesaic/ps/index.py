@@ -88,6 +88,13 @@ class KeyIndex:
         count = _list_flagged(self._entries, flags, bits, keys, locations)
         return keys[:count].copy(), locations[:count].copy()
 
+    def find_keys(self, chosen: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
+        """Return the keys at chosen rows of memory, and these rows, in the order of hashes."""
+        count = int(np.count_nonzero(chosen))
+        keys, rows = np.empty(count, np.int64), np.empty(count, np.int64)
+        count = _find_keys(self._entries, chosen, keys, rows)
+        return keys[:count], rows[:count]
+
     def _grow(self) -> None:
         slots = int(self._slots * _GROWTH)
         entries = self._room[: 2 * (slots + _SPARE_SLOTS)]
@@ -237,6 +244,18 @@ def _list_flagged(
         if location >= 0 and flags[location] & bits:
             keys[count] = _key(np.uint64(entries[2 * slot]))
             locations[count] = location
+            count += 1
+    return count
+
+
+@cached_njit(nogil=True)
+def _find_keys(entries: Int64s, chosen: NDArray[np.bool_], keys: Int64s, rows: Int64s) -> int:
+    count = 0
+    for slot in range(len(entries) // 2):
+        row = entries[2 * slot + 1]
+        if 0 <= row < len(chosen) and chosen[row]:
+            keys[count] = _key(np.uint64(entries[2 * slot]))
+            rows[count] = row
             count += 1
     return count
 

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moesaic.base.compiled import cached_njit
 from moesaic.facts.job.clicks import CRITEO_DENSE, CRITEO_SLOTS, ClicksConfig
 
 NUM_SHOWN = 5
 """Malformed rows of a file or a run whose reasons are kept."""
 MAX_DENSE = float(np.finfo(np.float32).max)
 """Largest dense feature."""
+_SMALL_LOGS = np.log1p(np.arange(4096.0)).astype(np.float32)
+"""Logarithms of small integers, which are frequent."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,25 @@ class Block:
     """Number of malformed rows, which are left out."""
     examples: tuple[tuple[int, str], ...] = ()
     """Row of the file, from 1, and reason of the first malformed rows."""
+
+
+def scale_dense(values: NDArray[np.float64], log_dense: bool) -> NDArray[np.float32]:
+    """Return dense features, [n, num_dense], of the `values` of columns, [num_dense, n]."""
+    scaled = np.empty(values.T.shape, np.float32)
+    _scale_dense(values, log_dense, scaled)
+    return scaled
+
+
+@cached_njit
+def _scale_dense(values: Any, log_dense: bool, scaled: Any) -> None:
+    for feature in range(len(values)):
+        for row in range(values.shape[1]):
+            value = values[feature, row]
+            if np.isnan(value):
+                value = 0.0
+            if not log_dense:
+                scaled[row, feature] = value
+            elif 0 <= value < len(_SMALL_LOGS) and value == int(value):
+                scaled[row, feature] = _SMALL_LOGS[int(value)]
+            else:
+                scaled[row, feature] = np.copysign(np.log1p(abs(value)), value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -50,44 +49,35 @@ def integer_keys(slot: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return keys
 
 
-@cached_njit
-def bytes_key(
-    slot: Any, data: NDArray[np.uint8], words: NDArray[np.uint64], start: int, stop: int
-) -> np.int64:
-    """Return the key of the string id `data[start:stop]`.
-
-    It differs from the key of an integer id of the same digits.
+def string_keys(
+    first_slot: int, offsets: NDArray[np.int32] | NDArray[np.int64], data: NDArray[np.uint8]
+) -> NDArray[np.int64]:
+    """Return the keys of string ids, [slots, n]; a number has other keys as a string of digits.
 
     Args:
-        slot: `slot_word` of the slot.
-        data: bytes.
-        words: `overlapping_words` of the bytes.
-        start: first byte.
-        stop: end of the bytes.
+        first_slot: number of the first slot.
+        offsets: starts of the ids of each slot in `data`, and the end of the last, [slots, n + 1].
+        data: bytes of the ids.
     """
-    word = slot ^ (np.uint64(stop - start) * GOLDEN)
-    while start + 8 <= stop:
-        word = mix(word ^ words[start])
-        start += 8
-    if start < stop:
-        rest = np.uint64(0)
-        for index in range(stop - start):
-            rest |= np.uint64(data[start + index]) << np.uint64(8 * index)
-        word = mix(word ^ rest)
-    return np.int64(word)
-
-
-def overlapping_words(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return a view of the 64-bit words that start at each byte of `data`."""
-    return np.ndarray(max(len(data) - 7, 0), np.dtype("<u8"), data.data, strides=(1,))
-
-
-def string_keys(slot: int, strings: Iterable[str | bytes]) -> NDArray[np.int64]:
-    """Return the keys of the string ids `strings` of slot number `slot`."""
-    encoded = [one.encode() if isinstance(one, str) else one for one in strings]
-    data = np.frombuffer(b"".join(encoded), np.uint8)
-    words, ends = overlapping_words(data), np.cumsum([len(one) for one in encoded], dtype=np.int64)
-    keys = np.empty(len(encoded), np.int64)
-    for index, one in enumerate(encoded):
-        keys[index] = bytes_key(slot_word(slot), data, words, ends[index] - len(one), ends[index])
+    keys = np.empty((len(offsets), offsets.shape[1] - 1), np.int64)
+    # The 64-bit words that start at each byte.
+    words = np.ndarray(max(len(data) - 7, 0), np.dtype("<u8"), data.data, strides=(1,))
+    _hash_strings(first_slot, offsets.astype(np.int64, copy=False), data, words, keys)
     return keys
+
+
+@cached_njit
+def _hash_strings(first_slot: int, offsets: Any, data: Any, words: Any, keys: Any) -> None:
+    for row in range(len(offsets)):
+        slot = slot_word(first_slot + row)
+        for index in range(keys.shape[1]):
+            start, stop = offsets[row, index], offsets[row, index + 1]
+            word = slot ^ (np.uint64(stop - start) * GOLDEN)
+            while start + 8 <= stop:
+                word = mix(word ^ words[start])
+                start += 8
+            rest, shift = np.uint64(0), np.uint64(0)
+            while start < stop:
+                rest |= np.uint64(data[start]) << shift
+                start, shift = start + 1, shift + np.uint64(8)
+            keys[row, index] = np.int64(mix(word ^ rest))

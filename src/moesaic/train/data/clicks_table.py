@@ -7,7 +7,6 @@ string, is no key.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import copysign, log1p
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 
 from moesaic.base.compiled import cached_njit
 from moesaic.base.errors import DataError
-from moesaic.train.data.clicks_block import MAX_DENSE, NUM_SHOWN, Block, Columns
-from moesaic.train.data.clicks_hash import bytes_key, integer_key, overlapping_words, slot_word
+from moesaic.train.data.clicks_block import MAX_DENSE, NUM_SHOWN, Block, Columns, scale_dense
+from moesaic.train.data.clicks_hash import integer_keys, string_keys
 
 _BLOCK_ROWS = 1 << 14
 _MAX_KEYS = (1 << 16) - 1
@@ -52,7 +51,9 @@ def encode_rows(block: Rows, columns: Columns) -> Block:
     labels = np.zeros(rows.num_rows)
     if columns.label is not None:
         labels = _numbers(rows.column(columns.label))
-    dense = [_numbers(rows.column(name)) for name in columns.dense]
+    dense = np.empty((len(columns.dense), rows.num_rows))
+    for feature, name in enumerate(columns.dense):
+        dense[feature] = _numbers(rows.column(name))
     weights = np.ones(rows.num_rows)
     if columns.weight is not None:
         weights = np.nan_to_num(_numbers(rows.column(columns.weight)), nan=1.0, posinf=np.inf)
@@ -67,12 +68,9 @@ def encode_rows(block: Rows, columns: Columns) -> Block:
         bad = np.flatnonzero(is_bad).tolist()
         examples = [(first + row, _reason(rows, row, failed)) for row in bad[:NUM_SHOWN]]
         return Block(clean.arrays, len(bad), tuple(examples))
-    scaled = np.empty((rows.num_rows, len(dense)), np.float32)
-    for feature, values in enumerate(dense):
-        _scale(values, columns.log_dense, scaled[:, feature])
     arrays: dict[str, NDArray[Any]] = {
-        "labels": labels.astype(np.uint8), "dense": scaled, "counts": counts.astype(np.uint16),
-        "keys": _hash(ids, counts),
+        "labels": labels.astype(np.uint8), "dense": scale_dense(dense, columns.log_dense),
+        "counts": counts.astype(np.uint16), "keys": _hash(ids, counts),
     }  # fmt: skip
     if columns.weight is not None:
         arrays["weights"] = weights.astype(np.float32)
@@ -125,13 +123,12 @@ class _Ids:
         """Bytes of ids, if they are strings."""
         self.valid &= np.diff(self.offsets) > 0
 
-    def write_keys(self, slot: int, places: NDArray[np.int64], keys: NDArray[np.int64]) -> None:
-        """Write the keys of row r to `keys`, from `places[r]` on."""
-        if self.numbers is None:
-            strings = (self.offsets, self.data, overlapping_words(self.data))
-            _write_string_keys(slot, self.starts, self.valid, strings, places, keys)
-        else:
-            _write_integer_keys(slot, self.starts, self.valid, self.numbers, places, keys)
+    def keys(self, slot: int) -> NDArray[np.int64]:
+        """Return the keys of all ids in slot number `slot`; those of missing ids mean nothing."""
+        if self.numbers is not None:
+            hashed: NDArray[np.int64] = integer_keys(slot, self.numbers)
+            return hashed
+        return string_keys(slot, self.offsets[None], self.data)[0]
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -142,7 +139,7 @@ def _is_list(kind: pa.DataType) -> bool:
 def _checks(
     columns: Columns,
     labels: _Values,
-    dense: list[_Values],
+    dense: _Values,
     weights: _Values,
     counts: NDArray[np.int64],
 ) -> Iterator[_Check]:
@@ -169,15 +166,13 @@ def _hash(ids: list[_Ids], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     starts = np.cumsum(counts).reshape(counts.shape) - counts
     keys = np.empty(int(counts.sum()), np.int64)
     for slot, one in enumerate(ids):
-        one.write_keys(slot, starts[:, slot], keys)
+        _write_keys(one.starts, one.valid, one.keys(slot), starts[:, slot], keys)
     return keys
 
 
 def _hash_users(ids: _Ids, slot: int) -> NDArray[np.int64]:
     """Return the users' keys; users that are missing are 0."""
-    users = np.zeros(len(ids.valid), np.int64)
-    ids.write_keys(slot, np.arange(len(users)), users)
-    return users
+    return np.where(ids.valid, ids.keys(slot), 0)
 
 
 def _check_schema(schema: pa.Schema, file: Path, columns: Columns) -> None:
@@ -221,14 +216,6 @@ def _check_column(schema: pa.Schema, file: Path, key: str, name: str, accepted: 
 
 
 @cached_njit
-def _scale(values: Any, log_dense: bool, scaled: Any) -> None:
-    """Write the scaled values; missing ones become 0."""
-    for row in range(len(values)):
-        value = 0.0 if np.isnan(values[row]) else values[row]
-        scaled[row] = copysign(log1p(abs(value)), value) if log_dense else value
-
-
-@cached_njit
 def _count_ids(starts: Any, valid: Any, counts: Any) -> None:
     """Count the ids of each row that are not missing."""
     for row in range(len(counts)):
@@ -239,26 +226,11 @@ def _count_ids(starts: Any, valid: Any, counts: Any) -> None:
 
 
 @cached_njit
-def _write_integer_keys(
-    slot: int, starts: Any, valid: Any, numbers: Any, places: Any, keys: Any
-) -> None:
-    word = slot_word(slot)
+def _write_keys(starts: Any, valid: Any, keys: Any, places: Any, written: Any) -> None:
+    """Write the keys of row r to `written`, from `places[r]` on."""
     for row in range(len(places)):
         place = places[row]
         for index in range(starts[row], starts[row + 1]):
             if valid[index]:
-                keys[place] = integer_key(word, numbers[index])
-                place += 1
-
-
-@cached_njit
-def _write_string_keys(
-    slot: int, starts: Any, valid: Any, strings: Any, places: Any, keys: Any
-) -> None:
-    word, (offsets, data, words) = slot_word(slot), strings
-    for row in range(len(places)):
-        place = places[row]
-        for index in range(starts[row], starts[row + 1]):
-            if valid[index]:
-                keys[place] = bytes_key(word, data, words, offsets[index], offsets[index + 1])
+                written[place] = keys[index]
                 place += 1

@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 
 from moesaic.base.compiled import cached_njit
 from moesaic.base.errors import DataError
-from moesaic.train.data.clicks_block import MAX_DENSE, NUM_SHOWN, Block, Columns
-from moesaic.train.data.clicks_hash import bytes_key, overlapping_words, slot_word
+from moesaic.train.data.clicks_block import MAX_DENSE, NUM_SHOWN, Block, Columns, scale_dense
+from moesaic.train.data.clicks_hash import string_keys
 
 _BLOCK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 64 << 20
-_MINUS, _PLUS, _ZERO, _ONE, _NINE = 45, 43, 48, 49, 57
+_MINUS, _PLUS, _ZERO = 45, 43, 48
 """Characters of an integer."""
-_SMALL_LOGS = np.log1p(np.arange(4096.0)).astype(np.float32)
-"""Scaled values of small dense features."""
 
 _LABEL = "label"
 """Name of the added column of a file without labels."""
@@ -93,25 +91,29 @@ def _encode_fields(
     table: pa.Table, columns: Columns
 ) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
     """Return the arrays of a block, and true for rows that are malformed."""
-    num_rows, num_slots = table.num_rows, len(columns.slots)
-    labels = np.empty(num_rows, np.uint8)
-    dense = np.empty((num_rows, len(columns.dense)), np.float32)
-    counts = np.empty((num_rows, num_slots), np.uint16)
-    keys, is_bad = np.empty(counts.size, np.int64), np.zeros(num_rows, np.bool_)
     offsets, data = _join_columns(table)
-    slots = np.array([slot_word(slot) for slot in range(num_slots)], np.uint64)
-    num_samples, num_keys = _encode_rows(
-        (offsets, data, overlapping_words(data)), slots, columns.log_dense,
-        (labels, dense, counts, keys), is_bad,
-    )  # fmt: skip
-    arrays = {"labels": labels, "dense": dense, "counts": counts}
-    arrays = {name: values[:num_samples] for name, values in arrays.items()}
+    num_numbers = 1 + len(columns.dense)
+    values = np.empty((num_numbers, table.num_rows), np.float64)
+    is_bad = np.zeros(table.num_rows, np.bool_)
+    _parse_integers(offsets[:num_numbers], data, MAX_DENSE, values, is_bad)
+    is_bad |= (values[0] != 0) & (values[0] != 1)
+    offsets = offsets[num_numbers:]
+    column_keys = string_keys(0, offsets, data)
+    counts = np.zeros(column_keys.T.shape, np.uint16)
+    keys = np.empty(counts.size + 1, np.int64)
+    num_keys = _collect_keys(offsets, column_keys, is_bad, counts, keys)
+    arrays = {
+        "labels": values[0].astype(np.uint8), "counts": counts,
+        "dense": scale_dense(values[1:], columns.log_dense),
+    }  # fmt: skip
+    if is_bad.any():
+        arrays = {name: array[~is_bad] for name, array in arrays.items()}
     return {**arrays, "keys": keys[:num_keys]}, is_bad
 
 
-def _join_columns(table: pa.Table) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+def _join_columns(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Return starts and ends of all fields, [columns, rows + 1], and the bytes of all columns."""
-    offsets = np.zeros((table.num_columns, table.num_rows + 1), np.int32)
+    offsets = np.zeros((table.num_columns, table.num_rows + 1), np.int64)
     parts, base = [np.empty(0, np.uint8)], 0
     for number, column in enumerate(table.columns if table.num_rows else ()):
         chunk = column.chunk(0)
@@ -139,50 +141,36 @@ def _reason(table: pa.Table, row: int, columns: Columns) -> str:
 
 
 @cached_njit
-def _encode_rows(strings: Any, slots: Any, log_dense: bool, arrays: Any, is_bad: Any) -> Any:
-    """Fill `arrays` with the good rows; return their number and the number of their keys."""
-    offsets, data, words = strings
-    labels, dense, counts, keys = arrays
-    sample = place = 0
-    for row in range(len(is_bad)):
-        start, stop = offsets[0, row], offsets[0, row + 1]
-        is_good = stop - start == 1 and _ZERO <= data[start] <= _ONE
-        labels[sample] = is_good and data[start] == _ONE
-        for feature in range(dense.shape[1]):
-            start, stop = offsets[1 + feature, row], offsets[1 + feature, row + 1]
-            value, is_integer = _parse_integer(data, start, stop)
-            is_good &= is_integer
-            if not log_dense:
-                dense[sample, feature] = value
-            elif 0 <= value < len(_SMALL_LOGS):
-                dense[sample, feature] = _SMALL_LOGS[int(value)]
-            else:
-                dense[sample, feature] = np.copysign(np.log1p(abs(value)), value)
-        num_keys = place
-        for slot in range(len(slots)):
-            column = 1 + dense.shape[1] + slot
+def _parse_integers(offsets: Any, data: Any, limit: float, values: Any, is_bad: Any) -> None:
+    """Parse decimal integers with an optional sign, [columns, rows]; an empty field gives NaN."""
+    for column in range(len(values)):
+        for row in range(values.shape[1]):
             start, stop = offsets[column, row], offsets[column, row + 1]
-            counts[sample, slot] = start < stop
-            if start < stop:
-                keys[place] = bytes_key(slots[slot], data, words, start, stop)
-                place += 1
-        if is_good:
-            sample += 1
-        else:
-            is_bad[row], place = True, num_keys
-    return sample, place
+            if start == stop:
+                values[column, row] = np.nan
+                continue
+            is_negative = data[start] == _MINUS
+            if is_negative or data[start] == _PLUS:
+                start += 1
+            value, is_good = 0.0, start < stop
+            for index in range(start, stop):
+                digit = np.int64(data[index]) - _ZERO
+                is_good &= 0 <= digit <= 9
+                value = value * 10.0 + digit
+            is_bad[row] |= not is_good or value > limit
+            values[column, row] = -value if is_negative else value
 
 
 @cached_njit
-def _parse_integer(data: Any, start: int, stop: int) -> Any:
-    """Return the integer in a field, 0 if it is empty, and whether it is one."""
-    if start == stop:
-        return 0.0, True
-    is_negative = data[start] == _MINUS
-    if is_negative or data[start] == _PLUS:
-        start += 1
-    value, is_good = 0.0, start < stop
-    for index in range(start, stop):
-        is_good &= _ZERO <= data[index] <= _NINE
-        value = value * 10.0 + (np.int64(data[index]) - _ZERO)
-    return -value if is_negative else value, is_good and value <= MAX_DENSE
+def _collect_keys(offsets: Any, column_keys: Any, is_bad: Any, counts: Any, keys: Any) -> int:
+    """Write the keys of good rows to `keys`, one row after the other; return their number."""
+    place = 0
+    for row in range(len(is_bad)):
+        if is_bad[row]:
+            continue
+        for slot in range(len(column_keys)):
+            count = int(offsets[slot, row] < offsets[slot, row + 1])
+            counts[row, slot] = count
+            keys[place] = column_keys[slot, row]
+            place += count
+    return place

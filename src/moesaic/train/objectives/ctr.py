@@ -7,6 +7,7 @@ Logits of samples that are not trained on yet are collected for metrics by day.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,18 +64,38 @@ class ClickObjective:
         part: Part[Recommender],
         rows: ShardedTable,
         samples: ClickSamples,
+        loader: ThreadPoolExecutor,
     ) -> None:
-        """Train `part` and `rows` on `samples`, whose days end while training moves on."""
+        """Train `part` and `rows` on `samples`.
+
+        Args:
+            job: the job.
+            world: the ranks.
+            part: the network.
+            rows: rows of all keys.
+            samples: samples to train on, whose days end while training moves on.
+            loader: thread that loads the samples of the next step while one trains.
+        """
         self.job, self.world, self.part, self.rows = job, world, part, rows
         self._bag = TableBag(rows, include_last_offset=True)
         self._day_of = samples.day_of
+        self._loader = loader
+        self._loads: dict[range, Future[ClickBatch]] = {}
+        """Samples of this rank in the next step, by their global indices."""
         self._scores: dict[int, ClickScores] = {}
         """Scores of samples before training on them, by day."""
 
     def load(self, samples: ClickSamples, indices: range, *, shuffled: bool) -> LocalClicks:
         """Return this rank's samples of a global micro-batch."""
-        local = samples.load(self.part.local_samples(indices), shuffled=shuffled)
-        return LocalClicks(local, indices)
+        local = self.part.local_samples(indices)
+        if not shuffled:
+            return LocalClicks(samples.load(local, shuffled=False), indices)
+        ahead = self._loads.pop(local, None)
+        size = self.job.train.batch
+        coming = range(local.start + size, local.stop + size)
+        self._loads[coming] = self._loader.submit(samples.load, coming, shuffled=True)
+        loaded = samples.load(local, shuffled=True) if ahead is None else ahead.result()
+        return LocalClicks(loaded, indices)
 
     def num_units(self, batch: LocalClicks) -> int:
         """Return the samples of a batch."""
@@ -122,8 +143,16 @@ class ClickObjective:
 
     def total_loss(self, losses: Sequence[ClickLosses]) -> float:
         """Return the loss of a step over all ranks."""
-        local = torch.stack([one.loss.double() for one in losses]).sum()
-        return float(all_reduce_(local, self.world.group))
+        (loss,) = self._sum_over_ranks(_sum_losses(losses))
+        return loss
+
+    def _sum_over_ranks(self, *numbers: float | Tensor) -> list[float]:
+        """Return the sums of numbers over all ranks."""
+        local = [
+            torch.as_tensor(one, dtype=torch.float64, device=self.world.device) for one in numbers
+        ]
+        sums: list[float] = all_reduce_(torch.stack(local), self.world.group).tolist()
+        return sums
 
     def after_update(self, losses: Sequence[ClickLosses]) -> None:
         """Update rows by the gradients of all micro-batches."""
@@ -136,13 +165,15 @@ class ClickObjective:
             figures = {}
             if self.job.log.is_sampled(result.step):
                 figures = self._metrics_of(result.losses)
-            loss, num_rows = self.total_loss(result.losses), self.rows.num_rows()
+            loss, num_rows = self._sum_over_ranks(
+                _sum_losses(result.losses), self.rows.table.num_rows
+            )
             self._collect_scores(result.losses)
         with phases("days"):
             days = self._end_days(result.batches)
         return CtrStepStats(
             step=result.step, loss=loss, grad_norm=result.grad_norm, lr=result.lr,
-            samples=result.units, rows=num_rows, bytes_sent=self.rows.take_bytes_sent(),
+            samples=result.units, rows=int(num_rows), bytes_sent=self.rows.take_bytes_sent(),
             metrics=figures, phases=phases.seconds, days=days,
         )  # fmt: skip
 
@@ -179,6 +210,11 @@ class ClickObjective:
 
     def flush(self) -> None:
         """Do nothing."""
+
+
+def _sum_losses(losses: Sequence[ClickLosses]) -> Tensor:
+    """Return the sum of the micro-batches' losses on this rank."""
+    return torch.stack([one.loss.double() for one in losses]).sum()
 
 
 def _add(scores: ClickScores, losses: ClickLosses, chosen: slice | np.ndarray) -> None:
