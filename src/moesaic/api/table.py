@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -222,7 +222,7 @@ class _Given(NamedTuple):
         config = parse(TableConfig, {**kept, **self.settings}, "Table.open")
         rows = Rows(
             config, layout.dim, seed=layout.seed, name=layout.table,
-            dtype=cast("DType", layout.dtype),
+            dtype=layout.dtype,
             read_only=read_only,
         )  # fmt: skip
         TableShard(rows).restore(stored)

@@ -20,7 +20,7 @@ Target = Annotated[
     Path | None,
     typer.Argument(
         metavar="PATH", show_default=False,
-        help="Run, checkpoint, Hugging Face directory, or job file for its samples.",
+        help="Run, checkpoint, exported directory, or job file for its samples.",
     ),
 ]  # fmt: skip
 
@@ -78,12 +78,31 @@ def _print_row(name: str, value: Any) -> None:
             screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
             for document in row["documents"]:
                 screen.out().print(_highlight_targets(document))
+    elif name == "table":
+        _print_table(value)
     elif name == "files":
         screen.print_line(f"{label}{len(value)}, {format_bytes(sum(value.values()))}")
     else:
         screen.print_line(
             f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
+
+
+def _print_table(table: dict[str, Any]) -> None:
+    """Print the rows of an embedding table, and its hottest keys."""
+    screen.print_line(
+        f"  {'table':<18}{table['rows']:,} rows of {table['dim']} numbers, {table['optimizer']}, "
+        f"{format_bytes(table['row_bytes'])} each; {format_bytes(table['file_bytes'])} of files; "
+        f"day {table['day']}"
+    )
+    for tier, rows in (table.get("last_step") or {}).items():
+        if tier.startswith("rows_") and rows is not None:
+            screen.print_line(f"  {tier.replace('_', ' '):<18}{rows:,}")
+    rows = [
+        (f"  {one['key']}", f"{one['show']:,.1f}", f"{one['click']:,.1f}", f"{one['score']:,.2f}")
+        for one in table["hottest"]
+    ]
+    screen.print_table(("  hottest keys", "shows", "clicks", "score"), rows)
 
 
 def _highlight_targets(document: list[dict[str, Any]]) -> Text:

@@ -23,7 +23,8 @@ _SMALL_LOGS = np.log1p(np.arange(4096.0)).astype(np.float32)
 class Columns:
     """Names of a file's columns, and how they are encoded."""
 
-    label: str
+    label: str | None
+    """None: the file has no labels, and they are 0."""
     dense: tuple[str, ...]
     slots: tuple[str, ...]
     weight: str | None
@@ -46,8 +47,8 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """Names of all columns, each once."""
-        others = [name for name in (self.weight, self.user) if name is not None]
-        return list(dict.fromkeys((self.label, *self.dense, *self.slots, *others)))
+        names = (self.label, *self.dense, *self.slots, self.weight, self.user)
+        return list(dict.fromkeys(name for name in names if name is not None))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -109,19 +109,26 @@ class FileDay:
 
     def load(self, positions: NDArray[np.int64], number: int) -> ClickBatch:
         """Return the samples at `positions`, marked as samples of day `number`."""
-        arrays, size = self._arrays, len(positions)
-        counts = np.empty((arrays["counts"].shape[1], size), np.int64)
-        _gather_counts(positions, arrays["counts"], counts)
-        offsets = offsets_of(counts)
-        keys = np.empty(offsets[-1], np.int64)
-        _gather_keys(positions, arrays["starts"], arrays["keys"], offsets, keys)
-        labels = np.empty(size, np.float32)
-        dense = np.empty((size, arrays["dense"].shape[1]), np.float32)
-        _gather_values(positions, arrays["labels"], arrays["dense"], labels, dense)
-        weights = arrays["weights"][positions] if "weights" in arrays else np.ones(size, np.float32)
-        users = arrays["users"][positions] if "users" in arrays else None
-        days = np.full(size, number, np.int32)
-        return ClickBatch(labels, weights, dense, keys, offsets, users, days)
+        return gather_batch(self._arrays, positions, number)
+
+
+def gather_batch(
+    arrays: Mapping[str, NDArray[Any]], positions: NDArray[np.int64], number: int
+) -> ClickBatch:
+    """Return the samples at `positions` of arrays by name, marked as samples of day `number`."""
+    size = len(positions)
+    counts = np.empty((arrays["counts"].shape[1], size), np.int64)
+    _gather_counts(positions, arrays["counts"], counts)
+    offsets = offsets_of(counts)
+    keys = np.empty(offsets[-1], np.int64)
+    _gather_keys(positions, arrays["starts"], arrays["keys"], offsets, keys)
+    labels = np.empty(size, np.float32)
+    dense = np.empty((size, arrays["dense"].shape[1]), np.float32)
+    _gather_values(positions, arrays["labels"], arrays["dense"], labels, dense)
+    weights = arrays["weights"][positions] if "weights" in arrays else np.ones(size, np.float32)
+    users = arrays["users"][positions] if "users" in arrays else None
+    days = np.full(size, number, np.int32)
+    return ClickBatch(labels, weights, dense, keys, offsets, users, days)
 
 
 def _map_array(file: Path, field_: _Field) -> NDArray[Any]:
@@ -201,7 +208,7 @@ def _write(
             sizes[name] += len(data)
 
         append("starts", np.zeros(1))
-        for block in _encode_blocks(file, columns):
+        for block in encode_file(file, columns):
             bad.add(file, block.num_bad, block.examples)
             num_bad += block.num_bad
             examples = [*examples, *block.examples][:NUM_SHOWN]
@@ -226,7 +233,7 @@ def _write(
         os.fsync(text.fileno())
 
 
-def _encode_blocks(file: Path, columns: Columns) -> Iterator[Block]:
+def encode_file(file: Path, columns: Columns) -> Iterator[Block]:
     """Yield the encoded blocks of `file` in order; threads encode some at once."""
     threads = min(os.cpu_count() or 1, _MAX_THREADS)
     encode: Callable[[Any, Columns], Block] = encode_lines

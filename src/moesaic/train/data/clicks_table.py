@@ -48,7 +48,9 @@ def read_rows(file: Path, columns: Columns) -> Iterator[Rows]:
 def encode_rows(block: Rows, columns: Columns) -> Block:
     """Return the samples of `block`."""
     rows, first = block
-    labels = _numbers(rows.column(columns.label))
+    labels = np.zeros(rows.num_rows)
+    if columns.label is not None:
+        labels = _numbers(rows.column(columns.label))
     dense = np.empty((len(columns.dense), rows.num_rows))
     for feature, name in enumerate(columns.dense):
         dense[feature] = _numbers(rows.column(name))
@@ -145,7 +147,8 @@ def _checks(
     counts: NDArray[np.int64],
 ) -> Iterator[_Check]:
     """Yield checks of all rows, from the first column to the last."""
-    yield (labels != 0) & (labels != 1), columns.label, "is not 0 or 1"
+    if columns.label is not None:
+        yield (labels != 0) & (labels != 1), columns.label, "is not 0 or 1"
     for name, values in zip(columns.dense, dense, strict=True):
         yield np.abs(values) > MAX_DENSE, name, "is infinite or too large"
     if columns.weight is not None:
@@ -177,7 +180,8 @@ def _hash_users(ids: _Ids, slot: int) -> NDArray[np.int64]:
 
 def _check_schema(schema: pa.Schema, file: Path, columns: Columns) -> None:
     """Raise DataError if a column is missing or has another type than its setting allows."""
-    _check_column(schema, file, "data.label", columns.label, _NUMBERS)
+    if columns.label is not None:
+        _check_column(schema, file, "data.label", columns.label, _NUMBERS)
     for name in columns.dense:
         _check_column(schema, file, "data.dense", name, _NUMBERS)
     for name in columns.slots:

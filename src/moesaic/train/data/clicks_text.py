@@ -26,6 +26,9 @@ _MAX_LINE_BYTES = 64 << 20
 _MINUS, _PLUS, _ZERO = 45, 43, 48
 """Characters of an integer."""
 
+_LABEL = "label"
+"""Name of the added column of a file without labels."""
+
 Lines = tuple[bytes, int]
 """Lines of a file, and the number of the first one, from 1."""
 
@@ -72,6 +75,8 @@ def encode_lines(lines: Lines, columns: Columns) -> Block:
             strings_can_be_null=False,
         ),
     ).combine_chunks()  # fmt: skip
+    if columns.label is None:
+        table = table.add_column(0, _LABEL, pa.array([b"0"] * len(table), pa.binary()))
     arrays, is_bad = _encode_fields(table, columns)
     bad_rows = np.flatnonzero(is_bad)
     if not len(bad_rows) and not bad:
@@ -123,9 +128,10 @@ def _join_columns(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.uint8]
 
 def _reason(table: pa.Table, row: int, columns: Columns) -> str:
     """Return why `row` is malformed."""
-    for name in (columns.label, *columns.dense):
+    label = columns.label or _LABEL
+    for name in (label, *columns.dense):
         text = table.column(name)[row].as_py().decode(errors="replace")
-        if name == columns.label:
+        if name == label:
             problem = "" if text in ("0", "1") else "not 0 or 1"
         else:
             problem = "" if re.fullmatch(r"([+-]?[0-9]+)?", text) else "no integer"
