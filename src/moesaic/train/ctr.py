@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from moesaic.base.decisions import Decision
@@ -68,14 +67,12 @@ class CtrKind:
         part = _make_part(job, placement, world)
         precision: DType = "float64" if job.train.precision == "fp64" else "float32"
         rows = ShardedTable(Table(job.table, job.model.dim, seed=job.seed, dtype=precision), world)
-        loader = ThreadPoolExecutor(1, "load-clicks")
         run: CtrRun = Run(
             job, world, [placement], [part],
-            ClickObjective(job, world, part, rows, start.data.train, loader),
+            ClickObjective(job, world, part, rows, start.data.train),
             MicroBatchWalk(job.train.precision, world.device), world.group,
             {} if checkpoint is None else dict(checkpoint.counters),
         )  # fmt: skip
-        run.files.callback(loader.shutdown, cancel_futures=True)
         try:
             source: Source = InitialSource(job.seed, None)
             if checkpoint is not None:

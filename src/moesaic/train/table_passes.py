@@ -81,5 +81,5 @@ def _coming_keys(
     Each rank reads the samples of all ranks, so that nothing is sent from the thread that scans.
     """
     for start in count(first, batch):
-        keys = samples.load(range(start, start + batch), shuffled=True).keys
+        keys = samples.read(range(start, start + batch), shuffled=True).keys
         yield keys[rows.owns(keys)]

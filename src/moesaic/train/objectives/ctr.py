@@ -7,7 +7,6 @@ Logits of samples that are not trained on yet are collected for metrics by day.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +65,6 @@ class ClickObjective:
         part: Part[Recommender],
         rows: ShardedTable,
         samples: ClickSamples,
-        loader: ThreadPoolExecutor,
     ) -> None:
         """Train `part` and `rows` on `samples`.
 
@@ -76,14 +74,10 @@ class ClickObjective:
             part: the network.
             rows: rows of all keys.
             samples: samples to train on, whose days end while training moves on.
-            loader: thread that loads the samples of the next step while one trains.
         """
         self.job, self.world, self.part, self.rows = job, world, part, rows
         self._bag = TableBag(rows, include_last_offset=True)
         self._day_of = samples.day_of
-        self._loader = loader
-        self._loads: dict[range, Future[ClickBatch]] = {}
-        """Samples of this rank in the next step, by their global indices."""
         self.passes: TablePasses | None = None
         """Passes that read rows from a drive ahead of their step; None: all are in memory."""
         self.pass_decisions: list[PassDecision] = []
@@ -97,15 +91,8 @@ class ClickObjective:
 
     def load(self, samples: ClickSamples, indices: range, *, shuffled: bool) -> LocalClicks:
         """Return this rank's samples of a global micro-batch."""
-        local = self.part.local_samples(indices)
-        if not shuffled:
-            return LocalClicks(samples.load(local, shuffled=False), indices)
-        ahead = self._loads.pop(local, None)
-        size = self.job.train.batch
-        coming = range(local.start + size, local.stop + size)
-        self._loads[coming] = self._loader.submit(samples.load, coming, shuffled=True)
-        loaded = samples.load(local, shuffled=True) if ahead is None else ahead.result()
-        return LocalClicks(loaded, indices)
+        local = samples.load(self.part.local_samples(indices), shuffled=shuffled)
+        return LocalClicks(local, indices)
 
     def num_units(self, batch: LocalClicks) -> int:
         """Return the samples of a batch."""
