@@ -214,9 +214,9 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
 
 def _print_recommender(job: CtrJob, prepared: PreparedRun, as_json: bool) -> None:
     """Print the network's parameters, the bytes of a row, and the plan."""
-    from moesaic.ps.records import RecordLayout
+    from moesaic.ps.records import DType, RecordLayout
 
-    dtype = "float64" if job.train.precision == "fp64" else "float32"
+    dtype: DType = "float64" if job.train.precision == "fp64" else "float32"
     row_bytes = RecordLayout(job.model.dim, dtype, job.table.optimizer).record_bytes
     if as_json:
         screen.print_json(

@@ -71,13 +71,10 @@ class ShardedTable:
         self.table, self._world = table, world
         self._transport = world.transport([range(world.size)])
         self._pending: list[ShardedLookup] = []
+        self.dim = table.dim
+        """Numbers of a row."""
         self.bytes_sent = 0
         """Bytes of keys, rows and gradients that this rank has sent to others."""
-
-    @property
-    def dim(self) -> int:
-        """Numbers of a row."""
-        return self.table.dim
 
     def look_up(self, keys: ArrayLike, offsets: ArrayLike, *, training: bool) -> ShardedLookup:
         """Return the sums of rows in bags.
@@ -156,7 +153,8 @@ class ShardedTable:
 
     def owns(self, keys: Int64s) -> NDArray[np.bool_]:
         """Return which keys this rank owns."""
-        return owners_of(keys, self._world.size) == self._world.rank
+        owned: NDArray[np.bool_] = owners_of(keys, self._world.size) == self._world.rank
+        return owned
 
     def take_bytes_sent(self) -> int:
         """Return the bytes that this rank has sent since the last call."""
