@@ -17,10 +17,11 @@ from numba.extending import intrinsic
 def cached_njit(function: Any = None, **options: Any) -> Any:
     """Return `function`, compiled on its first call and cached on disk where that is possible.
 
-    With options of `njit` alone, such as `nogil=True`, return a decorator.
+    Compiled code does not hold the GIL. With options of `njit` alone, return a decorator.
     """
     if function is None:
         return lambda decorated: cached_njit(decorated, **options)
+    options = {"nogil": True, **options}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # Neither the source's directory nor the user's cache is writable.

@@ -247,9 +247,9 @@ class Table:
         """Remove the rows of `keys`, all of which have one."""
         locations = self.index.find(keys)
         self.index.remove(keys)
-        self.arena.free(locations[locations >= 0])
         if self.tier is not None:
-            self.tier.remove(locations[locations < 0])
+            self.tier.remove(locations)
+        self.arena.free(locations[locations >= 0])
         if self.on_remove is not None:
             self.on_remove(keys)
 
