@@ -77,7 +77,10 @@ class TableShard:
         table.index.reserve(int(num_rows * _owned_share(is_owned)))
         for run in stored.runs(is_owned, shard):
             self._drop(run.keys)
-            table.load(run.keys, run.records)
+            step = min(_CHUNK_ROWS, max(table.arena.capacity // 4, 1))
+            for start in range(0, len(run.keys), step):
+                part = slice(start, start + step)
+                table.load(run.keys[part], run.records[part])
             self._drop(run.removed)
         table.today = int(stored.manifests[0].facts["day"])
         for arrays in filter(None, stored.arrays(shard)):
