@@ -81,13 +81,6 @@ class KeyIndex:
         _list(self._entries, keys, locations)
         return keys, locations
 
-    def flagged_items(self, flags: NDArray[np.uint8], bits: np.uint8) -> tuple[Int64s, Int64s]:
-        """Return keys and locations of the entries whose location is at least 0 and has one of
-        `bits` in `flags`, in the order of hashes."""
-        keys, locations = np.empty(self._length, np.int64), np.empty(self._length, np.int64)
-        count = _list_flagged(self._entries, flags, bits, keys, locations)
-        return keys[:count].copy(), locations[:count].copy()
-
     def find_keys(self, chosen: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
         """Return the keys at chosen rows of memory, and these rows, in the order of hashes."""
         count = int(np.count_nonzero(chosen))
@@ -95,8 +88,18 @@ class KeyIndex:
         count = _find_keys(self._entries, chosen, keys, rows)
         return keys[:count], rows[:count]
 
+    def reserve(self, count: int) -> None:
+        """Make room for `count` more keys.
+
+        Many keys in the order of hashes need it: without room they displace each other."""
+        slots = int((self._length + count) / _MAX_LOAD) + 1
+        if slots > self._slots:
+            self._resize(slots)
+
     def _grow(self) -> None:
-        slots = int(self._slots * _GROWTH)
+        self._resize(int(self._slots * _GROWTH))
+
+    def _resize(self, slots: int) -> None:
         entries = self._room[: 2 * (slots + _SPARE_SLOTS)]
         if len(entries) < 2 * (slots + _SPARE_SLOTS):
             raise MemoryError(f"an index of {self._length} keys cannot grow to {slots} slots")
@@ -230,22 +233,6 @@ def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
             keys[index] = _key(np.uint64(entries[2 * slot]))
             locations[index] = entries[2 * slot + 1]
             index += 1
-
-
-@cached_njit(nogil=True)
-def _list_flagged(
-    entries: Int64s, flags: NDArray[np.uint8], bits: np.uint8, keys: Int64s, locations: Int64s
-) -> int:
-    count, ahead = 0, 2 * _AHEAD
-    for slot in range(len(entries) // 2):
-        if 2 * slot + ahead < len(entries):
-            prefetch(flags, max(entries[2 * slot + ahead + 1], 0))
-        location = entries[2 * slot + 1]
-        if location >= 0 and flags[location] & bits:
-            keys[count] = _key(np.uint64(entries[2 * slot]))
-            locations[count] = location
-            count += 1
-    return count
 
 
 @cached_njit(nogil=True)
