@@ -96,7 +96,7 @@ def _encode_fields(
     values = np.empty((num_numbers, table.num_rows), np.float64)
     is_bad = np.zeros(table.num_rows, np.bool_)
     _parse_integers(offsets[:num_numbers], data, MAX_DENSE, values, is_bad)
-    is_bad |= (values[0] != 0) & (values[0] != 1)
+    is_bad |= (np.diff(offsets[0]) != 1) | ((values[0] != 0) & (values[0] != 1))
     offsets = offsets[num_numbers:]
     column_keys = string_keys(0, offsets, data)
     counts = np.zeros(column_keys.T.shape, np.uint16)
