@@ -103,7 +103,7 @@ class _PassReads:
     def finish(self) -> None:
         """Wait until all rows are in memory, with those that the pass before has made."""
         made = self._tiers.pin(self.rows.absent, self.number)
-        self._tiers.raise_rows(made.below)
+        self._tiers.raise_rows(made.below, self.number)
         self.advance(wait=True)
 
     def _submit(self) -> None:
@@ -178,8 +178,9 @@ class TablePasses:
         figures = self.tiers.stats()
         self.stats = PassStats(
             number=coming.number - self._first + 1, steps=coming.steps, keys=coming.num_keys,
-            hits=coming.num_hits, raised=coming.num_raised, stall_s=time.perf_counter() - began,
-            memory_bytes=figures.memory_bytes, drive_bytes=figures.drive_bytes,
+            hits=coming.rows.num_in_memory, raised=len(coming.rows.below),
+            stall_s=time.perf_counter() - began, memory_bytes=figures.memory_bytes,
+            drive_bytes=figures.drive_bytes,
         )  # fmt: skip
 
     def end_pass(self) -> None:

@@ -22,6 +22,8 @@ from moesaic.ps.table import Table
 
 _CHUNK_ROWS = 65_536
 """Rows that are read at once from a table with a drive."""
+_LOAD_ROWS = 1024
+"""Rows that come into memory at once, which memory above a drive must hold."""
 _AHEAD = 8
 """Rows between a prefetch and its use."""
 
@@ -80,7 +82,9 @@ class TableShard:
         table = self.table
         for run in stored.runs(is_owned, shard):
             self._drop(run.keys)
-            table.load(run.keys, run.records)
+            for start in range(0, len(run.keys), _LOAD_ROWS):
+                part = slice(start, start + _LOAD_ROWS)
+                table.load(run.keys[part], run.records[part])
             self._drop(run.removed)
         table.today = int(stored.manifests[0].facts["day"])
         for arrays in filter(None, stored.arrays(shard)):

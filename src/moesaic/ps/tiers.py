@@ -34,7 +34,7 @@ READ_ROWS = 2048
 """Rows that are read from the drive at once."""
 _NO_COPY = np.int64(0)
 """Location of the copy of a row without a copy; those on the drive are negative."""
-_NEW = np.int32(2**31 - 1)
+_NEW = 2**31 - 1
 """Last pass of a row that came into memory in the present pass."""
 _LEAVE_ROWS = 4096
 """Rows that leave memory at once, at least."""
@@ -143,12 +143,12 @@ class TableTiers:
         """Location of the copy of each row in memory."""
         self._last_pass = np.full(most, _NEW, np.int32)
         """Last pass that used each row in memory."""
-        self._leaving: Iterator[tuple[Int64s, Int64s, np.int32]] = iter(())
+        self._leaving: Iterator[tuple[Int64s, Int64s, int]] = iter(())
         """Parts of the last choice: keys and rows that leave, unless a newer pass uses them."""
         self._rewriting: Iterator[int] = iter(())
         self._raised = self._demoted = self._written = self._rewritten = 0
         if self.memory_rows < 1:
-            needed = host_bytes + self._row_bytes - self.memory_rows * self._row_bytes
+            needed = table.index.memory_bytes + self.drive.buffer_bytes
             raise ConfigError(
                 f'table.host = "{format_bytes(host_bytes)}" holds no rows: buffers and the index '
                 f"of {table.num_rows} keys need {format_bytes(needed)}; raise table.host"
@@ -162,7 +162,7 @@ class TableTiers:
         table = self.table
         left = self.host_bytes - table.index.memory_bytes - table.candidates.memory_bytes
         left -= self.drive.buffer_bytes + self.read_ahead_bytes
-        return min(left // self._row_bytes, len(self._copies))
+        return min(max(left // self._row_bytes, 0), len(self._copies))
 
     @property
     def read_ahead_bytes(self) -> int:
@@ -197,14 +197,29 @@ class TableTiers:
 
     # The tier of the table.
 
-    def raise_rows(self, keys: Int64s) -> None:
-        """Read the rows of distinct `keys`, all below memory, into memory."""
+    def raise_rows(self, keys: Int64s, number: int = _NEW) -> None:
+        """Read the rows of distinct `keys`, all below memory, into memory, for a pass."""
         keys = keys[np.argsort(positions_of(self.table.index.find(keys)))]
         for start in range(0, len(keys), READ_ROWS):
             part = keys[start : start + READ_ROWS]
             self.make_room(len(part))
             locations = self.table.index.find(part)
-            self._put(part, locations, self.drive.read(locations), _NEW)
+            self._put(part, locations, self.drive.read(locations), number)
+
+    def fit(self) -> None:
+        """Give back the memory that the index needs by now. Rows in memory may move."""
+        table, arena = self.table, self.table.arena
+        if arena.capacity == self.memory_rows:
+            return
+        self.make_room(0)
+        old, new = arena.truncate(arena.capacity)
+        for values in (self._copies, self._last_pass):
+            values[new] = values[old]
+        self._copies[old], self._last_pass[old] = _NO_COPY, _NEW
+        chosen = np.zeros(len(self._copies), np.bool_)
+        chosen[old] = True
+        keys, rows = table.index.find_keys(chosen)
+        table.index.set(keys, new[np.searchsorted(old, rows)])
 
     def make_room(self, count: int) -> None:
         """Let rows leave memory until `count` fit.
@@ -213,14 +228,14 @@ class TableTiers:
             StoreError: the rows of the present step leave too little room.
         """
         arena = self.table.arena
-        arena.capacity = max(self.memory_rows, 0)
+        arena.capacity = self.memory_rows
         num_before = self._demoted
         while (lacking := count - arena.num_free) > 0:
             part = next(self._leaving, None)
             if part is not None:
                 self._demote(*self._still_leaving(*part))
             elif not self._choose_leaving(lacking):
-                needed = len(arena) + lacking
+                needed = len(arena) + count
                 raise StoreError(
                     f'table.host = "{format_bytes(self.host_bytes)}" holds {arena.capacity} rows '
                     f"beside the index, and a step needs {needed}: raise table.host to "
@@ -267,31 +282,16 @@ class TableTiers:
         self.make_room(len(keys))
         now = self.table.index.find(keys)
         self._last_pass[now[now >= 0]] = number
-        same = positions_of(now) == positions_of(self._follow(locations))
-        self._put(keys[same], now[same], records[same], np.int32(number))
+        same = positions_of(now) == self._follow(locations)
+        self._put(keys[same], now[same], records[same], number)
         other = keys[(now < 0) & (now != ABSENT) & ~same]
-        if len(other):
-            self.raise_rows(other)
+        self.raise_rows(other, number)
 
     def end_pass(self) -> None:
         """End the present pass: rows that no later pass has pinned may leave memory."""
         self._end_last_pass()
         self.pass_number += 1
         self.pinned_pass = self.pass_number
-
-    def fit(self) -> None:
-        """Give back the memory that the index needs by now, unless a look-up waits for a step."""
-        table, arena = self.table, self.table.arena
-        if not len(table.pinned_rows()):
-            self.make_room(0)
-            old, new = arena.truncate(arena.capacity)
-            for values in (self._copies, self._last_pass):
-                values[new] = values[old]
-            self._copies[old], self._last_pass[old] = _NO_COPY, _NEW
-            chosen = np.zeros(len(self._copies), np.bool_)
-            chosen[old] = True
-            keys, rows = table.index.find_keys(chosen)
-            table.index.set(keys, new[np.searchsorted(old, rows)])
 
     # Segments and snapshots.
 
@@ -328,13 +328,14 @@ class TableTiers:
         table = self.table
         for keys, locations, records in self.drive.scan(number):
             now = table.index.find(keys)
-            rows = now[now >= 0]
-            rows = rows[self._copies[rows] == locations[now >= 0]]
-            self._copies[rows] = _NO_COPY
-            table.arena.changed[rows] |= CHANGED_SINCE_WRITE
-            below = positions_of(now) == positions_of(locations)
+            in_memory = np.flatnonzero(now >= 0)
+            in_memory = in_memory[self._copies[now[in_memory]] == locations[in_memory]]
+            self._copies[now[in_memory]] = _NO_COPY
+            table.arena.changed[now[in_memory]] |= CHANGED_SINCE_WRITE
+            below = np.flatnonzero(positions_of(now) == positions_of(locations))
             written = self.drive.append(keys[below], records[below])
             table.index.set(keys[below], written & (now[below] | ~CHANGED_BIT))
+            self.drive.forget(locations[np.concatenate([in_memory, below])])
             if self._moved is not None:
                 self._moved.set(positions_of(locations[below]), positions_of(written))
             self._rewritten += len(written)
@@ -354,14 +355,14 @@ class TableTiers:
 
     # Moves between memory and drive.
 
-    def _put(self, keys: Int64s, locations: Int64s, records: Records, last_pass: np.int32) -> None:
+    def _put(self, keys: Int64s, locations: Int64s, records: Records, number: int) -> None:
         """Put rows from the drive into memory, which has room."""
         arena = self.table.arena
         rows = arena.allocate(len(keys))
         arena.records[rows] = records
         is_changed = locations & CHANGED_BIT == 0
         arena.changed[rows] = np.where(is_changed, CHANGED_SINCE_SNAPSHOT, 0)
-        self._copies[rows], self._last_pass[rows] = locations | CHANGED_BIT, last_pass
+        self._copies[rows], self._last_pass[rows] = locations | CHANGED_BIT, number
         self.table.index.set(keys, rows)
         self._raised += len(keys)
 
@@ -395,7 +396,7 @@ class TableTiers:
         if self.pinned_pass is not None:
             unpinned = able & (self._last_pass[: len(able)] < self.pinned_pass)
             if unpinned.any():
-                able, newest = unpinned, np.int32(self.pinned_pass - 1)
+                able, newest = unpinned, self.pinned_pass - 1
             else:
                 more = 0
         rows = np.flatnonzero(able)
@@ -423,7 +424,7 @@ class TableTiers:
             base_score=config.nonclick_weight, num_hot=arena.capacity // _HOT_SHARE,
         )  # fmt: skip
 
-    def _still_leaving(self, keys: Int64s, rows: Int64s, newest: np.int32) -> tuple[Int64s, Int64s]:
+    def _still_leaving(self, keys: Int64s, rows: Int64s, newest: int) -> tuple[Int64s, Int64s]:
         """Return those of chosen rows that nothing has used or removed since."""
         table = self.table
         stays = np.zeros(len(self._copies), np.bool_)
@@ -445,7 +446,7 @@ def positions_of(locations: Int64s) -> Int64s:
 
 @cached_njit
 def _rate(
-    words: tuple[NDArray[np.float32], NDArray[np.int32]],
+    words: tuple[NDArray[np.float32], NDArray[int]],
     place: int,
     rows: Int64s,
     today: int,

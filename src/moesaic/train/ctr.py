@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from moesaic.base.decisions import Decision
@@ -27,6 +26,7 @@ from moesaic.train.job_file import LoadedJob
 from moesaic.train.objectives.ctr import ClickObjective
 from moesaic.train.parts import Part, PartPlacement, make_part, parts_source
 from moesaic.train.run import Run
+from moesaic.train.table_passes import open_tiers, start_passes
 from moesaic.train.trainer import RunStart
 from moesaic.train.walk import MicroBatchWalk
 
@@ -67,20 +67,28 @@ class CtrKind:
         part = _make_part(job, placement, world)
         precision: DType = "float64" if job.train.precision == "fp64" else "float32"
         rows = ShardedTable(Table(job.table, job.model.dim, seed=job.seed, dtype=precision), world)
-        loader = ThreadPoolExecutor(1, "load-clicks")
         run: CtrRun = Run(
             job, world, [placement], [part],
-            ClickObjective(job, world, part, rows, start.data.train, loader),
+            ClickObjective(job, world, part, rows, start.data.train),
             MicroBatchWalk(job.train.precision, world.device), world.group,
             {} if checkpoint is None else dict(checkpoint.counters),
         )  # fmt: skip
-        run.files.callback(loader.shutdown, cancel_futures=True)
         try:
             source: Source = InitialSource(job.seed, None)
             if checkpoint is not None:
                 source = parts_source(checkpoint, source, [placement], run.counters, start.log)
             source.fill(run.state().shards)
+            tiers = open_tiers(job.table, rows, world)
+            if tiers is not None:
+                run.files.callback(tiers.close)
             part.external_snapshot = run.files.enter_context(_open_snapshots(start, rows))
+            if tiers is not None:
+                first, batch = run.counters["samples"], job.train.batch
+                objective = run.objective
+                objective.passes = start_passes(
+                    tiers, start.data.train, rows, first, batch, objective.pass_decisions
+                )
+                run.files.callback(objective.passes.close)
         except BaseException:
             run.close()
             raise

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from moesaic.ps.passes import PassStats
 from moesaic.train.click_metrics import ClickMetrics
 from moesaic.train.kinds import Recorder
+from moesaic.train.table_passes import PassDecision
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class CtrStepStats:
     phases: Mapping[str, float]
     days: Sequence[DayStats] = ()
     """Days that ended after this step."""
+    new_pass: PassStats | None = None
+    """Pass of this rank's rows that began with this step, if any."""
+    decisions: Sequence[PassDecision] = ()
+    """Decisions on the steps of coming passes of this rank's rows."""
 
     def figures(self, step_s: float) -> dict[str, float]:
         """Return scalars of the step, which took `step_s` seconds."""
@@ -57,10 +63,23 @@ class CtrStepStats:
 
     def rank_figures(self) -> dict[str, float]:
         """Return scalars of this rank alone."""
-        return {"row_bytes_sent": self.bytes_sent}
+        figures: dict[str, float] = {"row_bytes_sent": self.bytes_sent}
+        if self.new_pass is not None:
+            figures |= {
+                "pass_hit_rate": self.new_pass.hit_rate, "pass_stall_s": self.new_pass.stall_s,
+            }  # fmt: skip
+        return figures
 
     def write(self, record: Recorder) -> None:
-        """Write an event for each day that ended."""
+        """Write an event for each day that ended, and for a pass that began."""
+        if self.new_pass is not None:
+            record.write_event("pass", step=self.step, **asdict(self.new_pass))
+        if self.decisions:
+            passes = [
+                {**facts._asdict(), **outcome._asdict(), "planning_s": seconds}
+                for facts, outcome, seconds in self.decisions
+            ]
+            record.write_event("decisions", step=self.step, passes=passes)
         for day in self.days:
             record.write_event("day", step=self.step, day=day.day, **day.figures())
 

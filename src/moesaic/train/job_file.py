@@ -410,12 +410,7 @@ def _check_inputs(job: TrainingJob, origin: str) -> None:
 
 
 def _check_clicks(job: CtrJob) -> None:
-    """Raise if files of samples are missing, or a setting needs what is not there yet."""
-    if job.table.ssd is not None:
-        raise ConfigError(
-            f"table.ssd = {keys.show(job.table.ssd)} does not work yet: remove it, all rows are "
-            "in memory (table.max_rows bounds their number)"
-        )
+    """Raise if files of samples are missing."""
     from moesaic.train.data.clicks_files import find_files
 
     for key in ("path", "validation_path"):

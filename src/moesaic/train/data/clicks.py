@@ -99,7 +99,14 @@ def _open_files(
     return ClickData(
         train=ClickSamples(days, seed, shuffle=config.shuffle),
         validation=validation,
-        digest=_digest(seed, config.shuffle, *(day.digest for day in (*days, *held_out))),
+        digest=_digest(
+            seed,
+            config.shuffle,
+            config.num_dense,
+            config.num_slots,
+            len(days),
+            *(day.digest for day in (*days, *held_out)),
+        ),
     )
 
 

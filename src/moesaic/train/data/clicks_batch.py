@@ -54,7 +54,7 @@ def offsets_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def concatenate(batches: Sequence[ClickBatch]) -> ClickBatch:
-    """Return one batch of the samples of `batches`, in their order."""
+    """Return one batch of the samples of `batches`, in their order; none is empty."""
     if len(batches) == 1:
         return batches[0]
     counts = [np.diff(batch.offsets).reshape(-1, len(batch)) for batch in batches]

@@ -132,10 +132,12 @@ def gather_batch(
 
 
 def _map_array(file: Path, field_: _Field) -> NDArray[Any]:
-    if not file.stat().st_size:
-        return np.empty((0, *field_.width), field_.dtype)
-    # A plain array over the same pages: slicing a memmap object is slow.
-    return np.asarray(np.memmap(file, field_.dtype, "r")).reshape(-1, *field_.width)
+    values = np.empty(0, field_.dtype)
+    if file.stat().st_size:
+        # A plain array over the same pages: slicing a memmap object is slow.
+        values = np.asarray(np.memmap(file, field_.dtype, "r"))
+    values.flags.writeable = False  # Compiled code has one type for all arrays of a field.
+    return values.reshape(-1 if len(values) else 0, *field_.width)
 
 
 def open_day(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.errors import DataError
 from moesaic.train.data.clicks_batch import ClickBatch, Day, concatenate
+from moesaic.train.data.read_ahead import ReadAhead
 from moesaic.train.data.shuffle import Shuffle
 
 
@@ -30,6 +32,11 @@ class ClickSamples:
         self._starts = np.concatenate(([0], np.cumsum([len(day) for day in days], dtype=np.int64)))
         self._orders = [Shuffle(len(day), (seed << 32) + n) for n, day in enumerate(days)]
 
+        self._ahead = {
+            True: ReadAhead(partial(self.read, shuffled=True)),
+            False: ReadAhead(partial(self.read, shuffled=False), stop=len(self)),
+        }
+
     def __len__(self) -> int:
         """Return the number of samples per epoch."""
         return int(self._starts[-1])
@@ -46,8 +53,9 @@ class ClickSamples:
         return self._first_day + epoch * self.num_days + self._day_at(position)
 
     def load(self, indices: range, *, shuffled: bool) -> ClickBatch:
-        """Return the samples of the global `indices`."""
-        return self.read(indices, shuffled=shuffled)
+        """Return the samples of the global `indices`; one thread calls this, and the next batches
+        are read ahead."""
+        return self._ahead[shuffled].load(indices)
 
     def read(self, indices: range, *, shuffled: bool) -> ClickBatch:
         """Return the samples of the global `indices`; any thread may call this at any time.

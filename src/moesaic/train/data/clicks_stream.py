@@ -24,7 +24,7 @@ _KEYS_STD, _DENSE_STD = 1.5, 0.7
 """Standard deviations of the parts of the logit."""
 _LABEL, _USER, _DENSE = 0, 1, 2
 """Numbers of a sample's draws; those of its slots follow the dense features'."""
-_ONE, _11 = np.uint64(1), np.uint64(11)
+_ONE, _S11 = np.uint64(1), np.uint64(11)
 
 
 class Stream:
@@ -90,7 +90,7 @@ def _draw(word: Any, number: int) -> Any:
 @cached_njit
 def _unit(word: Any) -> Any:
     """Return a number in [0, 1)."""
-    return np.float64(word >> _11) * 2.0**-53
+    return np.float64(word >> _S11) * 2.0**-53
 
 
 @cached_njit

@@ -109,18 +109,21 @@ class _Ids:
             column = column.fill_null(0)
             wraps = column.type == pa.uint64()
             integers = column.view(pa.int64()) if wraps else column.cast(pa.int64())
-            self.numbers = integers.to_numpy(zero_copy_only=False)
+            self.numbers = np.array(integers)
             return
         types, kind = pa.types, column.type
         is_large = types.is_large_string(kind) or types.is_large_binary(kind)
         _, offsets, data = column.buffers()
-        part = slice(column.offset, column.offset + len(column) + 1)
         self.offsets = np.zeros(len(column) + 1, np.int64)
         """Starts of ids in `data`, and the end of the last one, if they are strings."""
         if offsets is not None and len(column):
+            part = slice(column.offset, column.offset + len(column) + 1)
             self.offsets[:] = np.frombuffer(offsets, np.int64 if is_large else np.int32)[part]
-        self.data = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+        self.data = np.empty(0, np.uint8)
         """Bytes of ids, if they are strings."""
+        if data is not None:
+            self.data = np.frombuffer(data, np.uint8)[self.offsets[0] : self.offsets[-1]].copy()
+        self.offsets -= self.offsets[0]
         self.valid &= np.diff(self.offsets) > 0
 
     def keys(self, slot: int) -> NDArray[np.int64]:

@@ -103,7 +103,7 @@ def _encode_fields(
     keys = np.empty(counts.size + 1, np.int64)
     num_keys = _collect_keys(offsets, column_keys, is_bad, counts, keys)
     arrays = {
-        "labels": values[0].astype(np.uint8), "counts": counts,
+        "labels": (values[0] == 1).astype(np.uint8), "counts": counts,
         "dense": scale_dense(values[1:], columns.log_dense),
     }  # fmt: skip
     if is_bad.any():

@@ -7,7 +7,6 @@ Logits of samples that are not trained on yet are collected for metrics by day.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +20,7 @@ from moesaic.dist.world import World
 from moesaic.facts.job import CtrJob
 from moesaic.models.recommender import Recommender
 from moesaic.nn.embedding import TableBag
+from moesaic.ps.passes import PassStats, TablePasses
 from moesaic.ps.sharded import ShardedTable
 from moesaic.train.click_metrics import ClickScores
 from moesaic.train.ctr_stats import CtrStepStats, DayStats
@@ -28,6 +28,7 @@ from moesaic.train.data.clicks import ClickBatch, ClickSamples
 from moesaic.train.objectives.objective import StepContext, StepResult
 from moesaic.train.parts import Part
 from moesaic.train.phases import PhaseTimer
+from moesaic.train.table_passes import PassDecision
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class ClickObjective:
         part: Part[Recommender],
         rows: ShardedTable,
         samples: ClickSamples,
-        loader: ThreadPoolExecutor,
     ) -> None:
         """Train `part` and `rows` on `samples`.
 
@@ -74,28 +74,25 @@ class ClickObjective:
             part: the network.
             rows: rows of all keys.
             samples: samples to train on, whose days end while training moves on.
-            loader: thread that loads the samples of the next step while one trains.
         """
         self.job, self.world, self.part, self.rows = job, world, part, rows
         self._bag = TableBag(rows, include_last_offset=True)
         self._day_of = samples.day_of
-        self._loader = loader
-        self._loads: dict[range, Future[ClickBatch]] = {}
-        """Samples of this rank in the next step, by their global indices."""
+        self.passes: TablePasses | None = None
+        """Passes that read rows from a drive ahead of their step; None: all are in memory."""
+        self.pass_decisions: list[PassDecision] = []
+        """Decisions on passes since the last step."""
+        self._begun_step = -1
+        """Finished steps when the present step began."""
+        self._shown_pass: PassStats | None = None
+        """Last pass that the statistics of a step have shown."""
         self._scores: dict[int, ClickScores] = {}
         """Scores of samples before training on them, by day."""
 
     def load(self, samples: ClickSamples, indices: range, *, shuffled: bool) -> LocalClicks:
         """Return this rank's samples of a global micro-batch."""
-        local = self.part.local_samples(indices)
-        if not shuffled:
-            return LocalClicks(samples.load(local, shuffled=False), indices)
-        ahead = self._loads.pop(local, None)
-        size = self.job.train.batch
-        coming = range(local.start + size, local.stop + size)
-        self._loads[coming] = self._loader.submit(samples.load, coming, shuffled=True)
-        loaded = samples.load(local, shuffled=True) if ahead is None else ahead.result()
-        return LocalClicks(loaded, indices)
+        local = samples.load(self.part.local_samples(indices), shuffled=shuffled)
+        return LocalClicks(local, indices)
 
     def num_units(self, batch: LocalClicks) -> int:
         """Return the samples of a batch."""
@@ -103,6 +100,9 @@ class ClickObjective:
 
     def compute_loss(self, batch: LocalClicks, context: StepContext) -> tuple[Tensor, ClickLosses]:
         """Return the loss to backpropagate, and what to report."""
+        if self.passes is not None and context.step != self._begun_step:
+            self.passes.begin_step()
+        self._begun_step = context.step
         logits = self._predict(batch.samples)
         loss = self._cross_entropy(logits, batch.samples) / max(context.units, 1)
         losses = ClickLosses(loss.detach(), logits.detach(), batch.samples)
@@ -174,8 +174,22 @@ class ClickObjective:
         return CtrStepStats(
             step=result.step, loss=loss, grad_norm=result.grad_norm, lr=result.lr,
             samples=result.units, rows=int(num_rows), bytes_sent=self.rows.take_bytes_sent(),
-            metrics=figures, phases=phases.seconds, days=days,
+            metrics=figures, phases=phases.seconds, days=days, new_pass=self._take_new_pass(),
+            decisions=self._take_decisions(),
         )  # fmt: skip
+
+    def _take_decisions(self) -> list[PassDecision]:
+        taken = list(self.pass_decisions)
+        self.pass_decisions.clear()
+        return taken
+
+    def _take_new_pass(self) -> PassStats | None:
+        """Return the figures of a pass of this rank's rows that began with this step."""
+        newest = None if self.passes is None else self.passes.stats
+        if newest is self._shown_pass:
+            return None
+        self._shown_pass = newest
+        return newest
 
     def _metrics_of(self, losses: Sequence[ClickLosses]) -> dict[str, float]:
         """Return metrics of micro-batches over all ranks."""
