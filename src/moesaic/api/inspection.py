@@ -195,12 +195,12 @@ def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
 def _inspect_table(
     path: Path, head: Mapping[str, Any], damaged: list[str]
 ) -> dict[str, Any] | None:
-    """Return the rows of a run's newest intact checkpoint, and where the last step had its rows."""
+    """Return the rows of a run's newest intact checkpoint, and its last pass over a drive."""
     from moesaic.api.recommender import describe_rows
     from moesaic.models.recommender_files import open_recommender
 
     try:
-        return {**describe_rows(open_recommender(path).rows), "last_step": head["table"]}
+        return {**describe_rows(open_recommender(path).rows), "passes": head["table"]["passes"]}
     except StoreError as error:
         damaged.append(str(error))
         return None

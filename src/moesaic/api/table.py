@@ -17,13 +17,16 @@ from torch import Tensor
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_replace
+from moesaic.base.host_memory import free_memory_bytes
 from moesaic.base.safetensors_file import sync_directory
 from moesaic.facts.job.table import TableConfig
+from moesaic.policy.table_rows import choose_leaving
 from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import EXPORT_MANIFEST, StoredRows
 from moesaic.ps.table import Table as Rows
 from moesaic.ps.table import TableStats
 from moesaic.ps.table_shard import TableShard
+from moesaic.ps.tiers import TableTiers
 
 if TYPE_CHECKING:
     from moesaic.ps.table import Lookup
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 HEAD = "HEAD.json"
 """File that names the last snapshot of a saved table."""
 _FORMAT, _VERSION = "moesaic-table", 1
+_OF_MACHINE = ("host", "ssd", "demote_days")
+"""Settings that fit the machine, so a stored table does not keep them."""
 
 DType = Literal["float32", "float64"]
 
@@ -39,7 +44,7 @@ class Table:
     """Embedding rows by key. A key is any int64; a key without a row has its first value."""
 
     def __init__(self, rows: Rows) -> None:
-        """Take a table in memory; `open` makes one."""
+        """Take an empty table; `open` makes one."""
         self._rows = rows
         self.dim = rows.dim
         """Numbers per row."""
@@ -48,6 +53,10 @@ class Table:
         """Facts of the last snapshot, by shard; empty before the first."""
         self._snapshots: TableSnapshots | None = None
         self._stack = ExitStack()
+        if rows.config.ssd is not None:
+            budget = rows.config.host_bytes or free_memory_bytes() // 2
+            directory = Path(rows.config.ssd).expanduser()
+            self._stack.callback(TableTiers(rows, directory, budget, choose_leaving).close)
 
     @classmethod
     def open(
@@ -70,7 +79,7 @@ class Table:
             dtype: type of rows and of their optimizer state; "float32" for a new table.
             read_only: refuse changes, and leave the directory as it is.
             settings: keys of the table [table] of a job, such as `optimizer="adam"` or `lr=0.01`.
-                A stored table keeps those that are not given.
+                A stored table keeps those that are not given, except for `host` and `ssd`.
         """
         given = _Given({"dim": dim, "seed": seed, "dtype": dtype}, settings)
         if path is None:
@@ -84,7 +93,7 @@ class Table:
                     f"'{place}' is an exported table, which does not change: open it with "
                     "read_only=True"
                 )
-            return cls(given.load_rows(StoredRows.open_export(place), place, read_only=True))
+            return cls._restore(place, given, StoredRows.open_export(place), read_only=True)
         return cls._open_saved(place, given, read_only)
 
     @classmethod
@@ -93,11 +102,26 @@ class Table:
         facts = _read_head(path, read_only)
         if facts:
             stored = StoredRows.open_snapshot(path, facts)
-            table = cls(given.load_rows(stored, path, read_only=read_only))
+            table = cls._restore(path, given, stored, read_only)
         else:
             table = cls(given.make_rows())
         if not read_only:
-            table._watch(path, facts)
+            try:
+                table._watch(path, facts)
+            except BaseException:
+                table.close()
+                raise
+        return table
+
+    @classmethod
+    def _restore(cls, path: Path, given: _Given, stored: StoredRows, read_only: bool) -> Table:
+        """Return a table with the rows of files in `path`."""
+        table = cls(given.make_equal_rows(stored, path, read_only=read_only))
+        try:
+            TableShard(table._rows).restore(stored)
+        except BaseException:
+            table.close()
+            raise
         return table
 
     def _watch(self, path: Path, facts: dict[str, dict[str, Any]]) -> None:
@@ -208,8 +232,8 @@ class _Given(NamedTuple):
         config = parse(TableConfig, self.settings, "Table.open")
         return Rows(config, dim, seed=seed or 0, dtype=dtype or "float32")
 
-    def load_rows(self, stored: StoredRows, path: Path, *, read_only: bool) -> Rows:
-        """Return rows from files; raise for a setting that their values depend on."""
+    def make_equal_rows(self, stored: StoredRows, path: Path, *, read_only: bool) -> Rows:
+        """Return the empty rows of a stored table; raise for a setting that it does not have."""
         kept, layout = stored.manifests[0].facts["config"], stored.layout
         fixed = {**layout.model_dump(include={"dim", "seed", "dtype"}),
                  "optimizer": layout.optimizer, "init_std": kept["init_std"]}  # fmt: skip
@@ -219,14 +243,13 @@ class _Given(NamedTuple):
                     f"{name} = {value}, but the table in '{path}' has {fixed[name]}: remove "
                     f"{name}, or name another directory"
                 )
+        kept = {name: value for name, value in kept.items() if name not in _OF_MACHINE}
         config = parse(TableConfig, {**kept, **self.settings}, "Table.open")
-        rows = Rows(
+        return Rows(
             config, layout.dim, seed=layout.seed, name=layout.table,
             dtype=layout.dtype,
             read_only=read_only,
         )  # fmt: skip
-        TableShard(rows).restore(stored)
-        return rows
 
 
 def _read_head(path: Path, read_only: bool) -> dict[str, dict[str, Any]]:

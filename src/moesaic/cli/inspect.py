@@ -95,9 +95,13 @@ def _print_table(table: dict[str, Any]) -> None:
         f"{format_bytes(table['row_bytes'])} each; {format_bytes(table['file_bytes'])} of files; "
         f"day {table['day']}"
     )
-    for tier, rows in (table.get("last_step") or {}).items():
-        if tier.startswith("rows_") and rows is not None:
-            screen.print_line(f"  {tier.replace('_', ' '):<18}{rows:,}")
+    passes = table.get("passes")
+    if passes:
+        screen.print_line(
+            f"  {'last pass':<18}{format_bytes(passes['memory_bytes'])} in memory, "
+            f"{format_bytes(passes['drive_bytes'])} on the drive of rank 0; "
+            f"{passes['hit_rate']:.0%} of keys found in memory"
+        )
     rows = [
         (f"  {one['key']}", f"{one['show']:,.1f}", f"{one['click']:,.1f}", f"{one['score']:,.2f}")
         for one in table["hottest"]

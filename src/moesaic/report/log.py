@@ -186,6 +186,8 @@ class Log:
     has no end."""
     days: dict[int, Day] = field(default_factory=dict)
     """Ends of days, by step."""
+    passes: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Figures of passes over rows on a drive, by the step that began them."""
     rows: dict[int, _Row] = field(default_factory=dict)
     """Values of each step."""
 
@@ -209,6 +211,8 @@ class Log:
             self.validations[step] = Validation(step, number(event["loss"]), figures)
         elif kind == "day":
             self.days[step] = Day(int(event["day"]), _figures(event, ("day",)))
+        elif kind == "pass":
+            self.passes[step] = _figures(event, ())
         elif kind in _CHECKPOINT_STATES:
             path, error = (str(event.get(name, "")) for name in ("path", "error"))
             self.checkpoints[step] = Checkpoint(step, path, _CHECKPOINT_STATES[kind], error)
@@ -255,7 +259,7 @@ class Log:
 
     def _void(self, step: int) -> None:
         """Delete the values of steps after `step`."""
-        for kept in (self.rows, self.validations, self.checkpoints, self.days):
+        for kept in (self.rows, self.validations, self.checkpoints, self.days, self.passes):
             for late in [key for key in kept if key > step]:
                 del kept[late]
 

@@ -62,6 +62,8 @@ class RunStats:
     """Validation passes, by step."""
     days: list[Day]
     """Days of click data that have ended, by step."""
+    passes: dict[int, dict[str, float]]
+    """Figures of passes over table rows on a drive, by their first step; rank 0 logs its own."""
     checkpoints: list[Checkpoint]
     """Saves, by step."""
     ranks: list[RankStats]
@@ -97,6 +99,7 @@ class RunStats:
             steps=steps,
             validations=[one for _, one in sorted(log.validations.items())],
             days=[one for _, one in sorted(log.days.items())],
+            passes=dict(sorted(log.passes.items())),
             checkpoints=[one for _, one in sorted(log.checkpoints.items())],
             ranks=ranks,
             loads=read_loads(run_dir / "loads", last_step),

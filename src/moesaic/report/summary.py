@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.report.charts.clicks import ROWS
 from moesaic.report.findings import find
 from moesaic.report.run_stats import RunStats
 from moesaic.report.series import known_mean, median
@@ -104,15 +103,29 @@ def _clicks(run: RunStats) -> dict[str, Any] | None:
 
 
 def _table(run: RunStats) -> dict[str, Any] | None:
-    """Return the rows of the embedding table at the last step, and means of its drive tier."""
-    steps = run.steps
-    rows = {name: steps.figures[name] for name in ROWS if name in steps.figures}
-    if not rows:
+    """Return the rows of the embedding table at the last step, and the passes of its drive."""
+    rows = run.steps.figures.get("rows")
+    if rows is None:
         return None
+    return {"rows": int(rows[np.isfinite(rows)][-1]), "passes": _passes(run)}
+
+
+def _passes(run: RunStats) -> dict[str, Any] | None:
+    """Return totals over the passes of rank 0, and its bytes in memory and on the drive."""
+    passes = list(run.passes.values())
+    if not passes:
+        return None
+    keys, hits, stalls = (
+        np.array([one.get(name, math.nan) for one in passes])
+        for name in ("keys", "hits", "stall_s")
+    )
     return {
-        **{name: int(values[-1]) for name, values in rows.items() if np.isfinite(values[-1])},
-        "hit_rate": known_mean(steps.memory_hit_rate),
-        "stall_s": known_mean(steps.memory_stall_s),
+        "number": len(passes),
+        "hit_rate": float(np.nansum(hits) / max(np.nansum(keys), 1)),
+        "stall_s": float(np.nansum(stalls)),
+        "mean_stall_s": known_mean(stalls),
+        "memory_bytes": passes[-1].get("memory_bytes"),
+        "drive_bytes": passes[-1].get("drive_bytes"),
     }
 
 

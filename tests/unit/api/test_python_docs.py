@@ -45,7 +45,7 @@ def test_the_programs_run(tmp_path: Path) -> None:
         path.write_text(program)
         outputs += [run(path, ranks) for ranks in (sizes or "1").split(",")]
     alone, together, saved, resumed, fsdp, upcycling, *others = outputs
-    training, planning, loads, generating, serving, mistakes = others
+    training, planning, loads, generating, serving, tables, mistakes = others
     for text in (alone, together):
         first, *_, last = (float(value) for value in re.findall(r"loss (\S+)", text))
         assert last < first
@@ -64,4 +64,5 @@ def test_the_programs_run(tmp_path: Path) -> None:
     assert "'A loss says' -> " in generating
     assert (tmp_path / "programs" / "exported" / "config.json").is_file()
     assert serving.count("length") + serving.count("stop") >= 6
+    assert "4 rows torch.Size([2, 8])" in tables
     assert "did you mean 'train.steps'?" in mistakes

@@ -119,6 +119,30 @@ def test_two_saves_of_one_opening(tmp_path: Path) -> None:
         np.testing.assert_array_equal(table.pull(range(60)), rows)
 
 
+def test_rows_beyond_memory_are_on_the_drive(tmp_path: Path) -> None:
+    keys, grads = np.arange(20_000), np.ones((20_000, 64), np.float32)
+    drive: dict[str, Any] = {"host": "5MiB", "ssd": str(tmp_path / "ssd")}
+    plain = moesaic.Table.open(dim=64)
+    parts = [slice(start, start + 1000) for start in range(0, len(keys), 1000)]
+
+    def check(table: moesaic.Table) -> None:
+        for part in parts:
+            np.testing.assert_array_equal(table.pull(keys[part]), plain.pull(keys[part]))
+
+    with moesaic.Table.open(tmp_path / "rows", dim=64, **drive) as table:
+        for part in parts:
+            table.push(keys[part], grads[part])
+            plain.push(keys[part], grads[part])
+        assert len(table) == 20_000 > 2 * table.stats().rows_in_memory
+        check(table)
+        table.save()
+    with moesaic.Table.open(tmp_path / "rows", read_only=True, **drive) as table:
+        assert len(table) == 20_000 > 2 * table.stats().rows_in_memory
+        check(table)
+    with moesaic.Table.open(tmp_path / "rows") as table:
+        check(table)
+
+
 def test_mistakes_name_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with moesaic.Table.open(tmp_path / "rows", dim=3, **SETTINGS) as table:

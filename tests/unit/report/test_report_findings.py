@@ -33,7 +33,7 @@ def make_run(size: int = 1, job: dict[str, Any] = JOB, **values: Any) -> RunStat
     )
     run = RunStats(
         name="run", directory=Path("run"), job=job, plan={}, versions={}, launches=[launch()],
-        steps=steps, validations=[], days=[], checkpoints=[], ranks=[], loads=None,
+        steps=steps, validations=[], days=[], passes={}, checkpoints=[], ranks=[], loads=None,
         balance=None, prediction=None, ended="finished", read_at_s=0.0,
     )  # fmt: skip
     return replace(run, **values)

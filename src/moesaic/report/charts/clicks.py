@@ -15,12 +15,11 @@ from moesaic.report.charts.figure import (
     label,
     raw_and_smooth,
     resumes,
+    time_unit,
 )
 from moesaic.report.run_stats import RunStats
-from moesaic.report.series import MAX_POINTS
+from moesaic.report.series import MAX_POINTS, Floats
 
-ROWS = {"rows": "all", "rows_in_memory": "in memory", "rows_on_drive": "on the drive"}
-"""Numbers of rows that a step logs, in words."""
 _METRICS = (
     ("auc", "AUC", "1 ranks every click above the rest, 0.5 is chance. Look for validation "
      "that falls as training rises.", 6),
@@ -43,26 +42,50 @@ def figures(run: RunStats) -> list[Figure]:
 
 def table_figures(run: RunStats) -> list[Figure]:
     """Return the charts of the embedding table; none if the run logged no rows."""
-    steps = run.steps
-    data = [
-        curve(steps.step, steps.figures[name], text, colour, "%{y:,.0f}")
-        for (name, text), colour in zip(ROWS.items(), SERIES, strict=False)
-        if name in steps.figures
-    ]
-    if not data:
+    rows = run.steps.figures.get("rows")
+    if rows is None:
         return []
-    return [
+    tall = {"rangemode": "tozero"}
+    charts = [
         Figure(
             "rows",
             "Rows of the table",
             "Look for growth without an end: set table.max_rows, table.evict_days or "
             "table.admit_count.",
-            data,
-            {"shapes": resumes(run), "showlegend": len(data) > 1,
-             "yaxis": {"rangemode": "tozero", "tickformat": "~s"}},
+            [curve(run.steps.step, rows, "rows", SERIES[2], "%{y:,.0f}")],
+            {"shapes": resumes(run), "showlegend": False, "yaxis": {**tall, "tickformat": "~s"}},
             span=12,
         )
+    ]
+    if not run.passes:
+        return charts
+    stall_s, hits, keys = (_of_passes(run, name) for name in ("stall_s", "hits", "keys"))
+    steps = np.array([*run.passes], float)
+    scale, unit = time_unit(float(np.nanmax(stall_s)))
+    return [
+        *charts,
+        Figure(
+            "pass-stall",
+            "Waiting for the drive, by pass",
+            f"{unit} that rank 0 waited for the rows of a pass. If it grows, raise table.host or "
+            "train.batch.",
+            [curve(steps, stall_s / scale, "waiting", SERIES[1], f"%{{y:.3~g}} {unit}")],
+            {"shapes": resumes(run), "showlegend": False,
+             "yaxis": {**tall, "title": {"text": unit}}},
+        ),
+        Figure(
+            "pass-hits",
+            "Keys found in memory, by pass",
+            "Share of the distinct keys of a pass on rank 0; others are read from the drive.",
+            [curve(steps, 100 * hits / np.maximum(keys, 1), "in memory", SERIES[2], "%{y:.1f}%")],
+            {"shapes": resumes(run), "showlegend": False,
+             "yaxis": {"range": [0, 100], "ticksuffix": "%"}},
+        ),
     ]  # fmt: skip
+
+
+def _of_passes(run: RunStats, name: str) -> Floats:
+    return np.array([one.get(name, np.nan) for one in run.passes.values()])
 
 
 def _metric(run: RunStats, name: str, title: str, guide: str, span: int) -> Figure:
