@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -21,7 +22,8 @@ CHANGED_SINCE_WRITE = np.uint8(1)
 """Flag of a record that differs from its copy on the drive."""
 CHANGED_SINCE_SNAPSHOT = np.uint8(2)
 """Flag of a record that differs from the last snapshot."""
-_CHANGED = np.uint8(3)
+CHANGED = np.uint8(3)
+"""Both flags."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class RecordArena:
         self.layout = layout
         self.capacity = total_memory_bytes() // size if capacity is None else capacity
         num_bytes = max(self.capacity * size, 1)
-        memory = np.frombuffer(reserve_memory(num_bytes), np.uint8)[: self.capacity * size]
+        self._memory = reserve_memory(num_bytes)
+        memory = np.frombuffer(self._memory, np.uint8)[: self.capacity * size]
         self.records: NDArray[np.uint8] = memory.reshape(self.capacity, size)
         """Records, [capacity, record_bytes]; pages without records take no memory."""
         self.numbers: Floats = self.records.view(layout.dtype)
@@ -101,6 +104,32 @@ class RecordArena:
         """Bytes of pages that have held records."""
         return self._used * (self.layout.record_bytes + 1)
 
+    def used_rows(self) -> NDArray[np.bool_]:
+        """Return which rows hold records, up to the last row that ever did."""
+        used = np.ones(self._used, np.bool_)
+        used[self._free[: self._num_free]] = False
+        return used
+
+    def truncate(self, capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Set the capacity, which all records fit, and give back the memory above it.
+
+        Returns:
+            Rows above the capacity that held records, and the rows where they are now.
+        """
+        self.capacity = capacity
+        used = self.used_rows()
+        old = np.flatnonzero(used[capacity:]) + capacity
+        if len(used) <= capacity:
+            return old, old
+        free = np.flatnonzero(~used[:capacity])
+        new, self._free = free[: len(old)], free[len(old) :]
+        self._used, self._num_free = capacity, len(self._free)
+        self.records[new], self.changed[new] = self.records[old], self.changed[old]
+        start = -(-capacity * self.layout.record_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < len(self._memory):
+            self._memory.madvise(mmap.MADV_DONTNEED, start)
+        return old, new
+
     def allocate(self, count: int) -> Int64s:
         """Return `count` rows for new records, whose bytes are arbitrary and whose flags are set.
 
@@ -121,7 +150,7 @@ class RecordArena:
             ]
         )
         self._used += count - reused
-        self.changed[rows] = _CHANGED
+        self.changed[rows] = CHANGED
         return rows
 
     def free(self, rows: Int64s) -> None:
@@ -155,4 +184,4 @@ class Tier(Protocol):
         The end of a day and exports read rows by it."""
 
     def remove(self, locations: Int64s) -> None:
-        """Forget the records at negative `locations`; the index has no entry for them any more."""
+        """Forget the records at `locations`; the index has no entry for them any more."""
