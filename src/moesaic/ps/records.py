@@ -178,6 +178,9 @@ class Tier(Protocol):
             StoreError: pinned rows leave too little room.
         """
 
+    def fit(self) -> None:
+        """Let rows leave memory if other uses of memory grew. Rows in memory may move."""
+
     def read(self, locations: Int64s) -> NDArray[np.uint8]:
         """Return the records at negative `locations`, [n, record_bytes]; all stay where they are.
 

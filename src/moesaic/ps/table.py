@@ -272,6 +272,8 @@ class Table:
 
     def _raise(self, keys: Int64s) -> Int64s:
         """Return rows of distinct `keys` in memory; `ABSENT` for a key without a row."""
+        if self.tier is not None and not self._pinned:
+            self.tier.fit()
         rows = self.index.find(keys)
         if self.tier is None:
             return rows

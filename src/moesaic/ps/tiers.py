@@ -148,7 +148,7 @@ class TableTiers:
         self._rewriting: Iterator[int] = iter(())
         self._raised = self._demoted = self._written = self._rewritten = 0
         if self.memory_rows < 1:
-            needed = host_bytes + self._row_bytes - self.memory_rows * self._row_bytes
+            needed = table.index.memory_bytes + self.drive.buffer_bytes
             raise ConfigError(
                 f'table.host = "{format_bytes(host_bytes)}" holds no rows: buffers and the index '
                 f"of {table.num_rows} keys need {format_bytes(needed)}; raise table.host"
@@ -162,7 +162,7 @@ class TableTiers:
         table = self.table
         left = self.host_bytes - table.index.memory_bytes - table.candidates.memory_bytes
         left -= self.drive.buffer_bytes + self.read_ahead_bytes
-        return min(left // self._row_bytes, len(self._copies))
+        return min(max(left // self._row_bytes, 0), len(self._copies))
 
     @property
     def read_ahead_bytes(self) -> int:
@@ -206,6 +206,21 @@ class TableTiers:
             locations = self.table.index.find(part)
             self._put(part, locations, self.drive.read(locations), number)
 
+    def fit(self) -> None:
+        """Give back the memory that the index needs by now. Rows in memory may move."""
+        table, arena = self.table, self.table.arena
+        if arena.capacity == self.memory_rows:
+            return
+        self.make_room(0)
+        old, new = arena.truncate(arena.capacity)
+        for values in (self._copies, self._last_pass):
+            values[new] = values[old]
+        self._copies[old], self._last_pass[old] = _NO_COPY, _NEW
+        chosen = np.zeros(len(self._copies), np.bool_)
+        chosen[old] = True
+        keys, rows = table.index.find_keys(chosen)
+        table.index.set(keys, new[np.searchsorted(old, rows)])
+
     def make_room(self, count: int) -> None:
         """Let rows leave memory until `count` fit.
 
@@ -213,14 +228,14 @@ class TableTiers:
             StoreError: the rows of the present step leave too little room.
         """
         arena = self.table.arena
-        arena.capacity = max(self.memory_rows, 0)
+        arena.capacity = self.memory_rows
         num_before = self._demoted
         while (lacking := count - arena.num_free) > 0:
             part = next(self._leaving, None)
             if part is not None:
                 self._demote(*self._still_leaving(*part))
             elif not self._choose_leaving(lacking):
-                needed = len(arena) + lacking
+                needed = len(arena) + count
                 raise StoreError(
                     f'table.host = "{format_bytes(self.host_bytes)}" holds {arena.capacity} rows '
                     f"beside the index, and a step needs {needed}: raise table.host to "
@@ -278,20 +293,6 @@ class TableTiers:
         self.pass_number += 1
         self.pinned_pass = self.pass_number
 
-    def fit(self) -> None:
-        """Give back the memory that the index needs by now, unless a look-up waits for a step."""
-        table, arena = self.table, self.table.arena
-        if not len(table.pinned_rows()):
-            self.make_room(0)
-            old, new = arena.truncate(arena.capacity)
-            for values in (self._copies, self._last_pass):
-                values[new] = values[old]
-            self._copies[old], self._last_pass[old] = _NO_COPY, _NEW
-            chosen = np.zeros(len(self._copies), np.bool_)
-            chosen[old] = True
-            keys, rows = table.index.find_keys(chosen)
-            table.index.set(keys, new[np.searchsorted(old, rows)])
-
     # Segments and snapshots.
 
     def follow_moves(self, follow: bool) -> None:
@@ -327,13 +328,14 @@ class TableTiers:
         table = self.table
         for keys, locations, records in self.drive.scan(number):
             now = table.index.find(keys)
-            rows = now[now >= 0]
-            rows = rows[self._copies[rows] == locations[now >= 0]]
-            self._copies[rows] = _NO_COPY
-            table.arena.changed[rows] |= CHANGED_SINCE_WRITE
-            below = positions_of(now) == positions_of(locations)
+            in_memory = np.flatnonzero(now >= 0)
+            in_memory = in_memory[self._copies[now[in_memory]] == locations[in_memory]]
+            self._copies[now[in_memory]] = _NO_COPY
+            table.arena.changed[now[in_memory]] |= CHANGED_SINCE_WRITE
+            below = np.flatnonzero(positions_of(now) == positions_of(locations))
             written = self.drive.append(keys[below], records[below])
             table.index.set(keys[below], written & (now[below] | ~CHANGED_BIT))
+            self.drive.forget(locations[np.concatenate([in_memory, below])])
             if self._moved is not None:
                 self._moved.set(positions_of(locations[below]), positions_of(written))
             self._rewritten += len(written)
