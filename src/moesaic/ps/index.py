@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit, prefetch
+from moesaic.base.compiled import cached_loop, prefetch
 from moesaic.base.host_memory import reserve_memory, total_memory_bytes
+from moesaic.kernels.threads import run_ranges
 
 Int64s = NDArray[np.int64]
 
@@ -32,6 +33,8 @@ _SPARE_SLOTS = 1024
 """Slots behind the last regular one, for entries that are displaced beyond it."""
 _AHEAD = 16
 """Keys between a prefetch and its use."""
+MIN_THREADED_KEYS = 16_384
+"""Keys from which on several threads finish sooner than one."""
 
 
 class KeyIndex:
@@ -43,6 +46,8 @@ class KeyIndex:
         self._entries = self._room[: 2 * (self._slots + _SPARE_SLOTS)]
         _clear(self._entries)
         self._length = 0
+        self.changes = 0
+        """Calls that may have changed a location."""
 
     def __len__(self) -> int:
         return self._length
@@ -55,12 +60,27 @@ class KeyIndex:
     def find(self, keys: Int64s) -> Int64s:
         """Return the location of each key; `ABSENT` for a key without an entry."""
         locations = np.empty(len(keys), np.int64)
-        _find(self._entries, self._slots, keys, locations)
+
+        def find(start: int, end: int) -> None:
+            _find(self._entries, self._slots, keys[start:end], locations[start:end])
+
+        run_ranges(find, len(keys), MIN_THREADED_KEYS)
+        return locations
+
+    def find_hashed(self, hashes: NDArray[np.uint64]) -> Int64s:
+        """Return the location of each key by its hash."""
+        locations = np.empty(len(hashes), np.int64)
+
+        def find(start: int, end: int) -> None:
+            _find_hashed(self._entries, self._slots, hashes[start:end], locations[start:end])
+
+        run_ranges(find, len(hashes), MIN_THREADED_KEYS)
         return locations
 
     def set(self, keys: Int64s, locations: Int64s) -> None:
         """Give each key its location; keys without an entry get one."""
         start = 0
+        self.changes += 1
         while start < len(keys):
             limit = int(self._slots * _MAX_LOAD)
             start, self._length = _set(
@@ -71,6 +91,7 @@ class KeyIndex:
 
     def remove(self, keys: Int64s) -> None:
         """Remove the entries of `keys`; a key without an entry changes nothing."""
+        self.changes += 1
         self._length -= _remove(self._entries, self._slots, keys)
 
     def items(self) -> tuple[Int64s, Int64s]:
@@ -118,16 +139,17 @@ def hash_keys(keys: Int64s) -> NDArray[np.uint64]:
     return hashes
 
 
-@cached_njit(nogil=True)
-def _hash(key: int) -> int:
+@cached_loop
+def hash_key(key: np.int64) -> np.uint64:
+    """Return the hash of a key; a bijection."""
     mixed = np.uint64(key)
     mixed = (mixed ^ (mixed >> _HALF)) * _FIRST
     mixed = (mixed ^ (mixed >> _SHIFT)) * _SECOND
     return mixed ^ (mixed >> _HALF)
 
 
-@cached_njit(nogil=True)
-def _key(hashed: int) -> int:
+@cached_loop
+def _key(hashed: np.uint64) -> np.int64:
     """Return the key of a hash."""
     mixed = np.uint64(hashed)
     mixed = (mixed ^ (mixed >> _HALF)) * _SECOND_INVERSE
@@ -135,47 +157,60 @@ def _key(hashed: int) -> int:
     return np.int64(mixed ^ (mixed >> _HALF))
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _hash_all(keys: Int64s, hashes: NDArray[np.uint64]) -> None:
     for index in range(len(keys)):
-        hashes[index] = _hash(keys[index])
+        hashes[index] = hash_key(keys[index])
 
 
-@cached_njit(nogil=True)
-def _slot(hashed: int, slots: int) -> int:
+@cached_loop
+def _slot(hashed: np.uint64, slots: int) -> np.int64:
     """Return the slot where the search for a hash starts."""
     return np.int64(((hashed >> _HALF) * np.uint64(slots)) >> _HALF)
 
 
-@cached_njit(nogil=True)
-def _search(entries: Int64s, slots: int, hashed: int) -> int:
+@cached_loop
+def _search(entries: Int64s, slots: int, hashed: np.uint64) -> np.int64:
     """Return the first slot whose hash is at least `hashed`, or that is empty."""
-    slot = _slot(hashed, slots)
+    slot: np.int64 = _slot(hashed, slots)
     while np.uint64(entries[2 * slot]) < hashed:
         slot += 1
     return slot
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _clear(entries: Int64s) -> None:
     for slot in range(len(entries) // 2):
         entries[2 * slot] = _LAST_HASH
         entries[2 * slot + 1] = _ABSENT
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _find(entries: Int64s, slots: int, keys: Int64s, locations: Int64s) -> None:
     count = len(keys)
     for index in range(count):
         if index + _AHEAD < count:
-            prefetch(entries, 2 * _slot(_hash(keys[index + _AHEAD]), slots))
-        hashed = _hash(keys[index])
+            prefetch(entries, 2 * _slot(hash_key(keys[index + _AHEAD]), slots))
+        hashed = hash_key(keys[index])
         slot = _search(entries, slots, hashed)
         found = np.uint64(entries[2 * slot]) == hashed
         locations[index] = entries[2 * slot + 1] if found else _ABSENT
 
 
-@cached_njit(nogil=True)
+@cached_loop
+def _find_hashed(
+    entries: Int64s, slots: int, hashes: NDArray[np.uint64], locations: Int64s
+) -> None:
+    count = len(hashes)
+    for index in range(count):
+        if index + _AHEAD < count:
+            prefetch(entries, 2 * _slot(hashes[index + _AHEAD], slots))
+        slot = _search(entries, slots, hashes[index])
+        found = np.uint64(entries[2 * slot]) == hashes[index]
+        locations[index] = entries[2 * slot + 1] if found else _ABSENT
+
+
+@cached_loop
 def _set(
     entries: Int64s,
     slots: int,
@@ -189,8 +224,8 @@ def _set(
     top, count = len(entries) // 2 - 1, len(keys)
     for index in range(start, count):
         if index + _AHEAD < count:
-            prefetch(entries, 2 * _slot(_hash(keys[index + _AHEAD]), slots))
-        hashed = _hash(keys[index])
+            prefetch(entries, 2 * _slot(hash_key(keys[index + _AHEAD]), slots))
+        hashed = hash_key(keys[index])
         slot = _search(entries, slots, hashed)
         if np.uint64(entries[2 * slot]) != hashed or entries[2 * slot + 1] == _ABSENT:
             free = slot
@@ -207,11 +242,11 @@ def _set(
     return count, length
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _remove(entries: Int64s, slots: int, keys: Int64s) -> int:
     removed = 0
     for key in keys:
-        hashed = _hash(key)
+        hashed = hash_key(key)
         slot = _search(entries, slots, hashed)
         if np.uint64(entries[2 * slot]) != hashed or entries[2 * slot + 1] == _ABSENT:
             continue
@@ -229,7 +264,7 @@ def _remove(entries: Int64s, slots: int, keys: Int64s) -> int:
     return removed
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
     index = 0
     for slot in range(len(entries) // 2):
@@ -239,29 +274,29 @@ def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
             index += 1
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _find_rows(entries: Int64s, chosen: NDArray[np.uint8], hashes: Int64s, rows: Int64s) -> int:
     """List the entries whose row is chosen; return their number.
 
     Branches would be hard to predict: every entry is written behind the list, and some stay."""
-    count, slots = 0, len(entries) // 2
+    count, slots, room = 0, len(entries) // 2, np.uint64(len(chosen))
     for slot in range(slots):
-        ahead = min(slot + 2 * _AHEAD, slots - 1)
-        prefetch(chosen, max(entries[2 * ahead + 1], 0))
+        if slot + 2 * _AHEAD < slots:
+            prefetch(chosen, max(entries[2 * (slot + 2 * _AHEAD) + 1], 0))
         row = entries[2 * slot + 1]
         hashes[count], rows[count] = entries[2 * slot], row
-        inside = (row >= 0) & (row < len(chosen))
+        inside = np.uint64(row) < room
         count += chosen[row if inside else 0] & inside
     return count
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _unhash_all(hashes: Int64s, keys: Int64s) -> None:
     for index in range(len(hashes)):
         keys[index] = _key(np.uint64(hashes[index]))
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _spread(entries: Int64s, old_top: int, slots: int, length: int) -> None:
     """Move the entries below `old_top` to where `slots` slots have them.
 

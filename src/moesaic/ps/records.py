@@ -23,7 +23,8 @@ CHANGED_SINCE_WRITE = np.uint8(1)
 """Flag of a record that differs from its copy on the drive."""
 CHANGED_SINCE_SNAPSHOT = np.uint8(2)
 """Flag of a record that differs from the last snapshot."""
-_CHANGED = np.uint8(3)
+CHANGED = np.uint8(3)
+"""Both flags."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class RecordArena:
             ]
         )
         self._used += count - reused
-        self.changed[rows] = _CHANGED
+        self.changed[rows] = CHANGED
         return rows
 
     def free(self, rows: Int64s) -> None:
