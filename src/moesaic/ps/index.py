@@ -105,10 +105,14 @@ class KeyIndex:
 
     def find_keys(self, chosen: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
         """Return the keys at chosen rows of memory, and these rows, in the order of hashes."""
-        count = int(np.count_nonzero(chosen))
-        keys, rows = np.empty(count, np.int64), np.empty(count, np.int64)
-        count = _find_keys(self._entries, chosen, keys, rows)
-        return keys[:count], rows[:count]
+        room = int(np.count_nonzero(chosen)) + 1
+        if room == 1:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        hashes, rows = np.empty(room, np.int64), np.empty(room, np.int64)
+        count = _find_rows(self._entries, chosen.view(np.uint8), hashes, rows)
+        keys = np.empty(count, np.int64)
+        _unhash_all(hashes[:count], keys)
+        return keys, rows[:count]
 
     def reserve(self, count: int) -> None:
         """Make room for `count` more keys.
@@ -277,15 +281,25 @@ def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
 
 
 @cached_loop
-def _find_keys(entries: Int64s, chosen: NDArray[np.bool_], keys: Int64s, rows: Int64s) -> int:
-    count = 0
-    for slot in range(len(entries) // 2):
+def _find_rows(entries: Int64s, chosen: NDArray[np.uint8], hashes: Int64s, rows: Int64s) -> int:
+    """List the entries whose row is chosen; return their number.
+
+    Branches would be hard to predict: every entry is written behind the list, and some stay."""
+    count, slots, room = 0, len(entries) // 2, np.uint64(len(chosen))
+    for slot in range(slots):
+        if slot + 2 * _AHEAD < slots:
+            prefetch(chosen, max(entries[2 * (slot + 2 * _AHEAD) + 1], 0))
         row = entries[2 * slot + 1]
-        if 0 <= row < len(chosen) and chosen[row]:
-            keys[count] = _key(np.uint64(entries[2 * slot]))
-            rows[count] = row
-            count += 1
+        hashes[count], rows[count] = entries[2 * slot], row
+        inside = np.uint64(row) < room
+        count += chosen[row if inside else 0] & inside
     return count
+
+
+@cached_loop
+def _unhash_all(hashes: Int64s, keys: Int64s) -> None:
+    for index in range(len(hashes)):
+        keys[index] = _key(np.uint64(hashes[index]))
 
 
 @cached_loop

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit, prefetch
+from moesaic.base.compiled import cached_loop, prefetch
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.job.table import TableConfig
 from moesaic.ps.drive_rows import CHANGED_BIT
@@ -172,7 +172,7 @@ def _distinct(keys: list[Int64s]) -> Int64s:
     return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _copy_records(
     words: NDArray[np.int32], changed: NDArray[np.uint8], rows: Int64s, copy: NDArray[np.int32]
 ) -> None:
