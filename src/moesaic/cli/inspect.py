@@ -100,7 +100,7 @@ def _print_table(table: dict[str, Any]) -> None:
         screen.print_line(
             f"  {'last pass':<18}{format_bytes(passes['memory_bytes'])} in memory, "
             f"{format_bytes(passes['drive_bytes'])} on the drive of rank 0; "
-            f"{passes['hit_rate']:.0%} of keys found in memory"
+            f"{passes['hit_rate']:.0%} of rows found in memory"
         )
     rows = [
         (f"  {one['key']}", f"{one['show']:,.1f}", f"{one['click']:,.1f}", f"{one['score']:,.2f}")
