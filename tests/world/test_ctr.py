@@ -297,3 +297,28 @@ def diverge(world: World, job: CtrJob, out: str) -> str:
     with pytest.raises(DivergedError) as caught:
         train(LoadedJob(job, "", []), Path(out), None, world, RecordingProgress(), CtrKind())
     return str(caught.value)
+
+
+def test_a_drive_changes_no_bit(ranks: RankPool, tmp_path: Path) -> None:
+    """Rows of passes come from the drive, also those that an earlier snapshot does not have."""
+    tables: dict[str, Any] = {
+        "data": {"stream": {**STREAM, "samples_per_day": 200, "keys": 1500, "zipf": 0.3}},
+        "train": {"batch": 32}, "checkpoint": {"every": 4}, "table": {"evict_days": 1},
+    }  # fmt: skip
+    ssd = {"evict_days": 1, "ssd": str(tmp_path / "drive"), "host": "2.35MB", "pass_steps": 1}
+    job = make_job(steps=12, **tables)
+    on_drive = make_job(steps=12, **tables | {"table": ssd})
+    expected = ranks.run(2, train_clicks, job, str(tmp_path / "memory"))[0].losses
+    ranks.run(2, train_clicks, on_drive, str(tmp_path / "run"), None, 10)
+    found = ranks.run(2, train_clicks, on_drive, str(tmp_path / "run"), "auto")[0].losses
+    assert found == expected[8:]
+    (tensors, rows), (expected_tensors, expected_rows) = (
+        read_state(tmp_path / name) for name in ("run", "memory")
+    )
+    assert all(np.array_equal(values, expected_tensors[key]) for key, values in tensors.items())
+    assert rows.keys() == expected_rows.keys()
+    assert all(np.array_equal(record, expected_rows[key]) for key, record in rows.items())
+    passes = events_of(tmp_path / "run", "pass")
+    assert sum(one["raised"] for one in passes) > 30
+    (decisions,) = events_of(tmp_path / "run", "decisions")[-1]["passes"]
+    assert decisions["steps"] == decisions["pass_steps"] == 1

@@ -214,25 +214,21 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
 
 def _print_recommender(job: CtrJob, prepared: PreparedRun, as_json: bool) -> None:
     """Print the network's parameters, the bytes of a row, and the plan."""
-    from moesaic.ps.records import RecordLayout
-
-    dtype = "float64" if job.train.precision == "fp64" else "float32"
-    row_bytes = RecordLayout(job.model.dim, dtype, job.table.optimizer).record_bytes
     if as_json:
         screen.print_json(
             {
                 "job": job.model_dump(mode="json", by_alias=True),
                 "plan": prepared.plan.decisions(),
                 "parameters": {"network": job.num_network_parameters},
-                "row_bytes": row_bytes,
+                "row_bytes": job.row_bytes,
                 "warnings": prepared.warnings,
             }
         )
         return
     screen.print_line(f"parameters       {job.num_network_parameters:,} in the network")
     screen.print_line(
-        f"rows             {format_bytes(row_bytes)} each with optimizer state, beside the index; "
-        "keys are shared among the ranks"
+        f"rows             {format_bytes(job.row_bytes)} each with optimizer state; ranks share "
+        "them by key"
     )
     screen.print_line(f"plan             {describe_plan(prepared.plan)}")
 

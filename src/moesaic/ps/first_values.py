@@ -13,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit
+from moesaic.base.compiled import cached_loop
 from moesaic.ps.index import Int64s
 from moesaic.ps.records import Floats
 
@@ -51,14 +51,14 @@ def cell_edges() -> NDArray[np.float64]:
     return edges
 
 
-@cached_njit(nogil=True)
-def _mix(number: int) -> int:
+@cached_loop
+def _mix(number: np.uint64) -> np.uint64:
     mixed = (number ^ (number >> np.uint64(30))) * _FIRST
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
     return mixed ^ (mixed >> np.uint64(31))
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _fill(
     salt: int,
     edges: NDArray[np.float64],

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit, prefetch
+from moesaic.base.compiled import cached_loop, prefetch
 from moesaic.base.host_memory import reserve_memory, total_memory_bytes
+from moesaic.kernels.threads import run_ranges
 
 Int64s = NDArray[np.int64]
 
@@ -28,10 +29,11 @@ _HALF, _SHIFT, _TWICE_SHIFT = np.uint64(32), np.uint64(29), np.uint64(58)
 _MAX_LOAD = 0.8
 _GROWTH = 1.25
 _FIRST_SLOTS = 1024
-_SPARE_SLOTS = 1024
-"""Slots behind the last regular one, for entries that are displaced beyond it."""
+_FIRST_SPARE_SLOTS = 1024
 _AHEAD = 16
 """Keys between a prefetch and its use."""
+MIN_THREADED_KEYS = 16_384
+"""Keys from which on several threads finish sooner than one."""
 
 
 class KeyIndex:
@@ -40,9 +42,13 @@ class KeyIndex:
     def __init__(self) -> None:
         self._room: Int64s = np.frombuffer(reserve_memory(total_memory_bytes()), np.int64)
         self._slots = _FIRST_SLOTS
-        self._entries = self._room[: 2 * (self._slots + _SPARE_SLOTS)]
+        self._spare_slots = _FIRST_SPARE_SLOTS
+        """Slots behind the last regular one, for entries that are displaced beyond it."""
+        self._entries = self._room[: 2 * (self._slots + self._spare_slots)]
         _clear(self._entries)
         self._length = 0
+        self.changes = 0
+        """Calls that may have changed a location."""
 
     def __len__(self) -> int:
         return self._length
@@ -55,12 +61,27 @@ class KeyIndex:
     def find(self, keys: Int64s) -> Int64s:
         """Return the location of each key; `ABSENT` for a key without an entry."""
         locations = np.empty(len(keys), np.int64)
-        _find(self._entries, self._slots, keys, locations)
+
+        def find(start: int, end: int) -> None:
+            _find(self._entries, self._slots, keys[start:end], locations[start:end])
+
+        run_ranges(find, len(keys), MIN_THREADED_KEYS)
+        return locations
+
+    def find_hashed(self, hashes: NDArray[np.uint64]) -> Int64s:
+        """Return the location of each key by its hash."""
+        locations = np.empty(len(hashes), np.int64)
+
+        def find(start: int, end: int) -> None:
+            _find_hashed(self._entries, self._slots, hashes[start:end], locations[start:end])
+
+        run_ranges(find, len(hashes), MIN_THREADED_KEYS)
         return locations
 
     def set(self, keys: Int64s, locations: Int64s) -> None:
         """Give each key its location; keys without an entry get one."""
         start = 0
+        self.changes += 1
         while start < len(keys):
             limit = int(self._slots * _MAX_LOAD)
             start, self._length = _set(
@@ -71,6 +92,7 @@ class KeyIndex:
 
     def remove(self, keys: Int64s) -> None:
         """Remove the entries of `keys`; a key without an entry changes nothing."""
+        self.changes += 1
         self._length -= _remove(self._entries, self._slots, keys)
 
     def items(self) -> tuple[Int64s, Int64s]:
@@ -81,26 +103,38 @@ class KeyIndex:
         _list(self._entries, keys, locations)
         return keys, locations
 
-    def flagged_items(self, flags: NDArray[np.uint8], bits: np.uint8) -> tuple[Int64s, Int64s]:
-        """Return keys and locations of the entries whose location is at least 0 and has one of
-        `bits` in `flags`, in the order of hashes."""
-        keys, locations = np.empty(self._length, np.int64), np.empty(self._length, np.int64)
-        count = _list_flagged(self._entries, flags, bits, keys, locations)
-        return keys[:count].copy(), locations[:count].copy()
-
     def find_keys(self, chosen: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
         """Return the keys at chosen rows of memory, and these rows, in the order of hashes."""
-        count = int(np.count_nonzero(chosen))
-        keys, rows = np.empty(count, np.int64), np.empty(count, np.int64)
-        count = _find_keys(self._entries, chosen, keys, rows)
-        return keys[:count], rows[:count]
+        room = int(np.count_nonzero(chosen)) + 1
+        if room == 1:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        hashes, rows = np.empty(room, np.int64), np.empty(room, np.int64)
+        count = _find_rows(self._entries, chosen.view(np.uint8), hashes, rows)
+        keys = np.empty(count, np.int64)
+        _unhash_all(hashes[:count], keys)
+        return keys, rows[:count]
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` more keys.
+
+        Many keys in the order of hashes need it: without room they displace each other."""
+        slots = int((self._length + count) / _MAX_LOAD) + 1
+        if slots > self._slots:
+            self._resize(slots)
 
     def _grow(self) -> None:
-        slots = int(self._slots * _GROWTH)
-        entries = self._room[: 2 * (slots + _SPARE_SLOTS)]
-        if len(entries) < 2 * (slots + _SPARE_SLOTS):
+        slots = self._slots
+        if self._length < int(slots * _MAX_LOAD):  # The largest hashes are very many.
+            self._spare_slots *= 2
+        else:
+            slots = int(slots * _GROWTH)
+        self._resize(slots)
+
+    def _resize(self, slots: int) -> None:
+        entries = self._room[: 2 * (slots + self._spare_slots)]
+        if len(entries) < 2 * (slots + self._spare_slots):
             raise MemoryError(f"an index of {self._length} keys cannot grow to {slots} slots")
-        _spread(entries, len(self._entries) // 2, slots, self._length)
+        _spread(entries, len(self._entries) // 2, slots)
         self._slots, self._entries = slots, entries
 
 
@@ -111,16 +145,17 @@ def hash_keys(keys: Int64s) -> NDArray[np.uint64]:
     return hashes
 
 
-@cached_njit(nogil=True)
-def _hash(key: int) -> int:
+@cached_loop
+def hash_key(key: np.int64) -> np.uint64:
+    """Return the hash of a key; a bijection."""
     mixed = np.uint64(key)
     mixed = (mixed ^ (mixed >> _HALF)) * _FIRST
     mixed = (mixed ^ (mixed >> _SHIFT)) * _SECOND
     return mixed ^ (mixed >> _HALF)
 
 
-@cached_njit(nogil=True)
-def _key(hashed: int) -> int:
+@cached_loop
+def _key(hashed: np.uint64) -> np.int64:
     """Return the key of a hash."""
     mixed = np.uint64(hashed)
     mixed = (mixed ^ (mixed >> _HALF)) * _SECOND_INVERSE
@@ -128,47 +163,60 @@ def _key(hashed: int) -> int:
     return np.int64(mixed ^ (mixed >> _HALF))
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _hash_all(keys: Int64s, hashes: NDArray[np.uint64]) -> None:
     for index in range(len(keys)):
-        hashes[index] = _hash(keys[index])
+        hashes[index] = hash_key(keys[index])
 
 
-@cached_njit(nogil=True)
-def _slot(hashed: int, slots: int) -> int:
+@cached_loop
+def _slot(hashed: np.uint64, slots: int) -> np.int64:
     """Return the slot where the search for a hash starts."""
     return np.int64(((hashed >> _HALF) * np.uint64(slots)) >> _HALF)
 
 
-@cached_njit(nogil=True)
-def _search(entries: Int64s, slots: int, hashed: int) -> int:
+@cached_loop
+def _search(entries: Int64s, slots: int, hashed: np.uint64) -> np.int64:
     """Return the first slot whose hash is at least `hashed`, or that is empty."""
-    slot = _slot(hashed, slots)
+    slot: np.int64 = _slot(hashed, slots)
     while np.uint64(entries[2 * slot]) < hashed:
         slot += 1
     return slot
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _clear(entries: Int64s) -> None:
     for slot in range(len(entries) // 2):
         entries[2 * slot] = _LAST_HASH
         entries[2 * slot + 1] = _ABSENT
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _find(entries: Int64s, slots: int, keys: Int64s, locations: Int64s) -> None:
     count = len(keys)
     for index in range(count):
         if index + _AHEAD < count:
-            prefetch(entries, 2 * _slot(_hash(keys[index + _AHEAD]), slots))
-        hashed = _hash(keys[index])
+            prefetch(entries, 2 * _slot(hash_key(keys[index + _AHEAD]), slots))
+        hashed = hash_key(keys[index])
         slot = _search(entries, slots, hashed)
         found = np.uint64(entries[2 * slot]) == hashed
         locations[index] = entries[2 * slot + 1] if found else _ABSENT
 
 
-@cached_njit(nogil=True)
+@cached_loop
+def _find_hashed(
+    entries: Int64s, slots: int, hashes: NDArray[np.uint64], locations: Int64s
+) -> None:
+    count = len(hashes)
+    for index in range(count):
+        if index + _AHEAD < count:
+            prefetch(entries, 2 * _slot(hashes[index + _AHEAD], slots))
+        slot = _search(entries, slots, hashes[index])
+        found = np.uint64(entries[2 * slot]) == hashes[index]
+        locations[index] = entries[2 * slot + 1] if found else _ABSENT
+
+
+@cached_loop
 def _set(
     entries: Int64s,
     slots: int,
@@ -182,8 +230,8 @@ def _set(
     top, count = len(entries) // 2 - 1, len(keys)
     for index in range(start, count):
         if index + _AHEAD < count:
-            prefetch(entries, 2 * _slot(_hash(keys[index + _AHEAD]), slots))
-        hashed = _hash(keys[index])
+            prefetch(entries, 2 * _slot(hash_key(keys[index + _AHEAD]), slots))
+        hashed = hash_key(keys[index])
         slot = _search(entries, slots, hashed)
         if np.uint64(entries[2 * slot]) != hashed or entries[2 * slot + 1] == _ABSENT:
             free = slot
@@ -200,11 +248,11 @@ def _set(
     return count, length
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _remove(entries: Int64s, slots: int, keys: Int64s) -> int:
     removed = 0
     for key in keys:
-        hashed = _hash(key)
+        hashed = hash_key(key)
         slot = _search(entries, slots, hashed)
         if np.uint64(entries[2 * slot]) != hashed or entries[2 * slot + 1] == _ABSENT:
             continue
@@ -222,7 +270,7 @@ def _remove(entries: Int64s, slots: int, keys: Int64s) -> int:
     return removed
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
     index = 0
     for slot in range(len(entries) // 2):
@@ -232,36 +280,30 @@ def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
             index += 1
 
 
-@cached_njit(nogil=True)
-def _list_flagged(
-    entries: Int64s, flags: NDArray[np.uint8], bits: np.uint8, keys: Int64s, locations: Int64s
-) -> int:
-    count, ahead = 0, 2 * _AHEAD
-    for slot in range(len(entries) // 2):
-        if 2 * slot + ahead < len(entries):
-            prefetch(flags, max(entries[2 * slot + ahead + 1], 0))
-        location = entries[2 * slot + 1]
-        if location >= 0 and flags[location] & bits:
-            keys[count] = _key(np.uint64(entries[2 * slot]))
-            locations[count] = location
-            count += 1
-    return count
+@cached_loop
+def _find_rows(entries: Int64s, chosen: NDArray[np.uint8], hashes: Int64s, rows: Int64s) -> int:
+    """List the entries whose row is chosen; return their number.
 
-
-@cached_njit(nogil=True)
-def _find_keys(entries: Int64s, chosen: NDArray[np.bool_], keys: Int64s, rows: Int64s) -> int:
-    count = 0
-    for slot in range(len(entries) // 2):
+    Branches would be hard to predict: every entry is written behind the list, and some stay."""
+    count, slots, room = 0, len(entries) // 2, np.uint64(len(chosen))
+    for slot in range(slots):
+        if slot + 2 * _AHEAD < slots:
+            prefetch(chosen, max(entries[2 * (slot + 2 * _AHEAD) + 1], 0))
         row = entries[2 * slot + 1]
-        if 0 <= row < len(chosen) and chosen[row]:
-            keys[count] = _key(np.uint64(entries[2 * slot]))
-            rows[count] = row
-            count += 1
+        hashes[count], rows[count] = entries[2 * slot], row
+        inside = np.uint64(row) < room
+        count += chosen[row if inside else 0] & inside
     return count
 
 
-@cached_njit(nogil=True)
-def _spread(entries: Int64s, old_top: int, slots: int, length: int) -> None:
+@cached_loop
+def _unhash_all(hashes: Int64s, keys: Int64s) -> None:
+    for index in range(len(hashes)):
+        keys[index] = _key(np.uint64(hashes[index]))
+
+
+@cached_loop
+def _spread(entries: Int64s, old_top: int, slots: int) -> None:
     """Move the entries below `old_top` to where `slots` slots have them.
 
     The first pass packs them at the end. The second never overtakes the entry that it reads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,7 +23,8 @@ CHANGED_SINCE_WRITE = np.uint8(1)
 """Flag of a record that differs from its copy on the drive."""
 CHANGED_SINCE_SNAPSHOT = np.uint8(2)
 """Flag of a record that differs from the last snapshot."""
-_CHANGED = np.uint8(3)
+CHANGED = np.uint8(3)
+"""Both flags."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class RecordArena:
             ]
         )
         self._used += count - reused
-        self.changed[rows] = _CHANGED
+        self.changed[rows] = CHANGED
         return rows
 
     def free(self, rows: Int64s) -> None:
@@ -187,3 +189,7 @@ class Tier(Protocol):
 
     def remove(self, locations: Int64s) -> None:
         """Forget the records at `locations`; the index has no entry for them any more."""
+
+    def take_changes(self) -> Iterator[tuple[Int64s, NDArray[np.uint8]]]:
+        """Yield keys and records below memory that changed since the last snapshot, and count them
+        as unchanged."""

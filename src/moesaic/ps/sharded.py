@@ -71,13 +71,10 @@ class ShardedTable:
         self.table, self._world = table, world
         self._transport = world.transport([range(world.size)])
         self._pending: list[ShardedLookup] = []
+        self.dim = table.dim
+        """Numbers of a row."""
         self.bytes_sent = 0
         """Bytes of keys, rows and gradients that this rank has sent to others."""
-
-    @property
-    def dim(self) -> int:
-        """Numbers of a row."""
-        return self.table.dim
 
     def look_up(self, keys: ArrayLike, offsets: ArrayLike, *, training: bool) -> ShardedLookup:
         """Return the sums of rows in bags.
@@ -100,7 +97,7 @@ class ShardedTable:
         self, keys: Int64s, offsets: ArrayLike, training: bool
     ) -> ShardedLookup:
         bags = KeyBags.of(keys, np.ascontiguousarray(offsets, np.int64))
-        owners = owners_of(bags.distinct, self._world.size)
+        owners = owners_of(bags.hashes, self._world.size)
         order = np.argsort(owners, kind="stable")
         counts = np.bincount(owners, minlength=self._world.size)
         ones = [1] * self._world.size
@@ -132,11 +129,13 @@ class ShardedTable:
         """Send sums of gradients, shows and clicks of each distinct key to its owner."""
         merged = np.zeros((len(route.order), self.dim + 2), lookup.sums.dtype)
         if lookup.pushed is not None:
-            grads, clicks = (None if one is None else np.asarray(one) for one in lookup.pushed)
-            assert grads is not None
+            grads, clicks = lookup.pushed
             shows = np.ones(route.bags.num_bags, np.float32)
-            clicked = np.zeros_like(shows) if clicks is None else clicks.astype(np.float32)
-            sums = route.bags.merge(BagGradients(grads, shows, clicked))
+            clicked = np.zeros_like(shows)
+            if clicks is not None:
+                clicked = np.ascontiguousarray(clicks, np.float32)
+            given = BagGradients(np.ascontiguousarray(grads, merged.dtype), shows, clicked)
+            sums = route.bags.merge(given)
             merged[:, :-2] = sums.grads[route.order]
             merged[:, -2], merged[:, -1] = sums.shows[route.order], sums.clicks[route.order]
         received = self._exchange(merged, route.send, route.receive)
@@ -156,7 +155,8 @@ class ShardedTable:
 
     def owns(self, keys: Int64s) -> NDArray[np.bool_]:
         """Return which keys this rank owns."""
-        return owners_of(keys, self._world.size) == self._world.rank
+        owned: NDArray[np.bool_] = owners_of(hash_keys(keys), self._world.size) == self._world.rank
+        return owned
 
     def take_bytes_sent(self) -> int:
         """Return the bytes that this rank has sent since the last call."""
@@ -206,9 +206,9 @@ class ShardedTable:
         return int(all_reduce_(total, self._world.group))
 
 
-def owners_of(keys: Int64s, ranks: int) -> NDArray[np.uint16]:
-    """Return the rank that owns each key."""
-    return ((hash_keys(keys) >> _OWNER_SHIFT) % np.uint64(ranks)).astype(np.uint16)
+def owners_of(hashes: NDArray[np.uint64], ranks: int) -> NDArray[np.uint16]:
+    """Return the rank that owns each key, by the keys' hashes."""
+    return ((hashes >> _OWNER_SHIFT) % np.uint64(ranks)).astype(np.uint16)
 
 
 def eviction_order(keys: Int64s, scores: NDArray[np.float32]) -> NDArray[np.uint64]:

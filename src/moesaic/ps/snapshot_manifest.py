@@ -47,8 +47,15 @@ class SegmentRecord(Section):
     """Blocks of the file."""
     num_rows: int = Field(ge=0)
     """Rows in the file."""
+    num_removed: int = Field(ge=0)
+    """Removed keys in the file."""
     digest: str
     """SHA-256 of the checksums of all blocks."""
+
+    @property
+    def num_keys(self) -> int:
+        """Keys in the file, of rows and of removed rows."""
+        return self.num_rows + self.num_removed
 
 
 class ArraysRecord(Section):

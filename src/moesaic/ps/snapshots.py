@@ -3,7 +3,7 @@
 A snapshot writes the rows that changed since the last one, and the keys removed since then, into a
 new segment. Its manifest names this segment and all earlier ones. The facts of all ranks go into
 the checkpoint's manifest, so a snapshot counts once the checkpoint is committed. When less than
-half of the stored rows are valid, the snapshot writes all valid rows into one segment.
+half of the rows in earlier segments are valid, it writes all valid rows into one segment.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class TableChanges:
 
     chunks: Iterable[KeysAndRecords]
     """Keys and records of rows that changed, each key once. They are read once."""
-    num_changed: int
-    """Rows that changed."""
     removed: Keys
     """Keys whose row was removed and that have none now."""
     num_rows: int
@@ -177,7 +175,7 @@ class TableSnapshots:
         rows: Iterable[KeysAndRecords] = changes.chunks
         removed: Keys | None = changes.removed
         kept = self._segments
-        stored = changes.num_changed + sum(segment.num_rows for segment in kept)
+        stored = sum(segment.num_rows for segment in kept)
         if kept and changes.num_rows < MIN_LIVE * stored:
             rows, removed, kept = self._live_rows(changes), None, ()
         record = write_segment(self._path("segment-{:06d}"), layout, rows, removed)

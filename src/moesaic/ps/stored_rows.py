@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.errors import StoreError
+from moesaic.ps.index import ABSENT, KeyIndex
 from moesaic.ps.segments import Run, SegmentLayout, SegmentReader, SegmentWriter
 from moesaic.ps.snapshot_manifest import (
     REMEDY,
@@ -49,15 +50,19 @@ class StoredSegments:
         """Yield each row that is still valid once, newest segment first.
 
         Rows of the keys `newer` are replaced or removed already."""
-        seen = np.unique(np.zeros(0, np.int64) if newer is None else newer)
+        seen = KeyIndex()
+        seen.reserve(sum(record.num_keys for record in self.segments[1:]))
+        if newer is not None:
+            seen.set(newer, np.zeros(len(newer), np.int64))
         for number, record in reversed([*enumerate(self.segments)]):
-            found = [seen]
+            found = list[Keys]()
             for run in self._scan(record):
-                chosen = ~_contains(seen, run.keys)
+                chosen = seen.find(run.keys) == ABSENT
                 yield run.keys[chosen], run.records[chosen]
                 if number:  # No older segment asks.
-                    found += [run.keys, run.removed]
-            seen = np.unique(np.concatenate(found))
+                    found += [run.keys[chosen], run.removed]
+            for keys in found:
+                seen.set(keys, np.zeros(len(keys), np.int64))
 
     def _scan(self, record: SegmentRecord) -> Iterator[Run]:
         path = self.directory / record.file
@@ -209,21 +214,21 @@ def write_segment(
     removed: Keys | None = None,
 ) -> SegmentRecord:
     """Write a segment durably; a failure removes the file."""
-    num_rows = 0
+    num_rows, removed = 0, np.empty(0, np.int64) if removed is None else removed
     with SegmentWriter(path, layout) as writer:
         try:
             for keys, records in rows:
                 writer.append(keys, records)
                 num_rows += len(keys)
-            if removed is not None:
-                writer.remove(removed)
+            writer.remove(removed)
             writer.sync()
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         return SegmentRecord(
-            file=path.name, num_blocks=writer.num_blocks, num_rows=num_rows, digest=writer.digest
-        )
+            file=path.name, num_blocks=writer.num_blocks, num_rows=num_rows,
+            num_removed=len(removed), digest=writer.digest,
+        )  # fmt: skip
 
 
 def _check_layout(path: Path, found: SegmentLayout, wanted: SegmentLayout) -> None:
@@ -231,12 +236,3 @@ def _check_layout(path: Path, found: SegmentLayout, wanted: SegmentLayout) -> No
         raise StoreError(
             f"'{path}' is of a table with {difference}: set the table as it was, or start a new run"
         )
-
-
-def _contains(ascending: Keys, keys: Keys) -> NDArray[np.bool_]:
-    """Return which of `keys` are among ascending ones."""
-    if not len(ascending):
-        return np.zeros(len(keys), np.bool_)
-    places = np.searchsorted(ascending, keys)
-    found: NDArray[np.bool_] = ascending[np.minimum(places, len(ascending) - 1)] == keys
-    return found

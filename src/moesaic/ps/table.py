@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,14 +12,19 @@ from moesaic.base.errors import ConfigError, DivergedError
 from moesaic.facts.job.table import TableConfig
 from moesaic.ps.first_values import FirstValues
 from moesaic.ps.index import ABSENT, Int64s, KeyIndex
+from moesaic.ps.optimizers import update_rows
 from moesaic.ps.records import DType, Floats, RecordArena, RecordLayout, Tier
-from moesaic.ps.update import BagGradients, KeyBags, KeyGradients, concatenate, update_rows
+from moesaic.ps.update import BagGradients, KeyBags, KeyGradients, combine, gather_rows
 
 _PULL_KEYS = 65_536
 """Keys that a pull or a read handles at once, so that a tier raises no more at a time."""
 
 EvictionChoice = Callable[[Int64s, NDArray[np.float32], NDArray[np.int32]], NDArray[np.bool_]]
 """Choice of rows to evict, by their keys, scores, and days that ended since their last sample."""
+
+
+_Given = tuple[ArrayLike, ArrayLike | None, ArrayLike | None]
+"""Gradients, clicks and shows of bags."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,34 @@ class TableStats:
     """Days that have ended."""
 
 
+@dataclass(frozen=True)
+class _FoundRows:
+    """Rows of distinct keys, found in the index at some time."""
+
+    rows: Int64s
+    """Row of each key in memory, or `ABSENT`, [distinct]."""
+    changes: int
+    """The index's `changes` at that time: if they are the same, so are the rows."""
+
+
+@dataclass(frozen=True)
+class _Push:
+    """Merged gradients of a look-up, until the next step."""
+
+    bags: KeyBags
+    merged: KeyGradients
+    found: _FoundRows
+
+
 class Lookup:
     """Rows that one batch has looked up, summed per bag."""
 
-    def __init__(self, table: Table, bags: KeyBags, rows: Int64s, sums: Floats) -> None:
+    def __init__(self, table: Table, bags: KeyBags, found: _FoundRows, sums: Floats) -> None:
         self.sums = sums
         """Sums of rows, [bags, dim]; an empty bag has zeros."""
         self.bags = bags
         """Bags and distinct keys."""
-        self.rows = rows
-        """Location of each distinct key at the time of the look-up, [distinct]."""
-        self._table = table
+        self._table, self._found = table, found
 
     def push(
         self,
@@ -70,7 +92,7 @@ class Lookup:
         Raises:
             DivergedError: a gradient is not finite; nothing is collected.
         """
-        self._table._collect(self.bags, grad_sums, clicks, shows)
+        self._table._collect(self.bags, self._found, (grad_sums, clicks, shows))
 
 
 class Table:
@@ -115,7 +137,7 @@ class Table:
         self.today = 0
         """Days that have ended."""
         self._first_values = FirstValues(seed, name, config.init_std)
-        self._pending = list[tuple[KeyBags, BagGradients]]()
+        self._pending = list[_Push]()
         self._pinned = list[Int64s]()
         self._admitted = self._evicted = 0
 
@@ -146,8 +168,13 @@ class Table:
         values = np.empty((len(flat), self.dim), self.layout.dtype)
         for start in range(0, len(flat), _PULL_KEYS):
             part = flat[start : start + _PULL_KEYS]
-            one_each = np.arange(len(part) + 1)
-            values[start : start + len(part)] = self.look_up(part, one_each, training=False).sums
+            self._fit()
+            rows = self.index.find(part)
+            self._raise(part, rows)
+            gather_rows(self.arena.numbers, rows, values[start : start + _PULL_KEYS])
+            absent = np.flatnonzero(rows == ABSENT)
+            if len(absent):
+                self._first_values.fill(part[absent], start + absent, values, self.dim)
         return values
 
     def look_up(self, keys: ArrayLike, offsets: ArrayLike, *, training: bool) -> Lookup:
@@ -159,19 +186,19 @@ class Table:
             training: True if gradients follow: the rows stay in memory until the next `step`.
         """
         bags = KeyBags.of(as_keys(keys), np.ascontiguousarray(offsets, np.int64))
-        rows = self._raise(bags.distinct)
+        found = self._find(bags)
         if training:
-            self._pinned.append(rows)
-        absent = np.flatnonzero(rows == ABSENT)
-        fresh = np.empty((len(absent), self.dim), self.layout.dtype)
-        sources = rows
+            self._pinned.append(found.rows)
+        sources, fresh = found.rows, self.arena.numbers[:0]
+        absent = np.flatnonzero(sources == ABSENT)
         if len(absent):
             count = np.arange(len(absent))
+            fresh = np.empty((len(absent), self.dim), self.layout.dtype)
             self._first_values.fill(bags.distinct[absent], count, fresh, self.dim)
-            sources = rows.copy()
+            sources = sources.copy()
             sources[absent] = ~count
         sums = bags.sum_rows(self.arena.numbers, fresh, sources, self.dim)
-        return Lookup(self, bags, rows, sums)
+        return Lookup(self, bags, found, sums)
 
     def pinned_rows(self) -> Int64s:
         """Return the rows that training look-ups use since the last `step`, with repeats."""
@@ -193,13 +220,16 @@ class Table:
         """
         flat = as_keys(keys)
         bags = KeyBags.of(flat, np.arange(len(flat) + 1))
-        self._apply(bags, self._checked(bags, grads, clicks, None))
+        self._apply(bags, self._merge(bags, (grads, clicks, None)), self._find(bags))
 
     def step(self) -> None:
-        """Merge the gradients that look-ups collected, admit keys, and update each row once."""
+        """Admit keys, and update each row once by the gradients that look-ups collected."""
         pending, self._pending = self._pending, []
-        if pending:
-            self._apply(*concatenate(pending))
+        if len(pending) == 1:
+            self._apply(pending[0].bags, pending[0].merged, pending[0].found)
+        elif pending:
+            bags, merged = combine([(push.bags, push.merged) for push in pending])
+            self._apply(bags, self._checked(bags, merged), self._find(bags))
         self._pinned.clear()
 
     def end_day(self, choose: EvictionChoice | None = None) -> int:
@@ -271,72 +301,84 @@ class Table:
             self.tier.make_room(count)
         return self.arena.allocate(count)
 
-    def _raise(self, keys: Int64s) -> Int64s:
-        """Return rows of distinct `keys` in memory; `ABSENT` for a key without a row."""
+    def _find(self, bags: KeyBags) -> _FoundRows:
+        """Find rows of distinct keys, and bring them into memory."""
+        self._fit()
+        rows = self.index.find_hashed(bags.hashes)
+        self._raise(bags.distinct, rows)
+        return _FoundRows(rows, self.index.changes)
+
+    def _fit(self) -> None:
+        """Let the tier take back memory, unless look-ups hold rows."""
         if self.tier is not None and not self._pinned:
             self.tier.fit()
-        rows = self.index.find(keys)
+
+    def _raise(self, keys: Int64s, rows: Int64s) -> None:
+        """Bring the rows of `keys` that are below memory into it, and correct `rows`."""
         if self.tier is None:
-            return rows
+            return
         below = (rows < 0) & (rows != ABSENT)
         if below.any():
             self._pinned.append(rows)  # Raising some rows must not demote the others.
-            self.tier.raise_rows(keys[below])
+            self.tier.raise_rows(np.unique(keys[below]))
             self._pinned.pop()
             rows[below] = self.index.find(keys[below])
-        return rows
 
     # Updates.
 
-    def _collect(
-        self,
-        bags: KeyBags,
-        grads: ArrayLike,
-        clicks: ArrayLike | None,
-        shows: ArrayLike | None,
-    ) -> None:
-        self._pending.append((bags, self._checked(bags, grads, clicks, shows)))
+    def _collect(self, bags: KeyBags, found: _FoundRows, given: _Given) -> None:
+        self._pending.append(_Push(bags, self._merge(bags, given), found))
 
-    def _checked(
-        self,
-        bags: KeyBags,
-        grads: ArrayLike,
-        clicks: ArrayLike | None,
-        shows: ArrayLike | None,
-    ) -> BagGradients:
+    def _merge(self, bags: KeyBags, given: _Given) -> KeyGradients:
+        """Return the sums of gradients, shows and clicks that were given per bag."""
         if self.read_only:
             raise ConfigError(f"table '{self.name}' is read-only: open it without read_only")
-        values = np.ascontiguousarray(grads, self.layout.dtype)
-        if values.shape != (bags.num_bags, self.dim):
-            raise ConfigError(
-                f"gradients of table '{self.name}' have shape {values.shape}: pass "
-                f"{(bags.num_bags, self.dim)}"
-            )
-        finite = np.isfinite(values).all(1)
-        if not finite.all():
-            full = np.flatnonzero(~finite & (np.diff(bags.offsets) > 0))
-            if len(full):
-                key = bags.distinct[bags.inverse[bags.offsets[full[0]]]]
-                raise DivergedError(
-                    f"the gradient of key {key} of table '{self.name}' is not finite: lower "
-                    "table.lr or optimizer.lr"
-                )
-        return BagGradients(
-            values, _counts(shows, 1, bags.num_bags), _counts(clicks, 0, bags.num_bags)
+        shape = bags.num_bags, self.dim
+        grads = np.ascontiguousarray(given[0], self.layout.dtype)
+        clicks, shows = (
+            np.full(shape[0], default, np.float32)
+            if counts is None
+            else np.ascontiguousarray(counts, np.float32)
+            for counts, default in zip(given[1:], (0, 1), strict=True)
         )
+        if grads.shape != shape or clicks.shape != shape[:1] or shows.shape != shape[:1]:
+            raise ConfigError(
+                f"gradients of table '{self.name}' have shape {grads.shape}, clicks "
+                f"{clicks.shape} and shows {shows.shape}: pass {shape}, {shape[:1]} and {shape[:1]}"
+            )
+        return self._checked(bags, bags.merge(BagGradients(grads, shows, clicks)))
 
-    def _apply(self, bags: KeyBags, push: BagGradients) -> None:
-        rows = self._raise(bags.distinct)
-        merged = bags.merge(push)
-        self._pinned.append(rows)
+    def _checked(self, bags: KeyBags, merged: KeyGradients) -> KeyGradients:
+        """Return `merged`.
+
+        Raises:
+            DivergedError: a gradient is not finite.
+        """
+        if not merged.is_finite:  # The square of a large gradient may have overflowed.
+            bad = np.flatnonzero(~np.isfinite(merged.grads).all(1))
+            if len(bad):
+                raise DivergedError(
+                    f"the gradient of key {bags.distinct[bad[0]]} of table '{self.name}' is not "
+                    "finite: lower table.lr or optimizer.lr"
+                )
+        return merged
+
+    def _apply(self, bags: KeyBags, merged: KeyGradients, found: _FoundRows) -> None:
+        if found.changes != self.index.changes:
+            found = self._find(bags)
+        rows = found.rows
         absent = np.flatnonzero(rows == ABSENT)
         if len(absent):
-            rows[absent] = self._admit(bags.distinct[absent], _take(merged, absent))
-        self._pinned.pop()
+            self._pinned.append(rows)
+            rows = rows.copy()
+            rows[absent] = self._admit(bags.distinct[absent], merged, absent)
+            self._pinned.pop()
         update_rows(self.arena, self.config, rows, merged, self.today)
 
-    def _admit(self, keys: Int64s, merged: KeyGradients) -> Int64s:
-        """Return new rows of `keys`, or `ABSENT` for those that are not admitted."""
+    def _admit(self, keys: Int64s, merged: KeyGradients, places: Int64s) -> Int64s:
+        """Return new rows of `keys`, or `ABSENT` for those that are not admitted.
+
+        `places` are the keys' indices in `merged`."""
         config = self.config
         rows = np.full(len(keys), ABSENT)
         counts = np.zeros((len(keys), 2), np.float32)
@@ -345,7 +387,7 @@ class Table:
             found = self.candidates.find(keys)
             found[found == ABSENT] = 0
             counts = found.view(np.float32).reshape(-1, 2)
-            total = counts + np.stack([merged.shows, merged.clicks], 1)
+            total = counts + np.stack([merged.shows[places], merged.clicks[places]], 1)
             admitted = (total[:, 0] >= config.admit_count) & (
                 self._scores(total) >= config.admit_score
             )
@@ -406,13 +448,3 @@ def evict_by(config: TableConfig) -> EvictionChoice:
         return chosen
 
     return choose
-
-
-def _counts(values: ArrayLike | None, default: float, length: int) -> NDArray[np.float32]:
-    if values is None:
-        return np.full(length, default, np.float32)
-    return np.ascontiguousarray(values, np.float32)
-
-
-def _take(merged: KeyGradients, places: Int64s) -> KeyGradients:
-    return replace(merged, shows=merged.shows[places], clicks=merged.clicks[places])

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit, prefetch
+from moesaic.base.compiled import cached_loop, prefetch
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.job.table import TableConfig
+from moesaic.ps.drive_rows import CHANGED_BIT
 from moesaic.ps.index import ABSENT, Int64s
 from moesaic.ps.records import CHANGED_SINCE_SNAPSHOT
 from moesaic.ps.segments import SegmentLayout
@@ -22,8 +23,8 @@ from moesaic.ps.table import Table
 
 _CHUNK_ROWS = 65_536
 """Rows that are read at once from a table with a drive."""
-_LOAD_ROWS = 1024
-"""Rows that come into memory at once, which memory above a drive must hold."""
+_SAMPLE_KEYS = 10_000
+"""Keys from which the share of a rank is known."""
 _AHEAD = 8
 """Rows between a prefetch and its use."""
 
@@ -42,12 +43,7 @@ class TableShard:
         )  # fmt: skip
         """Layout of the table's records."""
         self._removed = list[Int64s]()
-        self._demoted = list[Int64s]()
         table.on_remove = self._removed.append
-
-    def note_demoted(self, keys: Int64s) -> None:
-        """Take keys of rows that changed since the last snapshot and leave memory for the drive."""
-        self._demoted.append(keys)
 
     def copy_changes(self, *, everything: bool) -> TableChanges:
         """Return a copy of the rows that changed since the last call, or of all rows.
@@ -56,19 +52,16 @@ class TableShard:
         table = self.table
         removed = _distinct(self._removed)
         removed = removed[table.index.find(removed) == ABSENT]
+        self._removed.clear()
         if everything:
-            keys, locations = table.index.items()
-        else:
-            keys, locations = self._changed_items()
+            self._set_changed(True)
+        keys, rows = self._changed_in_memory()
         num_bytes = len(keys) * self.segment_layout.row_bytes
         is_live = table.tier is not None or num_bytes > free_memory_bytes() // 2
-        chunks = self._read(keys) if is_live else [(keys, self._copy(locations))]
-        self._removed.clear()
-        self._demoted.clear()
+        chunks = self._read_changes(keys, rows) if is_live else [(keys, self._copy(rows))]
         candidates, counts = table.candidates.items()
         return TableChanges(
-            chunks, len(keys), removed[:0] if everything else removed, table.num_rows, is_live,
-            self._facts(),
+            chunks, removed[:0] if everything else removed, table.num_rows, is_live, self._facts(),
             {"candidates": candidates, "candidate_counts": counts} if len(candidates) else {},
         )  # fmt: skip
 
@@ -80,10 +73,13 @@ class TableShard:
     ) -> None:
         """Fill the empty table with stored rows; `is_owned` and `shard` as in `StoredRows.runs`."""
         table = self.table
+        num_rows = sum(one.num_rows for one in stored.manifests if shard in {None, one.shard})
+        table.index.reserve(int(num_rows * _owned_share(is_owned)))
         for run in stored.runs(is_owned, shard):
             self._drop(run.keys)
-            for start in range(0, len(run.keys), _LOAD_ROWS):
-                part = slice(start, start + _LOAD_ROWS)
+            step = min(_CHUNK_ROWS, max(table.arena.capacity // 4, 1))
+            for start in range(0, len(run.keys), step):
+                part = slice(start, start + step)
                 table.load(run.keys[part], run.records[part])
             self._drop(run.removed)
         table.today = int(stored.manifests[0].facts["day"])
@@ -91,31 +87,37 @@ class TableShard:
             candidates, counts = arrays["candidates"], arrays["candidate_counts"]
             chosen = slice(None) if is_owned is None else is_owned(candidates)
             table.candidates.set(candidates[chosen], counts[chosen])
-        _, rows = table.index.flagged_items(table.arena.changed, CHANGED_SINCE_SNAPSHOT)
-        table.arena.changed[rows] &= ~CHANGED_SINCE_SNAPSHOT
+        self._set_changed(False)
         self._removed.clear()
-        self._demoted.clear()
 
     def export(self, directory: Path, step: int = 0) -> None:
         """Write all rows into a new directory, which `StoredRows.open_export` opens."""
-        keys, _ = self.table.index.items()
         export_rows(
-            directory, self.segment_layout, self._read(keys, is_snapshot=False), step=step,
-            facts=self._facts(),
-        )  # fmt: skip
+            directory, self.segment_layout, self._read_all(), step=step, facts=self._facts()
+        )
 
     def _facts(self) -> dict[str, Any]:
         return {"day": self.table.today, "config": self.table.config.model_dump(mode="json")}
 
-    def _changed_items(self) -> tuple[Int64s, Int64s]:
-        """Return keys and locations of rows that changed, in memory and below it."""
-        table = self.table
-        keys, locations = table.index.flagged_items(table.arena.changed, CHANGED_SINCE_SNAPSHOT)
-        if not self._demoted:
-            return keys, locations
-        keys = _distinct([keys, *self._demoted])
-        locations = table.index.find(keys)
-        return keys[locations != ABSENT], locations[locations != ABSENT]
+    def _changed_in_memory(self) -> tuple[Int64s, Int64s]:
+        """Return keys and rows of records in memory that changed since the last snapshot."""
+        arena = self.table.arena
+        used = arena.used_rows()
+        used &= arena.changed[: len(used)] & CHANGED_SINCE_SNAPSHOT != 0
+        return self.table.index.find_keys(used)
+
+    def _set_changed(self, is_changed: bool) -> None:
+        """Count all rows as changed since the last snapshot, or none."""
+        arena, index = self.table.arena, self.table.index
+        flags = arena.changed[: len(arena.used_rows())]
+        if is_changed:
+            flags |= CHANGED_SINCE_SNAPSHOT
+        else:
+            flags &= ~CHANGED_SINCE_SNAPSHOT
+        if self.table.tier is not None:
+            keys, locations = index.items()
+            keys, locations = keys[locations < 0], locations[locations < 0]
+            index.set(keys, locations & ~CHANGED_BIT if is_changed else locations | CHANGED_BIT)
 
     def _copy(self, rows: Int64s) -> NDArray[np.uint8]:
         """Return a copy of the records at `rows`, which count as unchanged from now on."""
@@ -124,15 +126,21 @@ class TableShard:
         _copy_records(arena.whole_words, arena.changed, rows, records.view(np.int32))
         return records
 
-    def _read(self, keys: Int64s, *, is_snapshot: bool = True) -> Iterator[KeysAndRecords]:
-        """Yield the rows of `keys` from memory and drive."""
-        table = self.table
+    def _read_changes(self, keys: Int64s, rows: Int64s) -> Iterator[KeysAndRecords]:
+        """Yield rows in memory, and then those on the drive that changed."""
         for start in range(0, len(keys), _CHUNK_ROWS):
-            some = keys[start : start + _CHUNK_ROWS]
-            yield some, table.read(some)
-            if is_snapshot:
-                rows = table.index.find(some)
-                table.arena.changed[rows[rows >= 0]] &= ~CHANGED_SINCE_SNAPSHOT
+            part = slice(start, start + _CHUNK_ROWS)
+            yield keys[part], self._copy(rows[part])
+        if self.table.tier is not None:
+            yield from self.table.tier.take_changes()
+
+    def _read_all(self) -> Iterator[KeysAndRecords]:
+        """Yield all rows, those on the drive in the order of the drive."""
+        keys, locations = self.table.index.items()
+        keys = keys[np.argsort(np.where(locations < 0, ~(locations | CHANGED_BIT), locations))]
+        for start in range(0, len(keys), _CHUNK_ROWS):
+            part = keys[start : start + _CHUNK_ROWS]
+            yield part, self.table.read(part)
 
     def _drop(self, keys: Int64s) -> None:
         """Remove the rows of those `keys` that have one."""
@@ -152,11 +160,19 @@ def open_read_only(stored: StoredRows) -> Table:
     return table
 
 
+def _owned_share(is_owned: Callable[[Int64s], NDArray[np.bool_]] | None) -> float:
+    """Return the share of all keys that are kept, and some more."""
+    if is_owned is None:
+        return 1.0
+    sample = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, _SAMPLE_KEYS, np.int64)
+    return min(1.1 * float(is_owned(sample).mean()), 1.0)
+
+
 def _distinct(keys: list[Int64s]) -> Int64s:
     return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _copy_records(
     words: NDArray[np.int32], changed: NDArray[np.uint8], rows: Int64s, copy: NDArray[np.int32]
 ) -> None:

@@ -1,77 +1,28 @@
-"""Bags of keys: their distinct keys, sums of rows, merged gradients, and updates of rows."""
+"""Bags of keys: their distinct keys, sums of their rows, merged gradients.
+
+Loops run on torch's number of threads over disjoint parts, so results do not depend on it.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit
-from moesaic.facts.job.table import TableConfig
-from moesaic.ps.index import Int64s, hash_keys
-from moesaic.ps.records import Floats, RecordArena
+from moesaic.base.compiled import BLOCK, add_block, cached_loop, copy_block, sum_squares_block
+from moesaic.base.compiled import prefetch as prefetch_line
+from moesaic.kernels.threads import run_ranges
+from moesaic.ps.index import MIN_THREADED_KEYS, Int64s, hash_key
+from moesaic.ps.records import Floats
 
-_AHEAD = 12
-_SGD, _ROWWISE_ADAGRAD, _ADAGRAD, _ADAM = range(4)
-_OPTIMIZERS = {
-    "sgd": _SGD, "rowwise-adagrad": _ROWWISE_ADAGRAD, "adagrad": _ADAGRAD, "adam": _ADAM
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class KeyBags:
-    """Bags of keys, with the distinct keys of all of them."""
-
-    distinct: Int64s
-    """Distinct keys in the order of their first places, [distinct]."""
-    inverse: NDArray[np.int32]
-    """Index of each key among the distinct ones, [keys]."""
-    offsets: Int64s
-    """Bag b holds the keys from offsets[b] to offsets[b + 1], [bags + 1]."""
-
-    @staticmethod
-    def of(keys: Int64s, offsets: Int64s) -> KeyBags:
-        """Return bags of `keys`; `offsets` are those of `KeyBags`."""
-        inverse = np.empty(len(keys), np.int32)
-        distinct = np.empty(len(keys), np.int64)
-        size = 1 << max(2 * len(keys) - 1, 1).bit_length()
-        count = _deduplicate(keys, hash_keys(keys), np.full(size, -1, np.int32), distinct, inverse)
-        return KeyBags(distinct[:count].copy(), inverse, offsets)
-
-    @property
-    def num_bags(self) -> int:
-        """Number of bags."""
-        return len(self.offsets) - 1
-
-    def sum_rows(self, values: Floats, fresh: Floats, rows: Int64s, dim: int) -> Floats:
-        """Return the sum of rows in each bag, [bags, dim].
-
-        Args:
-            values: rows in memory, in their first `dim` columns.
-            fresh: further rows.
-            rows: for each distinct key its row in `values`, or ~row in `fresh`.
-            dim: numbers of a row.
-        """
-        sums = np.empty((self.num_bags, dim), values.dtype)
-        _sum_rows(values, fresh, rows, self.inverse, self.offsets, sums)
-        return sums
-
-    def merge(self, push: BagGradients) -> KeyGradients:
-        """Return the sums of gradients and counts per distinct key, in the order of bags."""
-        count, dim = len(self.distinct), push.grads.shape[1]
-        merged = KeyGradients(
-            np.zeros((count, dim), push.grads.dtype),
-            np.zeros(count, np.float32),
-            np.zeros(count, np.float32),
-        )
-        _merge(
-            self.inverse, self.offsets, push.grads, push.shows, push.clicks,
-            merged.grads, merged.shows, merged.clicks,
-        )  # fmt: skip
-        return merged
+_AHEAD = 32
+"""Rows between a prefetch and its use."""
+_SLOTS_PER_KEY = 2
+_MERGE_PARTS = 16
+"""Parts of distinct keys that threads may merge, by the remainder of their index."""
 
 
 @dataclass(frozen=True)
@@ -96,168 +47,245 @@ class KeyGradients:
     """Samples with each key, [distinct]."""
     clicks: NDArray[np.float32]
     """Clicked samples with each key, [distinct]."""
+    is_finite: bool
+    """False if the square of a gradient overflowed, or a gradient is not finite."""
 
 
-def update_rows(
-    arena: RecordArena, config: TableConfig, rows: Int64s, merged: KeyGradients, today: int
-) -> None:
-    """Update the records at distinct `rows`; rows below 0 are skipped."""
-    layout = arena.layout
-    number = np.dtype(layout.dtype).type
-    betas = np.array(config.betas, np.float64)
-    _update(
-        (arena.numbers, arena.words, arena.whole_words, arena.changed), layout.counters,
-        _OPTIMIZERS[config.optimizer], (number(config.lr), number(config.epsilon), betas),
-        rows, (merged.grads, merged.shows, merged.clicks), today, config.decay,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class KeyBags:
+    """Bags of keys, with the distinct keys of all of them."""
+
+    distinct: Int64s
+    """Distinct keys in the order of their first places, [distinct]."""
+    hashes: NDArray[np.uint64]
+    """Hash of each distinct key, [distinct]."""
+    inverse: NDArray[np.int32]
+    """Index of each key among the distinct ones, [keys]."""
+    offsets: Int64s
+    """Bag b holds the keys from offsets[b] to offsets[b + 1], [bags + 1]."""
+
+    @staticmethod
+    def of(keys: Int64s, offsets: Int64s) -> KeyBags:
+        """Return bags of `keys`; `offsets` are those of `KeyBags`."""
+        length = len(keys)
+        distinct, hashes = np.empty(length, np.int64), np.empty(length, np.uint64)
+        inverse = np.empty(length, np.int32)
+        slots = np.full(_SLOTS_PER_KEY << max(length - 1, 1).bit_length(), -1, np.int32)
+        count = _deduplicate(keys, slots, distinct, hashes, inverse)
+        return KeyBags(distinct[:count], hashes[:count], inverse, offsets)
+
+    @property
+    def num_bags(self) -> int:
+        """Number of bags."""
+        return len(self.offsets) - 1
+
+    def sum_rows(self, values: Floats, fresh: Floats, rows: Int64s, dim: int) -> Floats:
+        """Return the sum of rows in each bag, [bags, dim].
+
+        Args:
+            values: rows in memory, in their first `dim` columns.
+            fresh: further rows.
+            rows: for each distinct key its row in `values`, or ~row in `fresh`.
+            dim: numbers of a row.
+        """
+        sums = np.empty((self.num_bags, dim), values.dtype)
+        sources = values.reshape(-1), values.shape[1], fresh.reshape(-1)
+        flat = sums.reshape(-1)
+
+        def sum_bags(start: int, end: int) -> None:
+            _sum_rows(
+                sources, rows, self.inverse, self.offsets[start : end + 1], flat[start * dim :], dim
+            )
+
+        run_ranges(sum_bags, self.num_bags, MIN_THREADED_KEYS)
+        return sums
+
+    def merge(self, push: BagGradients) -> KeyGradients:
+        """Return the sums of gradients and counts per distinct key, in the order of bags."""
+        count, dim = len(self.distinct), push.grads.shape[1]
+        grads = np.empty((count, dim), push.grads.dtype)
+        shows, clicks = np.empty(count, np.float32), np.empty(count, np.float32)
+        last_bag = np.empty(count, np.int32)
+        given = push.grads.reshape(-1), push.shows, push.clicks
+        merged = grads.reshape(-1), shows, clicks, last_bag
+        finite = [True]
+
+        def merge_parts(start: int, end: int) -> None:
+            if not _merge(self.inverse, self.offsets, given, merged, dim, start, end):
+                finite[0] = False
+
+        if len(self.inverse) < MIN_THREADED_KEYS:
+            merge_parts(0, _MERGE_PARTS)
+        else:
+            run_ranges(merge_parts, _MERGE_PARTS, 1)
+        return KeyGradients(grads, shows, clicks, finite[0])
 
 
-@cached_njit(nogil=True)
+def combine(parts: Sequence[tuple[KeyBags, KeyGradients]]) -> tuple[KeyBags, KeyGradients]:
+    """Return the distinct keys of all `parts` and their gradients, summed in order."""
+    if len(parts) == 1:
+        return parts[0]
+    keys = np.concatenate([bags.distinct for bags, _ in parts])
+    bags = KeyBags.of(keys, np.arange(len(keys) + 1))
+    merged = [gradients for _, gradients in parts]
+    return bags, bags.merge(
+        BagGradients(
+            np.concatenate([one.grads for one in merged]),
+            np.concatenate([one.shows for one in merged]),
+            np.concatenate([one.clicks for one in merged]),
+        )
+    )
+
+
+def gather_rows(values: Floats, rows: Int64s, out: Floats) -> None:
+    """Copy the first columns of `values` at `rows` to `out`, [rows, dim], where rows are >= 0."""
+    flat, stride, dim = values.reshape(-1), values.shape[1], out.shape[1]
+    flat_out = out.reshape(-1)
+
+    def gather(start: int, end: int) -> None:
+        _gather(flat, stride, rows[start:end], flat_out[start * dim :], dim)
+
+    run_ranges(gather, len(rows), MIN_THREADED_KEYS)
+
+
+@cached_loop
 def _deduplicate(
     keys: Int64s,
-    hashes: NDArray[np.uint64],
     slots: NDArray[np.int32],
     distinct: Int64s,
+    hashes: NDArray[np.uint64],
     inverse: NDArray[np.int32],
-) -> int:
-    mask, count = np.uint64(len(slots) - 1), 0
-    for index in range(len(keys)):
-        key = keys[index]
-        slot = np.int64(hashes[index] & mask)
-        while slots[slot] >= 0 and distinct[slots[slot]] != key:
-            slot = (slot + 1) & np.int64(mask)
-        if slots[slot] < 0:
-            slots[slot] = count
-            distinct[count] = key
-            count += 1
-        inverse[index] = slots[slot]
+) -> np.int32:
+    """Number keys in the order of their first places; `slots` is a hash table of numbers."""
+    mask, count = np.uint64(len(slots) - 1), np.int32(0)
+    for place in range(len(keys)):
+        key = keys[place]
+        hashed = hash_key(key)
+        slot = hashed & mask
+        found = slots[slot]
+        new = found < 0
+        number = count if new else found
+        distinct[count] = key  # An old key's number is below, so this one is overwritten.
+        while distinct[number] != key:  # Another key has the slot.
+            slot = (slot + np.uint64(1)) & mask
+            found = slots[slot]
+            new = found < 0
+            number = count if new else found
+        slots[slot] = number
+        hashes[count] = hashed
+        inverse[place] = number
+        count += np.int32(new)
     return count
 
 
-@cached_njit(nogil=True)
+@cached_loop
+def prefetch_row(values: Floats, start: int, length: int) -> None:
+    """Load the cache lines of `length` numbers without waiting for them."""
+    per_line = 16 if values.itemsize == 4 else 8
+    for column in range(0, length, per_line):
+        prefetch_line(values, start + column)
+    prefetch_line(values, start + length - 1)
+
+
+@cached_loop
+def _copy(target: Floats, at: int, source: Floats, start: int, dim: int) -> None:
+    whole = dim - dim % BLOCK
+    for column in range(0, whole, BLOCK):
+        copy_block(target, at + column, source, start + column)
+    for column in range(whole, dim):
+        target[at + column] = source[start + column]
+
+
+@cached_loop
+def _add(target: Floats, at: int, source: Floats, start: int, dim: int) -> None:
+    whole = dim - dim % BLOCK
+    for column in range(0, whole, BLOCK):
+        add_block(target, at + column, source, start + column)
+    for column in range(whole, dim):
+        target[at + column] += source[start + column]
+
+
+@cached_loop
+def sum_squares(source: Floats, start: int, dim: int) -> Any:
+    """Return the sum of squares of source[start : start + dim]."""
+    whole, total = dim - dim % BLOCK, source.dtype.type(0)
+    for column in range(0, whole, BLOCK):
+        total += sum_squares_block(source, start + column)
+    for column in range(whole, dim):
+        total += source[start + column] * source[start + column]
+    return total
+
+
+@cached_loop
+def _gather(values: Floats, stride: int, rows: Int64s, out: Floats, dim: int) -> None:
+    length = len(rows)
+    for place in range(length):
+        if place + _AHEAD < length:
+            prefetch_row(values, max(rows[place + _AHEAD], 0) * stride, dim)
+        if rows[place] >= 0:
+            _copy(out, place * dim, values, rows[place] * stride, dim)
+
+
+@cached_loop
 def _sum_rows(
-    values: Floats,
-    fresh: Floats,
+    sources: tuple[Floats, int, Floats],
     rows: Int64s,
     inverse: NDArray[np.int32],
     offsets: Int64s,
     sums: Floats,
+    dim: int,
 ) -> None:
-    dim = sums.shape[1]
+    values, stride, fresh = sources
+    last = offsets[len(offsets) - 1]
     for bag in range(len(offsets) - 1):
-        for column in range(dim):
-            sums[bag, column] = 0
-        for index in range(offsets[bag], offsets[bag + 1]):
-            row = rows[inverse[index]]
-            source = values[row] if row >= 0 else fresh[~row]
+        at, begin = bag * dim, offsets[bag]
+        for place in range(begin, offsets[bag + 1]):
+            if place + _AHEAD < last:
+                prefetch_row(values, max(rows[inverse[place + _AHEAD]], 0) * stride, dim)
+            row = rows[inverse[place]]
+            if row >= 0 and place == begin:
+                _copy(sums, at, values, row * stride, dim)
+            elif row >= 0:
+                _add(sums, at, values, row * stride, dim)
+            elif place == begin:
+                _copy(sums, at, fresh, ~row * dim, dim)
+            else:
+                _add(sums, at, fresh, ~row * dim, dim)
+        if begin == offsets[bag + 1]:
             for column in range(dim):
-                sums[bag, column] += source[column]
+                sums[at + column] = 0
 
 
-@cached_njit(nogil=True)
+@cached_loop
 def _merge(
     inverse: NDArray[np.int32],
     offsets: Int64s,
-    grads: Floats,
-    shows: NDArray[np.float32],
-    clicks: NDArray[np.float32],
-    merged: Floats,
-    merged_shows: NDArray[np.float32],
-    merged_clicks: NDArray[np.float32],
-) -> None:
-    last_bag = np.full(len(merged), -1, np.int64)
+    given: tuple[Floats, NDArray[np.float32], NDArray[np.float32]],
+    merged: tuple[Floats, NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]],
+    dim: int,
+    first_part: int,
+    last_part: int,
+) -> bool:
+    """Merge the keys of some parts; return whether their gradients' squares are finite."""
+    grads, shows, clicks = given
+    sums, sum_shows, sum_clicks, last_bag = merged
+    seen, finite = 0, True
     for bag in range(len(offsets) - 1):
-        for index in range(offsets[bag], offsets[bag + 1]):
-            key = inverse[index]
-            for column in range(merged.shape[1]):
-                merged[key, column] += grads[bag, column]
-            if last_bag[key] != bag:  # A key that a bag repeats has one sample there.
-                last_bag[key] = bag
-                merged_shows[key] += shows[bag]
-                merged_clicks[key] += clicks[bag]
-
-
-@cached_njit(nogil=True)
-def _update(arena, counters, optimizer, settings, rows, merged, today, decay):  # type: ignore[no-untyped-def]
-    numbers, words, whole_words, changed = arena
-    lr, epsilon, betas = settings
-    grads, shows, clicks = merged
-    for index in range(len(rows)):
-        if rows[index] < 0:
-            continue
-        row = rows[index]
-        days = today - whole_words[row, counters + 2]
-        if days:
-            factor = np.float32(decay**days)
-            words[row, counters] *= factor
-            words[row, counters + 1] *= factor
-            whole_words[row, counters + 2] = today
-        words[row, counters] += shows[index]
-        words[row, counters + 1] += clicks[index]
-        changed[row] = 3
-        record, grad = numbers[row], grads[index]
-        if optimizer == _SGD:
-            _sgd(record, grad, lr)
-        elif optimizer == _ROWWISE_ADAGRAD:
-            _rowwise_adagrad(record, grad, lr, epsilon)
-        elif optimizer == _ADAGRAD:
-            _adagrad(record, grad, lr, epsilon)
-        else:
-            whole_words[row, counters + 3] += 1
-            _adam(record, grad, whole_words[row, counters + 3], lr, epsilon, betas)
-
-
-@cached_njit(nogil=True)
-def _sgd(record: Floats, grad: Floats, lr: float) -> None:
-    for column in range(len(grad)):
-        record[column] -= lr * grad[column]
-
-
-@cached_njit(nogil=True)
-def _rowwise_adagrad(record: Floats, grad: Floats, lr: float, epsilon: float) -> None:
-    dim, total = len(grad), grad[0] * 0
-    for column in range(dim):
-        total += grad[column] * grad[column]
-    record[dim] += total / grad.dtype.type(dim)
-    step = lr / (np.sqrt(record[dim]) + epsilon)
-    for column in range(dim):
-        record[column] -= step * grad[column]
-
-
-@cached_njit(nogil=True)
-def _adagrad(record: Floats, grad: Floats, lr: float, epsilon: float) -> None:
-    dim = len(grad)
-    for column in range(dim):
-        record[dim + column] += grad[column] * grad[column]
-        record[column] -= lr * grad[column] / (np.sqrt(record[dim + column]) + epsilon)
-
-
-@cached_njit(nogil=True)
-def _adam(
-    record: Floats, grad: Floats, steps: int, lr: float, epsilon: float, betas: Floats
-) -> None:
-    dim = len(grad)
-    step = lr * math.sqrt(1 - betas[1] ** steps) / (1 - betas[0] ** steps)
-    for column in range(dim):
-        first, second = record[dim + column], record[2 * dim + column]
-        first += (1 - betas[0]) * (grad[column] - first)
-        second += (1 - betas[1]) * (grad[column] * grad[column] - second)
-        record[dim + column], record[2 * dim + column] = first, second
-        record[column] -= step * first / (math.sqrt(second) + epsilon)
-
-
-def concatenate(
-    batches: Sequence[tuple[KeyBags, BagGradients]],
-) -> tuple[KeyBags, BagGradients]:
-    """Return all bags and gradients of `batches`, in their order."""
-    if len(batches) == 1:
-        return batches[0]
-    keys = np.concatenate([bags.distinct[bags.inverse] for bags, _ in batches])
-    sizes = np.concatenate([np.diff(bags.offsets) for bags, _ in batches])
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    pushes = [push for _, push in batches]
-    return KeyBags.of(keys, offsets), BagGradients(
-        np.concatenate([push.grads for push in pushes]),
-        np.concatenate([push.shows for push in pushes]),
-        np.concatenate([push.clicks for push in pushes]),
-    )
+        for place in range(offsets[bag], offsets[bag + 1]):
+            number = inverse[place]
+            new = number == seen
+            seen += new
+            part = number % _MERGE_PARTS
+            if part < first_part or part >= last_part:
+                continue
+            finite &= sum_squares(grads, bag * dim, dim) < np.inf
+            if new:
+                _copy(sums, number * dim, grads, bag * dim, dim)
+                sum_shows[number], sum_clicks[number] = shows[bag], clicks[bag]
+            else:
+                _add(sums, number * dim, grads, bag * dim, dim)
+                if last_bag[number] != bag:  # A key that a bag repeats has one sample there.
+                    sum_shows[number] += shows[bag]
+                    sum_clicks[number] += clicks[bag]
+            last_bag[number] = bag
+    return finite

@@ -63,7 +63,7 @@ class DictShard:
         self._removed.clear()
         chunks = [(keys, self._records(keys)) for keys in np.array_split(chosen, 2)]
         return TableChanges(
-            chunks, len(chosen), removed, len(self.rows),
+            chunks, removed, len(self.rows),
             facts=dict(self.facts), arrays=dict(self.arrays),
         )  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_incremental_snapshots_equal_the_table(start: Callable[[int], Ranks]) ->
     random, ranks = np.random.default_rng(0), start(2)
     ranks.change(random, 1500)
     sizes = list[int]()
-    for step in range(12):
+    for step in range(15):
         facts = ranks.save(step)
         before = ranks.rows()
         assert stored_rows(ranks, facts) == before

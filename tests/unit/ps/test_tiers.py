@@ -160,7 +160,7 @@ def test_changes_since_a_snapshot_survive_the_drive(table: Table, tiers: TableTi
     for keys, records in found:
         assert np.array_equal(records, table.read(keys))
     assert not [*tiers.take_changes()]
-    table.arena.changed &= ~np.uint8(2)
+    table.arena.changed[: tiers.memory_rows] &= ~np.uint8(2)
     table.push(below[:10], np.ones((10, DIM), np.float32))
     tiers.raise_rows(np.flatnonzero(table.index.find(np.arange(KEYS)) < 0)[:500])
     tiers.make_room(tiers.memory_rows)

@@ -109,6 +109,15 @@ class CtrJob(Section):
         return found
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row with its optimizer state, counts and day."""
+        itemsize, dim = 8 if self.train.precision == "fp64" else 4, self.model.dim
+        state = {"rowwise-adagrad": 1, "adagrad": dim, "adam": 2 * dim, "sgd": 0}
+        counts = 16 if self.table.optimizer == "adam" else 12
+        num_bytes = (dim + state[self.table.optimizer]) * itemsize + counts
+        return -(-num_bytes // itemsize) * itemsize
+
+    @property
     def num_network_parameters(self) -> int:
         """Parameters of the network: weights and biases of all its linear layers."""
         stacks = self.model.stack_widths(self.data.num_slots, self.data.num_dense)

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from moesaic.base.errors import DataError
@@ -17,7 +18,9 @@ from moesaic.train.data.clicks_cache import (
     DEFAULT_CACHE,
     BadLines,
     FileDay,
+    MapDay,
     ProgressCallback,
+    map_day,
     open_day,
 )
 from moesaic.train.data.clicks_files import find_files
@@ -28,6 +31,8 @@ from moesaic.train.data.rank_zero_first import run_rank_zero_first
 __all__ = ["ClickBatch", "ClickData", "ClickSamples"]
 
 _MESSAGE_S = 2.0
+_MAX_MAPPED = 16
+"""Days of files that are mapped at once; each takes about six file descriptors."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,12 @@ def _open_files(
     assert config.path is not None
     bad = BadLines(config.max_bad_lines, is_text=not config.is_parquet)
     on_progress = _make_progress_callback(heartbeat, log)
-    days = _open_days("data.path", config.path, config, bad, on_progress)
+    cached_map = lru_cache(_MAX_MAPPED)(map_day)
+    days = _open_days("data.path", config.path, config, cached_map, bad, on_progress)
     held_out = list[FileDay]()
     if config.validation_path is not None:
         key = "data.validation_path"
-        held_out = _open_days(key, config.validation_path, config, bad, on_progress)
+        held_out = _open_days(key, config.validation_path, config, cached_map, bad, on_progress)
     if bad.count:
         log(f"data.path = '{config.path}': left out {bad.count:,} malformed lines or rows")
         for text in bad.shown:
@@ -111,14 +117,19 @@ def _open_files(
 
 
 def _open_days(
-    key: str, path: str, config: ClicksConfig, bad: BadLines, on_progress: ProgressCallback
+    key: str,
+    path: str,
+    config: ClicksConfig,
+    map_day: MapDay,
+    bad: BadLines,
+    on_progress: ProgressCallback,
 ) -> list[FileDay]:
     """Return the days of `path`, the value of the setting `key`."""
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
     columns = Columns.of(config)
     files = find_files(key, path, is_parquet=config.is_parquet)
     try:
-        return [open_day(file, columns, cache, bad, on_progress) for file in files]
+        return [open_day(file, columns, cache, map_day, bad, on_progress) for file in files]
     except DataError as error:
         raise DataError(f"{key} = '{path}': {error}") from None
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from moesaic.base.compiled import cached_njit
-from moesaic.base.errors import DataError
+from moesaic.base.errors import DataError, StoreError
 from moesaic.train.data.cache_directory import write_once
 from moesaic.train.data.clicks_batch import ClickBatch, offsets_of
 from moesaic.train.data.clicks_block import NUM_SHOWN, Block, Columns
@@ -36,6 +36,8 @@ _MAX_THREADS = 8
 
 ProgressCallback = Callable[[Path, int], object]
 """Callback that receives a file and the samples read so far, repeatedly."""
+MapDay = Callable[[Path, Columns], dict[str, NDArray[Any]]]
+"""`map_day`, or a cache of its results: each mapped day takes file descriptors."""
 
 
 @dataclass
@@ -94,18 +96,26 @@ def _fields(columns: Columns) -> dict[str, _Field]:
 class FileDay:
     """Samples of one day in the cache; implements `Day`."""
 
-    def __init__(self, directory: Path, columns: Columns) -> None:
+    def __init__(self, directory: Path, columns: Columns, map_day: MapDay) -> None:
         facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
         self.digest = str(facts["digest"])
         """Hash of the samples."""
-        self._arrays = {
-            name: _map_array(directory / f"{name}.bin", one)
-            for name, one in _fields(columns).items()
-        }
+        self._directory, self._columns, self._map_day = directory, columns, map_day
+        self._num_samples = int(facts["samples"])
+
+    @property
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        try:
+            return self._map_day(self._directory, self._columns)
+        except OSError as error:
+            raise StoreError(
+                f"data.cache: '{self._directory}' cannot be read ({error.strerror}): resume the "
+                "run, and it is written anew"
+            ) from None
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return len(self._arrays["labels"])
+        return self._num_samples
 
     def load(self, positions: NDArray[np.int64], number: int) -> ClickBatch:
         """Return the samples at `positions`, marked as samples of day `number`."""
@@ -131,6 +141,13 @@ def gather_batch(
     return ClickBatch(labels, weights, dense, keys, offsets, users, days)
 
 
+def map_day(directory: Path, columns: Columns) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a day in the cache, by name."""
+    return {
+        name: _map_array(directory / f"{name}.bin", one) for name, one in _fields(columns).items()
+    }
+
+
 def _map_array(file: Path, field_: _Field) -> NDArray[Any]:
     values = np.empty(0, field_.dtype)
     if file.stat().st_size:
@@ -141,7 +158,12 @@ def _map_array(file: Path, field_: _Field) -> NDArray[Any]:
 
 
 def open_day(
-    file: Path, columns: Columns, cache: Path, bad: BadLines, on_progress: ProgressCallback
+    file: Path,
+    columns: Columns,
+    cache: Path,
+    map_day: MapDay,
+    bad: BadLines,
+    on_progress: ProgressCallback,
 ) -> FileDay:
     """Return the samples of `file` from the cache, after writing them into it if necessary.
 
@@ -149,6 +171,7 @@ def open_day(
         file: the file.
         columns: its columns.
         cache: directory of all days.
+        map_day: see `MapDay`.
         bad: counter of malformed lines.
         on_progress: see `ProgressCallback`.
     """
@@ -169,7 +192,7 @@ def open_day(
         if not written:
             known = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
             bad.add(file, known["num_bad"], known["bad"])
-        return FileDay(directory, columns)
+        return FileDay(directory, columns, map_day)
     except OSError as error:
         raise DataError(
             f"data.cache = '{cache}' cannot be used ({error}): make room there, or set data.cache "

@@ -128,10 +128,12 @@ class _Ids:
 
     def keys(self, slot: int) -> NDArray[np.int64]:
         """Return the keys of all ids in slot number `slot`; those of missing ids mean nothing."""
-        if self.numbers is not None:
-            hashed: NDArray[np.int64] = integer_keys(slot, self.numbers)
-            return hashed
-        return string_keys(slot, self.offsets[None], self.data)[0]
+        keys: NDArray[np.int64]
+        if self.numbers is None:
+            keys = string_keys(slot, self.offsets[None], self.data)[0]
+        else:
+            keys = integer_keys(slot, self.numbers)
+        return keys
 
 
 def _is_list(kind: pa.DataType) -> bool:

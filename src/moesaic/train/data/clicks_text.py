@@ -56,20 +56,33 @@ def read_lines(file: Path) -> Iterator[Lines]:
 def encode_lines(lines: Lines, columns: Columns) -> Block:
     """Return the samples of `lines`."""
     data, first = lines
-    bad = list[tuple[int, str]]()
+    try:
+        return _encode_lines(data, first, {}, columns)
+    except pa.ArrowInvalid:
+        data, reasons = _replace_malformed(data, len(columns.names))
+        return _encode_lines(data, first, reasons, columns)
 
-    def skip(row: Any) -> str:
-        reason = f"{row.actual_columns} fields instead of {row.expected_columns}"
-        bad.append((first + row.number - 1, reason))
-        return "skip"
 
+def _replace_malformed(data: bytes, num_fields: int) -> tuple[bytes, dict[int, str]]:
+    """Replace lines with another number of fields by lines that hold no numbers; return their
+    reasons by row. pyarrow's own handler of such lines fails on text that is no UTF-8."""
+    reasons, kept = dict[int, str](), list[bytes]()
+    for row, line in enumerate(data.removesuffix(b"\n").split(b"\n")):
+        num_found = line.count(b"\t") + 1
+        if num_found != num_fields:
+            reasons[row] = f"{num_found} fields instead of {num_fields}"
+        elif b"\r" in line[:-1]:
+            reasons[row] = "a carriage return inside the line"
+        kept.append(b"\t".join([b"-"] * num_fields) if row in reasons else line)
+    return b"\n".join(kept), reasons
+
+
+def _encode_lines(data: bytes, first: int, reasons: dict[int, str], columns: Columns) -> Block:
     table = csv.read_csv(
         pa.BufferReader(data),
         csv.ReadOptions(use_threads=False, column_names=columns.names, block_size=len(data) + 1),
         # An empty line becomes a row of empty fields, so that each line has its row.
-        csv.ParseOptions(
-            delimiter="\t", quote_char=False, ignore_empty_lines=False, invalid_row_handler=skip
-        ),
+        csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
         csv.ConvertOptions(
             check_utf8=False, column_types=dict.fromkeys(columns.names, pa.binary()),
             strings_can_be_null=False,
@@ -79,12 +92,11 @@ def encode_lines(lines: Lines, columns: Columns) -> Block:
         table = table.add_column(0, _LABEL, pa.array([b"0"] * len(table), pa.binary()))
     arrays, is_bad = _encode_fields(table, columns)
     bad_rows = np.flatnonzero(is_bad)
-    if not len(bad_rows) and not bad:
-        return Block(arrays)
-    numbers = np.arange(first, first + len(is_bad) + len(bad))
-    numbers = np.setdiff1d(numbers, [number for number, _ in bad], assume_unique=True)
-    found = [(int(numbers[row]), _reason(table, row, columns)) for row in bad_rows[:NUM_SHOWN]]
-    return Block(arrays, len(bad) + len(bad_rows), tuple(sorted([*bad, *found])[:NUM_SHOWN]))
+    examples = tuple(
+        (first + int(row), reasons.get(int(row)) or _reason(table, row, columns))
+        for row in bad_rows[:NUM_SHOWN]
+    )
+    return Block(arrays, len(bad_rows), examples)
 
 
 def _encode_fields(
@@ -96,7 +108,7 @@ def _encode_fields(
     values = np.empty((num_numbers, table.num_rows), np.float64)
     is_bad = np.zeros(table.num_rows, np.bool_)
     _parse_integers(offsets[:num_numbers], data, MAX_DENSE, values, is_bad)
-    is_bad |= (values[0] != 0) & (values[0] != 1)
+    is_bad |= (np.diff(offsets[0]) != 1) | ((values[0] != 0) & (values[0] != 1))
     offsets = offsets[num_numbers:]
     column_keys = string_keys(0, offsets, data)
     counts = np.zeros(column_keys.T.shape, np.uint16)
