@@ -115,13 +115,13 @@ def _passes(run: RunStats) -> dict[str, Any] | None:
     passes = list(run.passes.values())
     if not passes:
         return None
-    keys, hits, stalls = (
+    hits, raised, stalls = (
         np.array([one.get(name, math.nan) for one in passes])
-        for name in ("keys", "hits", "stall_s")
+        for name in ("hits", "raised", "stall_s")
     )
     return {
         "number": len(passes),
-        "hit_rate": float(np.nansum(hits) / max(np.nansum(keys), 1)),
+        "hit_rate": float(np.nansum(hits) / max(np.nansum(hits + raised), 1)),
         "stall_s": float(np.nansum(stalls)),
         "mean_stall_s": known_mean(stalls),
         "memory_bytes": passes[-1].get("memory_bytes"),

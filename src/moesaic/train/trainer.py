@@ -78,7 +78,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class RunStart(Generic[J]):
-    """Facts and resources that a kind assembles a run from."""
+    """Facts and state that a kind assembles a run from."""
 
     loaded: LoadedJob[J]
     """The job."""

@@ -59,7 +59,8 @@ def table_figures(run: RunStats) -> list[Figure]:
     ]
     if not run.passes:
         return charts
-    stall_s, hits, keys = (_of_passes(run, name) for name in ("stall_s", "hits", "keys"))
+    stall_s, hits, raised = (_of_passes(run, name) for name in ("stall_s", "hits", "raised"))
+    rows_read = np.where(hits + raised > 0, hits + raised, np.nan)
     steps = np.array([*run.passes], float)
     scale, unit = time_unit(float(np.nanmax(stall_s)))
     return [
@@ -67,7 +68,7 @@ def table_figures(run: RunStats) -> list[Figure]:
         Figure(
             "pass-stall",
             "Waiting for the drive, by pass",
-            f"{unit} that rank 0 waited for the rows of a pass. If it grows, raise table.host or "
+            "Time that rank 0 waited for the rows of a pass. If it grows, raise table.host or "
             "train.batch.",
             [curve(steps, stall_s / scale, "waiting", SERIES[1], f"%{{y:.3~g}} {unit}")],
             {"shapes": resumes(run), "showlegend": False,
@@ -75,9 +76,9 @@ def table_figures(run: RunStats) -> list[Figure]:
         ),
         Figure(
             "pass-hits",
-            "Keys found in memory, by pass",
-            "Share of the distinct keys of a pass on rank 0; others are read from the drive.",
-            [curve(steps, 100 * hits / np.maximum(keys, 1), "in memory", SERIES[2], "%{y:.1f}%")],
+            "Rows found in memory, by pass",
+            "Share of the rows of a pass on rank 0; the others are read from the drive.",
+            [curve(steps, 100 * hits / rows_read, "in memory", SERIES[2], "%{y:.1f}%")],
             {"shapes": resumes(run), "showlegend": False,
              "yaxis": {"range": [0, 100], "ticksuffix": "%"}},
         ),
@@ -92,7 +93,9 @@ def _metric(run: RunStats, name: str, title: str, guide: str, span: int) -> Figu
     """Chart a metric of training steps and of validations."""
     data, steps = list[dict[str, Any]](), run.steps
     if name in steps.figures:
-        data += raw_and_smooth(steps.step, steps.figures[name], "training", SERIES[0])
+        known = np.isfinite(steps.figures[name])  # `log.loads_every` leaves steps out.
+        values = steps.figures[name][known]
+        data += raw_and_smooth(steps.step[known], values, "training", SERIES[0])
     shown = [one for one in run.validations if name in one.figures][-MAX_POINTS:]
     if shown:
         data.append(
