@@ -74,14 +74,9 @@ def _print_row(name: str, value: Any) -> None:
             screen.print_line(
                 f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
             )
-    elif name == "samples":
+    elif name in ("samples", "clicks"):
         for number, row in enumerate(value):
-            screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
-            for document in row["documents"]:
-                screen.out().print(_highlight_targets(document))
-    elif name == "clicks":
-        for number, row in enumerate(value):
-            _print_click(number, row)
+            (_print_text if name == "samples" else _print_click)(number, row)
     elif name == "table":
         _print_table(value)
     elif name == "files":
@@ -90,6 +85,13 @@ def _print_row(name: str, value: Any) -> None:
         screen.print_line(
             f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
+
+
+def _print_text(number: int, row: dict[str, Any]) -> None:
+    """Print a sample of text, with its tokens in the loss highlighted."""
+    screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
+    for document in row["documents"]:
+        screen.out().print(_highlight_targets(document))
 
 
 def _print_click(number: int, row: dict[str, Any]) -> None:
@@ -101,7 +103,7 @@ def _print_click(number: int, row: dict[str, Any]) -> None:
     if row["dense"]:
         screen.print_line(f"  {'dense':<18}{' '.join(f'{one:.4g}' for one in row['dense'])}")
     for slot, keys in row["keys"].items():
-        shown = " ".join(f"{key & (1 << 64) - 1:016x}" for key in keys) or "-"
+        shown = " ".join(map(str, keys)) or "-"
         screen.print_line(f"  {f'slot {screen.printable(slot)}':<18}{shown}")
 
 
