@@ -146,6 +146,8 @@ class TableTiers:
         self._leaving: Iterator[tuple[Int64s, Int64s, int]] = iter(())
         """Parts of the last choice: keys and rows that leave, unless a newer pass uses them."""
         self._rewriting: Iterator[int] = iter(())
+        self._day = table.today
+        """Day of the last choice of idle rows."""
         self._raised = self._demoted = self._written = self._rewritten = 0
         if self.memory_rows < 1:
             needed = table.index.memory_bytes + self.drive.buffer_bytes
@@ -207,8 +209,16 @@ class TableTiers:
             self._put(part, locations, self.drive.read(locations), number)
 
     def fit(self) -> None:
-        """Give back the memory that the index needs by now. Rows in memory may move."""
+        """Let idle rows leave memory after a day, and give back memory that the index needs by now.
+
+        Rows in memory may move."""
         table, arena = self.table, self.table.arena
+        if self._day != table.today:
+            self._day = table.today
+            if table.config.demote_days:
+                self._choose_leaving(0)
+                for part in self._leaving:
+                    self._demote(*self._still_leaving(*part))
         if arena.capacity == self.memory_rows:
             return
         self.make_room(0)
@@ -382,7 +392,7 @@ class TableTiers:
         self._written += len(written)
 
     def _choose_leaving(self, num_needed: int) -> bool:
-        """Choose rows that leave memory; return False if all rows must stay.
+        """Choose rows that leave memory; return False if none does.
 
         Rows of look-ups stay until the next step. Rows of passes stay as long as others can leave.
         """
@@ -392,16 +402,16 @@ class TableTiers:
         table, arena = self.table, self.table.arena
         able = arena.used_rows()
         able[table.pinned_rows()] = False
-        newest, more = _NEW, arena.capacity // _CHOICE_SHARE
-        if self.pinned_pass is not None:
-            unpinned = able & (self._last_pass[: len(able)] < self.pinned_pass)
-            if unpinned.any():
-                able, newest = unpinned, self.pinned_pass - 1
-            else:
-                more = 0
+        newest, pinned = _NEW, self.pinned_pass
+        if pinned is not None:
+            unpinned = able & (self._last_pass[: len(able)] < pinned)
+            if unpinned.any() or not num_needed:
+                able, newest = unpinned, pinned - 1
+        if num_needed and (pinned is None or newest < pinned):
+            num_needed = max(num_needed, arena.capacity // _CHOICE_SHARE)
         rows = np.flatnonzero(able)
         leaves = np.zeros(len(able), np.bool_)
-        leaves[rows[self._choose(self._facts(rows, max(num_needed, more))).rows]] = True
+        leaves[rows[self._choose(self._facts(rows, num_needed)).rows]] = True
         keys, rows = table.index.find_keys(leaves)
         self._leaving = (
             (keys[start : start + _LEAVE_ROWS], rows[start : start + _LEAVE_ROWS], newest)

@@ -179,6 +179,9 @@ class DictTier:
         self.table.arena.free(rows)
         self.table.index.set(keys, below)
 
+    def fit(self) -> None:
+        pass
+
     def read(self, locations: np.ndarray) -> np.ndarray:
         return np.array([self.records[int(one)] for one in locations], np.uint8)
 
