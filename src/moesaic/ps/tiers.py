@@ -456,7 +456,7 @@ def positions_of(locations: Int64s) -> Int64s:
 
 @cached_njit
 def _rate(
-    words: tuple[NDArray[np.float32], NDArray[int]],
+    words: tuple[NDArray[np.float32], NDArray[np.int32]],
     place: int,
     rows: Int64s,
     today: int,
