@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from moesaic.base.compiled import cached_loop, prefetch
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.job.table import TableConfig
+from moesaic.kernels.threads import run_ranges
 from moesaic.ps.drive_rows import CHANGED_BIT
-from moesaic.ps.index import ABSENT, Int64s
+from moesaic.ps.index import ABSENT, MIN_THREADED_KEYS, Int64s
 from moesaic.ps.records import CHANGED_SINCE_SNAPSHOT
 from moesaic.ps.segments import SegmentLayout
 from moesaic.ps.snapshots import TableChanges
@@ -123,7 +124,12 @@ class TableShard:
         """Return a copy of the records at `rows`, which count as unchanged from now on."""
         arena = self.table.arena
         records = np.empty((len(rows), self.segment_layout.record_bytes), np.uint8)
-        _copy_records(arena.whole_words, arena.changed, rows, records.view(np.int32))
+        words = records.view(np.int32)
+
+        def copy(start: int, end: int) -> None:
+            _copy_records(arena.whole_words, arena.changed, rows[start:end], words[start:end])
+
+        run_ranges(copy, len(rows), MIN_THREADED_KEYS)
         return records
 
     def _read_changes(self, keys: Int64s, rows: Int64s) -> Iterator[KeysAndRecords]:
