@@ -29,8 +29,7 @@ _HALF, _SHIFT, _TWICE_SHIFT = np.uint64(32), np.uint64(29), np.uint64(58)
 _MAX_LOAD = 0.8
 _GROWTH = 1.25
 _FIRST_SLOTS = 1024
-_SPARE_SLOTS = 1024
-"""Slots behind the last regular one, for entries that are displaced beyond it."""
+_FIRST_SPARE_SLOTS = 1024
 _AHEAD = 16
 """Keys between a prefetch and its use."""
 MIN_THREADED_KEYS = 16_384
@@ -43,7 +42,9 @@ class KeyIndex:
     def __init__(self) -> None:
         self._room: Int64s = np.frombuffer(reserve_memory(total_memory_bytes()), np.int64)
         self._slots = _FIRST_SLOTS
-        self._entries = self._room[: 2 * (self._slots + _SPARE_SLOTS)]
+        self._spare_slots = _FIRST_SPARE_SLOTS
+        """Slots behind the last regular one, for entries that are displaced beyond it."""
+        self._entries = self._room[: 2 * (self._slots + self._spare_slots)]
         _clear(self._entries)
         self._length = 0
         self.changes = 0
@@ -129,13 +130,18 @@ class KeyIndex:
             self._resize(slots)
 
     def _grow(self) -> None:
-        self._resize(int(self._slots * _GROWTH))
+        slots = self._slots
+        if self._length < int(slots * _MAX_LOAD):  # The largest hashes are very many.
+            self._spare_slots *= 2
+        else:
+            slots = int(slots * _GROWTH)
+        self._resize(slots)
 
     def _resize(self, slots: int) -> None:
-        entries = self._room[: 2 * (slots + _SPARE_SLOTS)]
-        if len(entries) < 2 * (slots + _SPARE_SLOTS):
+        entries = self._room[: 2 * (slots + self._spare_slots)]
+        if len(entries) < 2 * (slots + self._spare_slots):
             raise MemoryError(f"an index of {self._length} keys cannot grow to {slots} slots")
-        _spread(entries, len(self._entries) // 2, slots, self._length)
+        _spread(entries, len(self._entries) // 2, slots)
         self._slots, self._entries = slots, entries
 
 
@@ -305,7 +311,7 @@ def _unhash(hashes: Int64s) -> None:
 
 
 @cached_loop
-def _spread(entries: Int64s, old_top: int, slots: int, length: int) -> None:
+def _spread(entries: Int64s, old_top: int, slots: int) -> None:
     """Move the entries below `old_top` to where `slots` slots have them.
 
     The first pass packs them at the end. The second never overtakes the entry that it reads."""
