@@ -105,10 +105,29 @@ class KeyIndex:
 
     def find_keys(self, chosen: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
         """Return the keys at chosen rows of memory, and these rows, in the order of hashes."""
-        count = int(np.count_nonzero(chosen))
-        keys, rows = np.empty(count, np.int64), np.empty(count, np.int64)
-        count = _find_keys(self._entries, chosen, keys, rows)
-        return keys[:count], rows[:count]
+        room = int(np.count_nonzero(chosen)) + 1
+        if room == 1:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        parts = dict[int, tuple[Int64s, Int64s]]()
+
+        def find(start: int, end: int) -> None:
+            hashes, rows = np.empty(room, np.int64), np.empty(room, np.int64)
+            entries = self._entries[2 * start : 2 * end]
+            count = _find_rows(entries, chosen.view(np.uint8), hashes, rows)
+            _unhash(hashes[:count])
+            parts[start] = hashes[:count], rows[:count]
+
+        run_ranges(find, len(self._entries) // 2, MIN_THREADED_KEYS)
+        keys, rows = zip(*(parts[start] for start in sorted(parts)), strict=True)
+        return np.concatenate(keys), np.concatenate(rows)
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` more keys.
+
+        Many keys in the order of hashes need it: without room they displace each other."""
+        slots = int((self._length + count) / _MAX_LOAD) + 1
+        if slots > self._slots:
+            self._resize(slots)
 
     def _grow(self) -> None:
         slots = self._slots
@@ -116,6 +135,9 @@ class KeyIndex:
             self._spare_slots *= 2
         else:
             slots = int(slots * _GROWTH)
+        self._resize(slots)
+
+    def _resize(self, slots: int) -> None:
         entries = self._room[: 2 * (slots + self._spare_slots)]
         if len(entries) < 2 * (slots + self._spare_slots):
             raise MemoryError(f"an index of {self._length} keys cannot grow to {slots} slots")
@@ -266,15 +288,26 @@ def _list(entries: Int64s, keys: Int64s, locations: Int64s) -> None:
 
 
 @cached_loop
-def _find_keys(entries: Int64s, chosen: NDArray[np.bool_], keys: Int64s, rows: Int64s) -> int:
-    count = 0
-    for slot in range(len(entries) // 2):
+def _find_rows(entries: Int64s, chosen: NDArray[np.uint8], hashes: Int64s, rows: Int64s) -> int:
+    """List the entries whose row is chosen; return their number.
+
+    Branches would be hard to predict: every entry is written behind the list, and some stay."""
+    count, slots, room = 0, len(entries) // 2, np.uint64(len(chosen))
+    for slot in range(slots):
+        if slot + 2 * _AHEAD < slots:
+            prefetch(chosen, max(entries[2 * (slot + 2 * _AHEAD) + 1], 0))
         row = entries[2 * slot + 1]
-        if 0 <= row < len(chosen) and chosen[row]:
-            keys[count] = _key(np.uint64(entries[2 * slot]))
-            rows[count] = row
-            count += 1
+        hashes[count], rows[count] = entries[2 * slot], row
+        inside = np.uint64(row) < room
+        count += chosen[row if inside else 0] & inside
     return count
+
+
+@cached_loop
+def _unhash(hashes: Int64s) -> None:
+    """Replace hashes by their keys."""
+    for index in range(len(hashes)):
+        hashes[index] = _key(np.uint64(hashes[index]))
 
 
 @cached_loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -188,3 +189,7 @@ class Tier(Protocol):
 
     def remove(self, locations: Int64s) -> None:
         """Forget the records at `locations`; the index has no entry for them any more."""
+
+    def take_changes(self) -> Iterator[tuple[Int64s, NDArray[np.uint8]]]:
+        """Yield keys and records below memory that changed since the last snapshot, and count them
+        as unchanged."""

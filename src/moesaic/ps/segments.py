@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from pydantic import Field
 from moesaic.base import direct_io
 from moesaic.base.config import Section
 from moesaic.base.errors import StoreError, write_error
+from moesaic.facts.job.table import TableOptimizer
 from moesaic.store.block_sums import find_damaged, seal_blocks
 
 FORMAT = "moesaic-table-segment"
@@ -61,11 +62,11 @@ class SegmentLayout(Section):
     """Bytes of a record: values, optimizer state and counts of a row."""
     table: str = "table"
     """Name of the table."""
-    optimizer: str = "sgd"
+    optimizer: TableOptimizer = "sgd"
     """Optimizer of the rows."""
     dim: int = Field(default=1, gt=0)
     """Values of a row."""
-    dtype: str = "float32"
+    dtype: Literal["float32", "float64"] = "float32"
     """Type of a value."""
     seed: int = 0
     """Seed of first values."""
