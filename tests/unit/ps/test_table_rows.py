@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -188,6 +190,9 @@ class DictTier:
     def remove(self, locations: np.ndarray) -> None:
         for location in locations[locations < 0].tolist():
             del self.records[location]
+
+    def take_changes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return iter(())
 
 
 def test_rows_below_memory_change_no_bit() -> None:
