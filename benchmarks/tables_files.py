@@ -116,7 +116,8 @@ def zipf_keys(random: np.random.Generator, num_rows: int) -> NDArray[np.int64]:
     draws = random.random(BATCH * SLOTS)
     power = 1 - ZIPF
     ranks = (1 + draws * (float(num_rows) ** power - 1)) ** (1 / power)
-    return ranks.astype(np.int64) - 1
+    keys: NDArray[np.int64] = ranks.astype(np.int64) - 1
+    return keys
 
 
 class Step:
