@@ -24,6 +24,8 @@ from moesaic.ps.table import Table
 
 _CHUNK_ROWS = 65_536
 """Rows that are read at once from a table with a drive."""
+_COPY_SHARE = 8
+"""Free memory over that of a copy of changed rows, at least; several ranks may copy at once."""
 _SAMPLE_KEYS = 10_000
 """Keys from which the share of a rank is known."""
 _AHEAD = 8
@@ -58,7 +60,7 @@ class TableShard:
             self._set_changed(True)
         keys, rows = self._changed_in_memory()
         num_bytes = len(keys) * self.segment_layout.row_bytes
-        is_live = table.tier is not None or num_bytes > free_memory_bytes() // 2
+        is_live = table.tier is not None or _COPY_SHARE * num_bytes > free_memory_bytes()
         chunks = self._read_changes(keys, rows) if is_live else [(keys, self._copy(rows))]
         candidates, counts = table.candidates.items()
         return TableChanges(
