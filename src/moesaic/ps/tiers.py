@@ -35,7 +35,7 @@ READ_ROWS = 2048
 _NO_COPY = np.int64(0)
 """Location of the copy of a row without a copy; those on the drive are negative."""
 _NEW = 2**31 - 1
-"""Last pass of a row that came into memory in the present pass."""
+"""Last pass of a row that the table made in the present pass."""
 _LEAVE_ROWS = 4096
 """Rows that leave memory at once, at least."""
 _HOT_SHARE = 2
@@ -199,14 +199,9 @@ class TableTiers:
 
     # The tier of the table.
 
-    def raise_rows(self, keys: Int64s, number: int = _NEW) -> None:
-        """Read the rows of distinct `keys`, all below memory, into memory, for a pass."""
-        keys = keys[np.argsort(positions_of(self.table.index.find(keys)))]
-        for start in range(0, len(keys), READ_ROWS):
-            part = keys[start : start + READ_ROWS]
-            self.make_room(len(part))
-            locations = self.table.index.find(part)
-            self._put(part, locations, self.drive.read(locations), number)
+    def raise_rows(self, keys: Int64s) -> None:
+        """Read the rows of distinct `keys`, all below memory, into memory. No pass needs them."""
+        self._read_now(keys, self.pass_number if self.pinned_pass is None else self.pinned_pass - 1)
 
     def fit(self) -> None:
         """Let idle rows leave memory after a day, and give back memory that the index needs by now.
@@ -295,7 +290,11 @@ class TableTiers:
         same = positions_of(now) == self._follow(locations)
         self._put(keys[same], now[same], records[same], number)
         other = keys[(now < 0) & (now != ABSENT) & ~same]
-        self.raise_rows(other, number)
+        self._read_now(other, number)
+
+    def pin_new(self, keys: Int64s, number: int) -> None:
+        """Keep rows, which distinct keys have by now, until the end of pass `number`."""
+        self._read_now(self.pin(keys, number).below, number)
 
     def end_pass(self) -> None:
         """End the present pass: rows that no later pass has pinned may leave memory."""
@@ -364,6 +363,15 @@ class TableTiers:
         return positions
 
     # Moves between memory and drive.
+
+    def _read_now(self, keys: Int64s, number: int) -> None:
+        """Read rows below memory into memory, as rows of a pass."""
+        keys = keys[np.argsort(positions_of(self.table.index.find(keys)))]
+        for start in range(0, len(keys), READ_ROWS):
+            part = keys[start : start + READ_ROWS]
+            self.make_room(len(part))
+            locations = self.table.index.find(part)
+            self._put(part, locations, self.drive.read(locations), number)
 
     def _put(self, keys: Int64s, locations: Int64s, records: Records, number: int) -> None:
         """Put rows from the drive into memory, which has room."""
@@ -443,7 +451,7 @@ class TableTiers:
         return keys[able], rows[able]
 
     def _end_last_pass(self) -> None:
-        """Number the rows that came into memory since the last pass began."""
+        """Number the rows that the table made since the last pass began."""
         used = self.table.arena.used_rows()
         last_pass = self._last_pass[: len(used)]
         last_pass[used & (last_pass == _NEW)] = self.pass_number
