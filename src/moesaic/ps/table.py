@@ -168,6 +168,7 @@ class Table:
         values = np.empty((len(flat), self.dim), self.layout.dtype)
         for start in range(0, len(flat), _PULL_KEYS):
             part = flat[start : start + _PULL_KEYS]
+            self._fit()
             rows = self.index.find(part)
             self._raise(part, rows)
             gather_rows(self.arena.numbers, rows, values[start : start + _PULL_KEYS])
@@ -303,11 +304,15 @@ class Table:
 
     def _find(self, bags: KeyBags) -> _FoundRows:
         """Find rows of distinct keys, and bring them into memory."""
-        if self.tier is not None and not self._pinned:
-            self.tier.fit()
+        self._fit()
         rows = self.index.find_hashed(bags.hashes)
         self._raise(bags.distinct, rows)
         return _FoundRows(rows, self.index.changes)
+
+    def _fit(self) -> None:
+        """Let the tier take back memory, unless look-ups hold rows."""
+        if self.tier is not None and not self._pinned:
+            self.tier.fit()
 
     def _raise(self, keys: Int64s, rows: Int64s) -> None:
         """Bring the rows of `keys` that are below memory into it, and correct `rows`."""
