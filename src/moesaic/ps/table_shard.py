@@ -76,8 +76,10 @@ class TableShard:
     ) -> None:
         """Fill the empty table with stored rows; `is_owned` and `shard` as in `StoredRows.runs`."""
         table = self.table
-        num_rows = sum(one.num_rows for one in stored.manifests if shard in {None, one.shard})
-        table.index.reserve(int(num_rows * _owned_share(is_owned)))
+        if shard is None:
+            table.index.reserve(int(stored.num_rows * _owned_share(is_owned)))
+        else:
+            table.index.reserve(stored.manifests[shard].num_rows)
         for run in stored.runs(is_owned, shard):
             self._drop(run.keys)
             step = min(_CHUNK_ROWS, max(table.arena.capacity // 4, 1))
@@ -89,6 +91,7 @@ class TableShard:
         for arrays in filter(None, stored.arrays(shard)):
             candidates, counts = arrays["candidates"], arrays["candidate_counts"]
             chosen = slice(None) if is_owned is None else is_owned(candidates)
+            table.candidates.reserve(len(candidates[chosen]))
             table.candidates.set(candidates[chosen], counts[chosen])
         self._set_changed(False)
         self._removed.clear()
