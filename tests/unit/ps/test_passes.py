@@ -120,6 +120,19 @@ def test_new_keys_of_one_pass_stay_for_the_next(pair: Pair) -> None:
     pair.check()
 
 
+def test_rows_of_passes_stay_while_others_are_pulled(pair: Pair) -> None:
+    keys = batches(9)
+    passes = pair.passes(keys, 3)
+    for number, one in enumerate(keys):
+        passes.begin_step()
+        pair.step(one)
+        if number % 4 == 1:
+            for others in np.array_split(np.arange(KEYS), 20):
+                pair.tiered.pull(others)
+    passes.close()
+    pair.check()
+
+
 class Gate:
     """Reads of other threads end only when the gate is open."""
 

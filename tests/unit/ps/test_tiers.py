@@ -73,10 +73,10 @@ CONFIGS = [(TableConfig(demote_days=1, ssd="here"), 2600, 9), (EVICTING, 4200, 2
 
 @pytest.mark.parametrize(("config", "rows", "part"), CONFIGS, ids=["rowwise-adagrad", "adam"])
 def test_a_small_budget_changes_no_bit(
-    tmp_path: Path, config: TableConfig, rows: int, part: int
+    directory: Path, config: TableConfig, rows: int, part: int
 ) -> None:
     plain, tiered = Table(config, DIM), Table(config, DIM)
-    tiers = small_tiers(tiered, tmp_path / "drive", rows)
+    tiers = small_tiers(tiered, directory, rows)
     rng = np.random.default_rng(1)
     for step in range(200):
         keys = draw_keys(rng, 300)
@@ -198,6 +198,18 @@ def test_a_choice_gets_the_rows_that_may_leave(table: Table, tmp_path: Path) -> 
     assert set(facts.idle_days) == {1}
     assert np.allclose(facts.scores, 0.1 * 0.98)
     assert (table.index.find(np.arange(1000)) >= 0).all()
+    tiers.close()
+
+
+def test_idle_rows_leave_at_the_end_of_a_day(tmp_path: Path) -> None:
+    table = Table(TableConfig(ssd="here", demote_days=1), DIM)
+    tiers = small_tiers(table, tmp_path)
+    keys = np.arange(100)
+    table.push(keys, np.ones((100, DIM), np.float32))
+    for day in range(3):
+        table.push(keys[:10], np.ones((10, DIM), np.float32))
+        assert (table.index.find(keys) < 0).sum() == (90 if day == 2 else 0)
+        table.end_day()
     tiers.close()
 
 
