@@ -131,15 +131,52 @@ def _describe_trained(facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Return the first samples of a job; tokenise its text if that was not done."""
+    """Return the first samples of a job; tokenise its text, or read its clicks, if that was not
+    done."""
+    from moesaic.train.job_file import check_inputs, load_job
+
+    loaded = load_job(path)
+    check_inputs(loaded)
+    show = _clicks_of if isinstance(loaded.job, CtrJob) else _texts_of
+    facts = show(loaded.job, num_samples, log)
+    return {"kind": "job", "path": str(path), **facts, "warnings": loaded.warnings}
+
+
+def _clicks_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return the first samples of a recommender's job, with the keys of each slot."""
+    from moesaic.dist.world import World
+    from moesaic.train.data.clicks import ClickData
+
+    data = ClickData.open(job.data, job.seed, World.solo(), log)
+    batch = data.train.load(range(num_samples), shuffled=False)
+    starts = batch.offsets[:-1].reshape(-1, num_samples).tolist()
+    ends = batch.offsets[1:].reshape(-1, num_samples).tolist()
+    names = job.data.slots or list(map(str, range(job.data.num_slots)))
+    rows = [
+        {
+            "label": int(batch.labels[row]), "weight": float(batch.weights[row]),
+            "day": int(batch.days[row]),
+            "user": None if batch.users is None else int(batch.users[row]),
+            "dense": batch.dense[row].tolist(),
+            "keys": {
+                name: batch.keys[start[row] : end[row]].tolist()
+                for name, start, end in zip(names, starts, ends, strict=True)
+            },
+        }
+        for row in range(num_samples)
+    ]  # fmt: skip
+    return {
+        "slots": job.data.num_slots, "dense": job.data.num_dense, "days": data.train.num_days,
+        "num_samples": len(data.train), "clicks": rows,
+    }  # fmt: skip
+
+
+def _texts_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return the first samples of a language model's job, by document."""
     from moesaic.dist.world import World
     from moesaic.train.data.batch import split_documents
     from moesaic.train.data.text_data import TextData
-    from moesaic.train.job_file import check_inputs, language_model, load_job
 
-    loaded = language_model(load_job(path), "has no samples of text to show")
-    job = loaded.job
-    check_inputs(loaded)
     data = TextData.open(job.data, job.seed, World.solo(), log)
     batch = data.train.batch(range(num_samples))
     rows = []
@@ -158,8 +195,7 @@ def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> di
         targets = sum(sum(mask) for _, mask in with_targets)
         rows.append({"targets": targets, "documents": documents})
     return {
-        "kind": "job", "path": str(path), "sequence": job.data.sequence,
-        "num_samples": len(data.train), "samples": rows, "warnings": loaded.warnings,
+        "sequence": job.data.sequence, "num_samples": len(data.train), "samples": rows,
     }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`moesaic inspect`: contents and integrity of runs, checkpoints and model directories.
 
-For a job it shows the first training samples and marks the tokens in the loss.
+For a job it shows the first training samples. Tokens in the loss are marked, and keys of clicks are
+shown by slot.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ def _print_row(name: str, value: Any) -> None:
             screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
             for document in row["documents"]:
                 screen.out().print(_highlight_targets(document))
+    elif name == "clicks":
+        for number, row in enumerate(value):
+            _print_click(number, row)
     elif name == "table":
         _print_table(value)
     elif name == "files":
@@ -86,6 +90,19 @@ def _print_row(name: str, value: Any) -> None:
         screen.print_line(
             f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
+
+
+def _print_click(number: int, row: dict[str, Any]) -> None:
+    """Print a sample of clicks: its label, dense features, and the keys of each slot."""
+    words = ["click" if row["label"] else "no click", f"day {row['day']}"]
+    words += [f"weight {row['weight']:g}"] if row["weight"] != 1 else []
+    words += [f"user {row['user']}"] if row["user"] is not None else []
+    screen.print_line(f"\nsample {number}: {', '.join(words)}")
+    if row["dense"]:
+        screen.print_line(f"  {'dense':<18}{' '.join(f'{one:.4g}' for one in row['dense'])}")
+    for slot, keys in row["keys"].items():
+        shown = " ".join(f"{key & (1 << 64) - 1:016x}" for key in keys) or "-"
+        screen.print_line(f"  {f'slot {screen.printable(slot)}':<18}{shown}")
 
 
 def _print_table(table: dict[str, Any]) -> None:
