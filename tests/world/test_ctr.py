@@ -14,15 +14,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from moesaic.base.config import parse
-from moesaic.base.errors import DivergedError
+from moesaic.base.errors import ConfigError, DivergedError
 from moesaic.base.events import read_events
 from moesaic.dist.checkpoint import Checkpoint, resume_candidates
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.dist.world import World
-from moesaic.facts.job import CtrJob
+from moesaic.facts.job import CtrJob, TableConfig
 from moesaic.facts.plan import Plan
 from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender
+from moesaic.ps.sharded import ShardedTable
 from moesaic.ps.stored_rows import StoredRows
 from moesaic.ps.table import Table
 from moesaic.testing.progress import RecordingProgress
@@ -32,6 +33,7 @@ from moesaic.train.ctr import TABLE, CtrKind
 from moesaic.train.data.clicks import ClickData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.optim import learning_rate
+from moesaic.train.table_passes import open_tiers
 from moesaic.train.trainer import RunStart, train
 
 STREAM = {
@@ -322,3 +324,10 @@ def test_a_drive_changes_no_bit(ranks: RankPool, tmp_path: Path) -> None:
     assert sum(one["raised"] for one in passes) > 30
     (decisions,) = events_of(tmp_path / "run", "decisions")[-1]["passes"]
     assert decisions["steps"] == decisions["pass_steps"] == 1
+
+
+def test_a_budget_beyond_the_memory_is_refused() -> None:
+    table = Table(TableConfig(), 4)
+    config = TableConfig(ssd="drive", host="1000000GB")
+    with pytest.raises(ConfigError, match=r'table\.host = "1000000GB" is more than the .* free'):
+        open_tiers(config, ShardedTable(table, World.solo()), World.solo())

@@ -6,7 +6,6 @@ shown by slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,8 +64,21 @@ def _print(facts: dict[str, Any]) -> None:
 
 def _print_row(name: str, value: Any) -> None:
     label = f"  {name.replace('_', ' '):<18}"
-    if name in _PRINTERS:
-        _PRINTERS[name](value)
+    if name in ("warnings", "damaged"):
+        for text in value:
+            (screen.print_error if name == "damaged" else screen.print_warning)(text)
+    elif name == "checkpoints":
+        screen.print_line(label.rstrip())
+        for row in value:
+            state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
+            screen.print_line(
+                f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
+            )
+    elif name in ("samples", "clicks"):
+        for number, row in enumerate(value):
+            (_print_text if name == "samples" else _print_click)(number, row)
+    elif name == "table":
+        _print_table(value)
     elif name == "files":
         screen.print_line(f"{label}{len(value)}, {format_bytes(sum(value.values()))}")
     else:
@@ -75,23 +87,11 @@ def _print_row(name: str, value: Any) -> None:
         )
 
 
-def _print_checkpoints(rows: Sequence[dict[str, Any]]) -> None:
-    screen.print_line("  checkpoints")
-    for row in rows:
-        state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
-        screen.print_line(f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}")
-
-
-def _print_samples(rows: Sequence[dict[str, Any]]) -> None:
-    for number, row in enumerate(rows):
-        screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
-        for document in row["documents"]:
-            screen.out().print(_highlight_targets(document))
-
-
-def _print_clicks(rows: Sequence[dict[str, Any]]) -> None:
-    for number, row in enumerate(rows):
-        _print_click(number, row)
+def _print_text(number: int, row: dict[str, Any]) -> None:
+    """Print a sample of text, with its tokens in the loss highlighted."""
+    screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
+    for document in row["documents"]:
+        screen.out().print(_highlight_targets(document))
 
 
 def _print_click(number: int, row: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _print_click(number: int, row: dict[str, Any]) -> None:
     if row["dense"]:
         screen.print_line(f"  {'dense':<18}{' '.join(f'{one:.4g}' for one in row['dense'])}")
     for slot, keys in row["keys"].items():
-        shown = " ".join(map(_format_key, keys)) or "-"
+        shown = " ".join(map(str, keys)) or "-"
         screen.print_line(f"  {f'slot {screen.printable(slot)}':<18}{shown}")
 
 
@@ -122,20 +122,10 @@ def _print_table(table: dict[str, Any]) -> None:
             f"{passes['hit_rate']:.0%} of rows found in memory"
         )
     rows = [
-        (
-            f"  {_format_key(one['key'])}",
-            f"{one['show']:,.1f}",
-            f"{one['click']:,.1f}",
-            f"{one['score']:,.2f}",
-        )
+        (f"  {one['key']}", f"{one['show']:,.1f}", f"{one['click']:,.1f}", f"{one['score']:,.2f}")
         for one in table["hottest"]
     ]
     screen.print_table(("  hottest keys", "shows", "clicks", "score"), rows)
-
-
-def _format_key(key: int) -> str:
-    """Return the bits of a key in hexadecimal."""
-    return f"{key & (1 << 64) - 1:016x}"
 
 
 def _highlight_targets(document: list[dict[str, Any]]) -> Text:
@@ -162,20 +152,3 @@ def _format_value(value: Any) -> str:
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.4f}"
     return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
-
-
-def _print_warnings(texts: Sequence[str]) -> None:
-    for text in texts:
-        screen.print_warning(text)
-
-
-def _print_damage(texts: Sequence[str]) -> None:
-    for text in texts:
-        screen.print_error(text)
-
-
-_PRINTERS: dict[str, Callable[[Any], None]] = {
-    "warnings": _print_warnings, "damaged": _print_damage, "checkpoints": _print_checkpoints,
-    "samples": _print_samples, "clicks": _print_clicks, "table": _print_table,
-}  # fmt: skip
-"""Functions that print facts of more than one line, by the facts' names."""

@@ -182,7 +182,8 @@ def _next_command(run: Run) -> str:
     """Return the command that uses what the run has trained."""
     directory = shlex.quote(str(run.directory))
     if run.job["kind"] == "ctr":
-        return f"moesaic predict {directory} --data FILE"
+        data = "" if run.job["data"]["stream"] else " --data FILE"
+        return f"moesaic predict {directory}{data}"
     chat = " --chat" if run.job["data"]["format"] == "chat" else ""
     return f'moesaic generate {directory}{chat} --prompt "..."'
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from moesaic.base.decisions import Decision
+from moesaic.base.units import format_bytes
 from moesaic.dist.checkpoint import list_snapshots
 from moesaic.dist.state import Source
 from moesaic.dist.world import World
@@ -95,13 +96,18 @@ class CtrKind:
         return run
 
     def describe(self, run: CtrRun) -> Iterator[str]:
-        """Yield the network and the table."""
-        job = run.objective.job
+        """Yield the network, the table, and where its rows are."""
+        job, passes = run.objective.job, run.objective.passes
         layout = run.objective.rows.table.layout
         yield (
             f"{job.model.family}: {job.num_network_parameters:,} parameters; rows of "
             f"{job.model.dim} numbers and {job.table.optimizer}, {layout.record_bytes} bytes each"
         )
+        if passes is not None:
+            yield (
+                f"rows: {format_bytes(passes.tiers.host_bytes)} in memory on each rank, the others "
+                f"in '{job.table.ssd}'"
+            )
 
     def start_fields(self, run: CtrRun) -> dict[str, Any]:
         """Return the parameters of the network, all of which each sample uses."""

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from moesaic.base.decisions import Decision, decide
+from moesaic.base.errors import ConfigError
 from moesaic.base.host_memory import free_memory_bytes
+from moesaic.base.units import format_bytes
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
 from moesaic.facts.job import TableConfig
@@ -37,11 +39,17 @@ def open_tiers(config: TableConfig, rows: ShardedTable, world: World) -> TableTi
 
 
 def _host_bytes(config: TableConfig, world: World) -> int:
-    """Return the bytes of memory for rows and their index."""
+    """Return the bytes of memory for rows and their index; raise if a rank has less."""
     hosts = [place.host for place in gather_places(world)]
-    free = free_memory_bytes() // 2 // hosts.count(hosts[world.rank])
-    smallest = int(all_gather(torch.tensor([free], device=world.device), world.group).min())
-    return config.host_bytes or smallest
+    free = free_memory_bytes() // hosts.count(hosts[world.rank])
+    # All ranks must raise, or none.
+    free = int(all_gather(torch.tensor([free], device=world.device), world.group).min())
+    if config.host_bytes is not None and config.host_bytes > free:
+        raise ConfigError(
+            f'table.host = "{config.host}" is more than the {format_bytes(free)} of memory that '
+            "are free for a rank: lower it, or start fewer ranks on a host"
+        )
+    return free // 2 if config.host_bytes is None else config.host_bytes
 
 
 def start_passes(

@@ -299,3 +299,15 @@ def test_dry_run_of_a_recommender(capfd: pytest.CaptureFixture[str]) -> None:
     for predict in (job.plan, partial(job.largest_model, ssd_bytes=1e9)):
         with pytest.raises(ConfigError, match=r'kind = "ctr" has no plan: plans are for language'):
             predict(Cluster.preset("h100-8"))
+
+
+def test_samples_of_clicks_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run("inspect ctr.toml --samples 3 --json", capfd))
+    assert (facts["slots"], facts["dense"], facts["num_samples"]) == (2, 4, 400_000)
+    assert [len(row["dense"]) for row in facts["clicks"]] == [4, 4, 4]
+    text = run("inspect ctr.toml --samples 3", capfd)
+    for number, row in enumerate(facts["clicks"]):
+        assert row["keys"].keys() == {"0", "1"}
+        label = "click" if row["label"] else "no click"
+        assert f"sample {number}: {label}, day 0, user {row['user']}\n" in text
+        assert f"  slot 0            {row['keys']['0'][0]}\n" in text
