@@ -42,7 +42,7 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "The ctr job": (
         CtrJob,
         '`moesaic train JOB.toml` with `kind = "ctr"`, see [recommender.md](recommender.md). Its '
-        "other tables, such as [train], have the keys of a job above.",
+        "other tables and keys, such as those of [optimizer], are as in a job above.",
     ),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
     "serve": (ServeConfig, "`moesaic serve MODEL --set KEY=VALUE`"),
@@ -82,10 +82,9 @@ def _sections(kind: type[BaseModel]) -> list[str]:
     """Return a table of the section's own keys, then a heading and a table for each subsection."""
     parts: list[str] = []
     rows: list[keys.Key] = []
-    of_job = _tables_of(Job) if kind is CtrJob else {}
-    shared = {name for name, table in _tables_of(kind).items() if table == of_job.get(name)}
+    repeated = _repeated_keys(kind) if kind is CtrJob else set()
     for entry in _grouped(kind):
-        if entry.path.partition(".")[0] in shared:
+        if entry.path in repeated:
             continue
         if entry.kind in _HEADERS:
             header = _HEADERS[entry.kind].format(entry.path)
@@ -94,6 +93,17 @@ def _sections(kind: type[BaseModel]) -> list[str]:
         else:
             rows.append(entry)
     return [*parts, *_table(rows)]
+
+
+def _repeated_keys(kind: type[BaseModel]) -> set[str]:
+    """Return the keys that equal those of a job, of tables with the same keys as there."""
+    of_job, repeated = _tables_of(Job), set[str]()
+    for name, own in _tables_of(kind).items():
+        others = of_job.get(name, [])
+        if [one.path for one in own] == [one.path for one in others]:
+            equal = {one.path for one, other in zip(own, others, strict=True) if one == other}
+            repeated |= equal | ({name} if len(equal) == len(own) else set())
+    return repeated
 
 
 def _tables_of(kind: type[BaseModel]) -> dict[str, list[keys.Key]]:

@@ -27,12 +27,13 @@ def next_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(directory: str) -> None:
-    """Train for 1,000 steps, and save the table twice."""
+    """Train for 200 steps, and save the table twice."""
     with moesaic.Table.open(directory, dim=DIM, optimizer="rowwise-adagrad", lr=0.1) as table:
         bag = moesaic.TableBag(table)
         network = nn.Sequential(nn.Linear(SLOTS * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
-        optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-        for step in range(1, 1001):
+        optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+        losses = []
+        for step in range(1, 201):
             keys, clicks = next_batch()
             sums = bag(keys.reshape(-1, 1)).view(BATCH, -1)  # A bag for each sample and slot.
             logits = network(sums).squeeze(1)
@@ -41,9 +42,10 @@ def train(directory: str) -> None:
             loss.backward()
             optimizer.step()
             table.step()  # Each row is updated once, by the sum of its gradients.
-            if step % 250 == 0:
-                print(f"step {step}: loss {loss.item():.3f}, {len(table):,} rows")
-            if step % 500 == 0:
+            losses.append(loss.item())
+            if step % 50 == 0:
+                print(f"step {step}: loss {sum(losses[-50:]) / 50:.3f}, {len(table):,} rows")
+            if step % 100 == 0:
                 table.save()  # Only rows that changed are written.
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 
+from moesaic.api.table import Table
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_replace
@@ -21,8 +22,8 @@ from moesaic.facts.job import CtrJob
 from moesaic.facts.job.table import TableConfig
 from moesaic.models.recommender_files import (
     RecommenderOrigin,
-    ServedRecommender,
     open_recommender,
+    predict_logits,
 )
 from moesaic.ps.records import RecordLayout
 from moesaic.ps.stored_rows import StoredRows
@@ -32,7 +33,7 @@ from moesaic.train.data.clicks_scan import ClickScan
 
 COLUMN = "probability"
 _SCHEMA = pa.schema([(COLUMN, pa.float32())])
-_BATCH = 16_384
+_BATCH = 4096
 """Samples of the job that are predicted at a time."""
 
 Progress = Callable[[int], object]
@@ -61,13 +62,15 @@ def predict(
             f"'{data}' has no labels, so there are no metrics: name a file for the probabilities "
             "(--out)"
         )
-    recommender, began = ServedRecommender(origin), time.perf_counter()
+    network = origin.load_network()
     scores, best = ClickScores(has_users=origin.job.data.has_users), ClickScores(has_users=False)
     done = 0
     with ExitStack() as stack:
+        table = stack.enter_context(_open_table(origin))
+        began = time.perf_counter()
         writer = None if out is None else stack.enter_context(_Writer(out))
         for batch in samples.batches():
-            logits = recommender.predict(batch.keys, batch.offsets, batch.dense)
+            logits = predict_logits(network, table, batch.keys, batch.offsets, batch.dense)
             if writer is not None:
                 writer.write(logits)
             if samples.has_labels:
@@ -88,6 +91,14 @@ def predict(
         "seconds": seconds, "samples_per_s": done / max(seconds, 1e-9),
         "warnings": origin.warnings,
     }  # fmt: skip
+
+
+def _open_table(origin: RecommenderOrigin) -> Table:
+    """Return the read-only table, with rows beyond memory on the drive of a job that names one."""
+    settings = origin.job.table
+    drive = {"host": settings.host, "ssd": settings.ssd}
+    is_here = origin.checkpoint is not None and settings.ssd is not None
+    return Table.open_stored(origin.rows, origin.path, drive if is_here else {}, read_only=True)
 
 
 def export(source: Path, directory: Path) -> RecommenderOrigin:

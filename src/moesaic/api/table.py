@@ -93,7 +93,8 @@ class Table:
                     f"'{place}' is an exported table, which does not change: open it with "
                     "read_only=True"
                 )
-            return cls._restore(place, given, StoredRows.open_export(place), read_only=True)
+            stored = StoredRows.open_export(place)
+            return cls._restore(stored, place, given, read_only=True)
         return cls._open_saved(place, given, read_only)
 
     @classmethod
@@ -102,7 +103,7 @@ class Table:
         facts = _read_head(path, read_only)
         if facts:
             stored = StoredRows.open_snapshot(path, facts)
-            table = cls._restore(path, given, stored, read_only)
+            table = cls._restore(stored, path, given, read_only=read_only)
         else:
             table = cls(given.make_rows())
         if not read_only:
@@ -114,8 +115,14 @@ class Table:
         return table
 
     @classmethod
-    def _restore(cls, path: Path, given: _Given, stored: StoredRows, read_only: bool) -> Table:
-        """Return a table with the rows of files in `path`."""
+    def open_stored(
+        cls, stored: StoredRows, path: Path, settings: dict[str, Any], *, read_only: bool
+    ) -> Table:
+        """Return a table with stored rows, which came from `path`; `settings` as in `open`."""
+        return cls._restore(stored, path, _Given({}, settings), read_only=read_only)
+
+    @classmethod
+    def _restore(cls, stored: StoredRows, path: Path, given: _Given, *, read_only: bool) -> Table:
         table = cls(given.make_equal_rows(stored, path, read_only=read_only))
         try:
             TableShard(table._rows).restore(stored)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from moesaic.models.hf.origin import find_checkpoint
 from moesaic.models.hf.shards import atomic_directory
 from moesaic.models.recommender import Recommender, network_params
 from moesaic.ps.stored_rows import StoredRows, export_rows
-from moesaic.ps.table import Table
-from moesaic.ps.table_shard import open_read_only
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TABLE = "table"
@@ -80,30 +78,43 @@ class RecommenderOrigin:
             (partial / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-class ServedRecommender:
-    """Network and rows of a recommender in main memory, for predictions."""
+class PooledRows(Protocol):
+    """Sums of rows that a batch has looked up."""
 
-    def __init__(self, origin: RecommenderOrigin) -> None:
-        """Read everything."""
-        self.network = origin.load_network()
-        self.table: Table = open_read_only(origin.rows)
+    sums: NDArray[Any]
+    """Sums of rows, [bags, dim]."""
 
-    @torch.no_grad()
-    def predict(
-        self, keys: NDArray[np.int64], offsets: NDArray[np.int64], dense: NDArray[np.float32]
-    ) -> NDArray[Any]:
-        """Return the logits of samples.
 
-        Args:
-            keys: keys of all bags.
-            offsets: start of each bag, slot by slot, and the end of the last one.
-            dense: dense features, [samples, features].
-        """
-        network = self.network
-        sums = torch.from_numpy(self.table.look_up(keys, offsets, training=False).sums)
-        pooled = sums.view(network.num_slots, len(dense), -1).transpose(0, 1)
-        logits: NDArray[Any] = network(pooled, torch.from_numpy(dense).to(sums.dtype)).numpy()
-        return logits
+class ReadRows(Protocol):
+    """Rows of a table to predict with."""
+
+    def look_up(
+        self, keys: NDArray[np.int64], offsets: NDArray[np.int64], *, training: bool
+    ) -> PooledRows:
+        """Return the sums of rows in bags."""
+
+
+@torch.no_grad()
+def predict_logits(
+    network: Recommender,
+    rows: ReadRows,
+    keys: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    dense: NDArray[np.float32],
+) -> NDArray[Any]:
+    """Return the logits of samples.
+
+    Args:
+        network: the network, in main memory.
+        rows: the table.
+        keys: keys of all bags.
+        offsets: start of each bag, slot by slot, and the end of the last one.
+        dense: dense features, [samples, features].
+    """
+    sums = torch.from_numpy(rows.look_up(keys, offsets, training=False).sums)
+    pooled = sums.view(network.num_slots, len(dense), -1).transpose(0, 1)
+    logits: NDArray[Any] = network(pooled, torch.from_numpy(dense).to(sums.dtype)).numpy()
+    return logits
 
 
 def is_recommender(path: Path) -> bool:

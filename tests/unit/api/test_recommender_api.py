@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -216,6 +217,17 @@ def test_the_report_has_clicks_and_no_experts(run: moesaic.Run) -> None:
     page = re.sub(r"<script.*?</script>|<style.*?</style>", "", text, flags=re.S)
     assert "<dt>AUC</dt>" in page
     assert not re.search("token|expert", re.sub("<pre>.*?</pre>", "", page, flags=re.S))
+
+
+def test_the_examples_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = Path(__file__).parents[3] / "examples" / "ctr"
+    assert not moesaic.Job.load(examples / "ctr.toml").warnings
+    program = runpy.run_path(str(examples / "own_loop.py"))
+    program["train"](str(tmp_path / "rows"))
+    losses = re.findall(r"loss (\S+),", capsys.readouterr().out)
+    assert float(losses[-1]) < float(losses[0])
+    program["serve"](str(tmp_path / "rows"))
+    assert "rows; norms" in capsys.readouterr().out
 
 
 def test_the_command_line(

@@ -22,6 +22,13 @@ from moesaic.facts.job.train import (
 )
 
 
+class CtrTrainConfig(TrainConfig):
+    """Length, batch and precision of a job of kind "ctr"."""
+
+    validation_samples: int = Field(default=100_000, ge=1)
+    """Samples of one validation pass."""
+
+
 class CtrJob(Section):
     """One training job of kind "ctr", with every default filled in."""
 
@@ -35,7 +42,7 @@ class CtrJob(Section):
     """Embedding rows by key."""
     data: ClicksConfig
     """Samples of clicks."""
-    train: TrainConfig
+    train: CtrTrainConfig
     """Length, batch and precision."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of the network; rows have their own optimizer, in `table`."""
