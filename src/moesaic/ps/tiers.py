@@ -340,7 +340,6 @@ class TableTiers:
             in_memory = np.flatnonzero(now >= 0)
             in_memory = in_memory[self._copies[now[in_memory]] == locations[in_memory]]
             self._copies[now[in_memory]] = _NO_COPY
-            table.arena.changed[now[in_memory]] |= CHANGED_SINCE_WRITE
             below = np.flatnonzero(positions_of(now) == positions_of(locations))
             written = self.drive.append(keys[below], records[below])
             table.index.set(keys[below], written & (now[below] | ~CHANGED_BIT))
