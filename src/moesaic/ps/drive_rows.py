@@ -130,7 +130,7 @@ class DriveRows:
             self.segments[number].num_live -= count
 
     def reader(self) -> Callable[[Int64s], Records]:
-        """Return `read` for another thread: it reads locations that are in use now."""
+        """Return `read` for other threads: it reads locations in use now, at any time later."""
         return partial(self.read, segments=dict(self.segments))
 
     def read(self, locations: Int64s, segments: Mapping[int, Segment] | None = None) -> Records:
