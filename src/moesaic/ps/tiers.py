@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit
+from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.units import format_bytes
 from moesaic.facts.table_rows import LeavingRows, MemoryRows
@@ -340,7 +340,6 @@ class TableTiers:
             in_memory = np.flatnonzero(now >= 0)
             in_memory = in_memory[self._copies[now[in_memory]] == locations[in_memory]]
             self._copies[now[in_memory]] = _NO_COPY
-            table.arena.changed[now[in_memory]] |= CHANGED_SINCE_WRITE
             below = np.flatnonzero(positions_of(now) == positions_of(locations))
             written = self.drive.append(keys[below], records[below])
             table.index.set(keys[below], written & (now[below] | ~CHANGED_BIT))
@@ -462,7 +461,7 @@ def positions_of(locations: Int64s) -> Int64s:
     return ~locations & ~CHANGED_BIT
 
 
-@cached_njit
+@cached_loop
 def _rate(
     words: tuple[NDArray[np.float32], NDArray[np.int32]],
     place: int,
