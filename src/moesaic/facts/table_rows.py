@@ -38,32 +38,6 @@ class LeavingRows(NamedTuple):
     """Shows above which a row was hot."""
 
 
-class DayRows(NamedTuple):
-    """Rows of a table at the end of a day."""
-
-    idle_days: NDArray[np.int32]
-    """Days since the last sample with the key, [rows]."""
-    scores: NDArray[np.float32]
-    """Score of the row, decayed by day, [rows]."""
-    keys: NDArray[np.int64]
-    """Key of the row, [rows]."""
-    evict_days: int
-    """Idle days after which a row is deleted; 0: never."""
-    evict_score: float
-    """Score below which a row is deleted; 0: never."""
-    max_rows: int
-    """Rows that stay at most; 0: no limit."""
-
-
-class EvictedRows(NamedTuple):
-    """Rows that are deleted at the end of a day."""
-
-    rows: NDArray[np.int64]
-    """Positions of the rows among those of the facts, in ascending order."""
-    num_over: int
-    """Rows deleted for the limit on their number alone."""
-
-
 class PassNeeds(NamedTuple):
     """Memory for rows, and the rows that coming steps use."""
 

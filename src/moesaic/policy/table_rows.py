@@ -1,4 +1,4 @@
-"""Rows of an embedding table: which leave memory, which are deleted, and the length of a pass.
+"""Rows of an embedding table: which leave memory, and the length of a pass.
 
 A row is hot if its score reaches a base score, it was seen today or yesterday, and its shows exceed
 a threshold. The threshold is a quantile, so that hot rows fit the memory for them.
@@ -9,14 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.facts.table_rows import (
-    DayRows,
-    EvictedRows,
-    LeavingRows,
-    MemoryRows,
-    PassLength,
-    PassNeeds,
-)
+from moesaic.facts.table_rows import LeavingRows, MemoryRows, PassLength, PassNeeds
 
 HOT_DAYS = 1
 """Idle days of a hot row at most."""
@@ -40,23 +33,6 @@ def choose_leaving(facts: MemoryRows) -> LeavingRows:
         if lacking > 0:
             leaves[_first(np.flatnonzero(group), lacking, facts.last_pass, facts.scores)] = True
     return LeavingRows(np.flatnonzero(leaves), hot_shows)
-
-
-def choose_evicted(facts: DayRows) -> EvictedRows:
-    """Return the rows that are deleted at the end of a day.
-
-    Rows with a low score, and those idle for too long, are deleted. If more remain than the limit,
-    those with the lowest scores are, then those with the lowest keys."""
-    evicted = np.zeros(len(facts.scores), np.bool_)
-    if facts.evict_score:
-        evicted |= facts.scores < facts.evict_score
-    if facts.evict_days:
-        evicted |= facts.idle_days > facts.evict_days
-    kept = np.flatnonzero(~evicted)
-    num_over = max(len(kept) - facts.max_rows, 0) if facts.max_rows else 0
-    if num_over:
-        evicted[_first(kept, num_over, facts.scores, facts.keys)] = True
-    return EvictedRows(np.flatnonzero(evicted), num_over)
 
 
 def choose_pass_length(facts: PassNeeds) -> PassLength:

@@ -108,11 +108,18 @@ class KeyIndex:
         room = int(np.count_nonzero(chosen)) + 1
         if room == 1:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        hashes, rows = np.empty(room, np.int64), np.empty(room, np.int64)
-        count = _find_rows(self._entries, chosen.view(np.uint8), hashes, rows)
-        keys = np.empty(count, np.int64)
-        _unhash_all(hashes[:count], keys)
-        return keys, rows[:count]
+        parts = dict[int, tuple[Int64s, Int64s]]()
+
+        def find(start: int, end: int) -> None:
+            hashes, rows = np.empty(room, np.int64), np.empty(room, np.int64)
+            entries = self._entries[2 * start : 2 * end]
+            count = _find_rows(entries, chosen.view(np.uint8), hashes, rows)
+            _unhash(hashes[:count])
+            parts[start] = hashes[:count], rows[:count]
+
+        run_ranges(find, len(self._entries) // 2, MIN_THREADED_KEYS)
+        keys, rows = zip(*(parts[start] for start in sorted(parts)), strict=True)
+        return np.concatenate(keys), np.concatenate(rows)
 
     def reserve(self, count: int) -> None:
         """Make room for `count` more keys.
@@ -297,9 +304,10 @@ def _find_rows(entries: Int64s, chosen: NDArray[np.uint8], hashes: Int64s, rows:
 
 
 @cached_loop
-def _unhash_all(hashes: Int64s, keys: Int64s) -> None:
+def _unhash(hashes: Int64s) -> None:
+    """Replace hashes by their keys."""
     for index in range(len(hashes)):
-        keys[index] = _key(np.uint64(hashes[index]))
+        hashes[index] = _key(np.uint64(hashes[index]))
 
 
 @cached_loop

@@ -102,8 +102,7 @@ class _PassReads:
 
     def finish(self) -> None:
         """Wait until all rows are in memory, with those that the pass before has made."""
-        made = self._tiers.pin(self.rows.absent, self.number)
-        self._tiers.raise_rows(made.below, self.number)
+        self._tiers.pin_new(self.rows.absent, self.number)
         self.advance(wait=True)
 
     def _submit(self) -> None:

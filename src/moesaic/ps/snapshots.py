@@ -149,7 +149,7 @@ class TableSnapshots:
         changes = self._table.copy_changes(everything=not self._is_incremental)
         self._pending = self._writer.submit(self._write, step, changes)
         if changes.is_live:
-            self._pending.result()
+            futures.wait([self._pending])
         return self._pending.result
 
     def _write(self, step: int, changes: TableChanges) -> dict[str, Any]:

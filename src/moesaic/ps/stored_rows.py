@@ -19,12 +19,10 @@ from moesaic.ps.snapshot_manifest import (
     SnapshotManifest,
     read_arrays,
     read_manifest,
-    write_arrays,
 )
 
 EXPORT_MANIFEST = "table.json"
 _EXPORT_SEGMENT = "segment-0"
-_EXPORT_ARRAYS = "arrays.safetensors"
 
 Keys = NDArray[np.int64]
 KeysAndRecords = tuple[Keys, NDArray[np.uint8]]
@@ -186,7 +184,6 @@ def export_rows(
     *,
     step: int = 0,
     facts: Mapping[str, Any] | None = None,
-    arrays: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
     """Write a whole table into a new directory, which any process can open.
 
@@ -196,14 +193,12 @@ def export_rows(
         rows: every row once, in any number of chunks.
         step: finished optimizer steps.
         facts: state of the table besides rows.
-        arrays: further arrays of the table.
     """
     directory.mkdir(parents=True, exist_ok=True)
     record = write_segment(directory / _EXPORT_SEGMENT, layout, rows)
     SnapshotManifest(
         table_layout=layout, shard=0, num_shards=1, step=step, num_rows=record.num_rows,
         segments=(record,), facts=dict(facts or {}),
-        arrays=write_arrays(directory / _EXPORT_ARRAYS, arrays) if arrays else None,
     ).write(directory / EXPORT_MANIFEST)  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from moesaic.base.compiled import cached_loop, prefetch
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.job.table import TableConfig
+from moesaic.kernels.threads import run_ranges
 from moesaic.ps.drive_rows import CHANGED_BIT
-from moesaic.ps.index import ABSENT, Int64s
+from moesaic.ps.index import ABSENT, MIN_THREADED_KEYS, Int64s
 from moesaic.ps.records import CHANGED_SINCE_SNAPSHOT
 from moesaic.ps.segments import SegmentLayout
 from moesaic.ps.snapshots import TableChanges
@@ -23,6 +24,8 @@ from moesaic.ps.table import Table
 
 _CHUNK_ROWS = 65_536
 """Rows that are read at once from a table with a drive."""
+_COPY_SHARE = 8
+"""Free memory over that of a copy of changed rows, at least; several ranks may copy at once."""
 _SAMPLE_KEYS = 10_000
 """Keys from which the share of a rank is known."""
 _AHEAD = 8
@@ -57,7 +60,7 @@ class TableShard:
             self._set_changed(True)
         keys, rows = self._changed_in_memory()
         num_bytes = len(keys) * self.segment_layout.row_bytes
-        is_live = table.tier is not None or num_bytes > free_memory_bytes() // 2
+        is_live = table.tier is not None or _COPY_SHARE * num_bytes > free_memory_bytes()
         chunks = self._read_changes(keys, rows) if is_live else [(keys, self._copy(rows))]
         candidates, counts = table.candidates.items()
         return TableChanges(
@@ -73,8 +76,10 @@ class TableShard:
     ) -> None:
         """Fill the empty table with stored rows; `is_owned` and `shard` as in `StoredRows.runs`."""
         table = self.table
-        num_rows = sum(one.num_rows for one in stored.manifests if shard in {None, one.shard})
-        table.index.reserve(int(num_rows * _owned_share(is_owned)))
+        if shard is None:
+            table.index.reserve(int(stored.num_rows * _owned_share(is_owned)))
+        else:
+            table.index.reserve(stored.manifests[shard].num_rows)
         for run in stored.runs(is_owned, shard):
             self._drop(run.keys)
             step = min(_CHUNK_ROWS, max(table.arena.capacity // 4, 1))
@@ -86,6 +91,7 @@ class TableShard:
         for arrays in filter(None, stored.arrays(shard)):
             candidates, counts = arrays["candidates"], arrays["candidate_counts"]
             chosen = slice(None) if is_owned is None else is_owned(candidates)
+            table.candidates.reserve(len(candidates[chosen]))
             table.candidates.set(candidates[chosen], counts[chosen])
         self._set_changed(False)
         self._removed.clear()
@@ -123,7 +129,12 @@ class TableShard:
         """Return a copy of the records at `rows`, which count as unchanged from now on."""
         arena = self.table.arena
         records = np.empty((len(rows), self.segment_layout.record_bytes), np.uint8)
-        _copy_records(arena.whole_words, arena.changed, rows, records.view(np.int32))
+        words = records.view(np.int32)
+
+        def copy(start: int, end: int) -> None:
+            _copy_records(arena.whole_words, arena.changed, rows[start:end], words[start:end])
+
+        run_ranges(copy, len(rows), MIN_THREADED_KEYS)
         return records
 
     def _read_changes(self, keys: Int64s, rows: Int64s) -> Iterator[KeysAndRecords]:

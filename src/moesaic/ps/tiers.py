@@ -35,7 +35,7 @@ READ_ROWS = 2048
 _NO_COPY = np.int64(0)
 """Location of the copy of a row without a copy; those on the drive are negative."""
 _NEW = 2**31 - 1
-"""Last pass of a row that came into memory in the present pass."""
+"""Last pass of a row that the table made in the present pass."""
 _LEAVE_ROWS = 4096
 """Rows that leave memory at once, at least."""
 _HOT_SHARE = 2
@@ -146,6 +146,8 @@ class TableTiers:
         self._leaving: Iterator[tuple[Int64s, Int64s, int]] = iter(())
         """Parts of the last choice: keys and rows that leave, unless a newer pass uses them."""
         self._rewriting: Iterator[int] = iter(())
+        self._day = table.today
+        """Day of the last choice of idle rows."""
         self._raised = self._demoted = self._written = self._rewritten = 0
         if self.memory_rows < 1:
             needed = table.index.memory_bytes + self.drive.buffer_bytes
@@ -197,18 +199,21 @@ class TableTiers:
 
     # The tier of the table.
 
-    def raise_rows(self, keys: Int64s, number: int = _NEW) -> None:
-        """Read the rows of distinct `keys`, all below memory, into memory, for a pass."""
-        keys = keys[np.argsort(positions_of(self.table.index.find(keys)))]
-        for start in range(0, len(keys), READ_ROWS):
-            part = keys[start : start + READ_ROWS]
-            self.make_room(len(part))
-            locations = self.table.index.find(part)
-            self._put(part, locations, self.drive.read(locations), number)
+    def raise_rows(self, keys: Int64s) -> None:
+        """Read the rows of distinct `keys`, all below memory, into memory. No pass needs them."""
+        self._read_now(keys, self.pass_number if self.pinned_pass is None else self.pinned_pass - 1)
 
     def fit(self) -> None:
-        """Give back the memory that the index needs by now. Rows in memory may move."""
+        """Let idle rows leave memory after a day, and give back memory that the index needs by now.
+
+        Rows in memory may move."""
         table, arena = self.table, self.table.arena
+        if self._day != table.today:
+            self._day = table.today
+            if table.config.demote_days:
+                self._choose_leaving(0)
+                for part in self._leaving:
+                    self._demote(*self._still_leaving(*part))
         if arena.capacity == self.memory_rows:
             return
         self.make_room(0)
@@ -285,7 +290,11 @@ class TableTiers:
         same = positions_of(now) == self._follow(locations)
         self._put(keys[same], now[same], records[same], number)
         other = keys[(now < 0) & (now != ABSENT) & ~same]
-        self.raise_rows(other, number)
+        self._read_now(other, number)
+
+    def pin_new(self, keys: Int64s, number: int) -> None:
+        """Keep rows, which distinct keys have by now, until the end of pass `number`."""
+        self._read_now(self.pin(keys, number).below, number)
 
     def end_pass(self) -> None:
         """End the present pass: rows that no later pass has pinned may leave memory."""
@@ -331,7 +340,6 @@ class TableTiers:
             in_memory = np.flatnonzero(now >= 0)
             in_memory = in_memory[self._copies[now[in_memory]] == locations[in_memory]]
             self._copies[now[in_memory]] = _NO_COPY
-            table.arena.changed[now[in_memory]] |= CHANGED_SINCE_WRITE
             below = np.flatnonzero(positions_of(now) == positions_of(locations))
             written = self.drive.append(keys[below], records[below])
             table.index.set(keys[below], written & (now[below] | ~CHANGED_BIT))
@@ -354,6 +362,15 @@ class TableTiers:
         return positions
 
     # Moves between memory and drive.
+
+    def _read_now(self, keys: Int64s, number: int) -> None:
+        """Read rows below memory into memory, as rows of a pass."""
+        keys = keys[np.argsort(positions_of(self.table.index.find(keys)))]
+        for start in range(0, len(keys), READ_ROWS):
+            part = keys[start : start + READ_ROWS]
+            self.make_room(len(part))
+            locations = self.table.index.find(part)
+            self._put(part, locations, self.drive.read(locations), number)
 
     def _put(self, keys: Int64s, locations: Int64s, records: Records, number: int) -> None:
         """Put rows from the drive into memory, which has room."""
@@ -382,7 +399,7 @@ class TableTiers:
         self._written += len(written)
 
     def _choose_leaving(self, num_needed: int) -> bool:
-        """Choose rows that leave memory; return False if all rows must stay.
+        """Choose rows that leave memory; return False if none does.
 
         Rows of look-ups stay until the next step. Rows of passes stay as long as others can leave.
         """
@@ -392,16 +409,16 @@ class TableTiers:
         table, arena = self.table, self.table.arena
         able = arena.used_rows()
         able[table.pinned_rows()] = False
-        newest, more = _NEW, arena.capacity // _CHOICE_SHARE
-        if self.pinned_pass is not None:
-            unpinned = able & (self._last_pass[: len(able)] < self.pinned_pass)
-            if unpinned.any():
-                able, newest = unpinned, self.pinned_pass - 1
-            else:
-                more = 0
+        newest, pinned = _NEW, self.pinned_pass
+        if pinned is not None:
+            unpinned = able & (self._last_pass[: len(able)] < pinned)
+            if unpinned.any() or not num_needed:
+                able, newest = unpinned, pinned - 1
+        if num_needed and (pinned is None or newest < pinned):
+            num_needed = max(num_needed, arena.capacity // _CHOICE_SHARE)
         rows = np.flatnonzero(able)
         leaves = np.zeros(len(able), np.bool_)
-        leaves[rows[self._choose(self._facts(rows, max(num_needed, more))).rows]] = True
+        leaves[rows[self._choose(self._facts(rows, num_needed)).rows]] = True
         keys, rows = table.index.find_keys(leaves)
         self._leaving = (
             (keys[start : start + _LEAVE_ROWS], rows[start : start + _LEAVE_ROWS], newest)
@@ -433,7 +450,7 @@ class TableTiers:
         return keys[able], rows[able]
 
     def _end_last_pass(self) -> None:
-        """Number the rows that came into memory since the last pass began."""
+        """Number the rows that the table made since the last pass began."""
         used = self.table.arena.used_rows()
         last_pass = self._last_pass[: len(used)]
         last_pass[used & (last_pass == _NEW)] = self.pass_number
@@ -446,7 +463,7 @@ def positions_of(locations: Int64s) -> Int64s:
 
 @cached_njit
 def _rate(
-    words: tuple[NDArray[np.float32], NDArray[int]],
+    words: tuple[NDArray[np.float32], NDArray[np.int32]],
     place: int,
     rows: Int64s,
     today: int,

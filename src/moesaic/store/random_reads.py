@@ -29,7 +29,7 @@ _RUN_BLOCKS = 64
 """Blocks of a request at most."""
 _REMEDY = "resume from the newest checkpoint"
 
-_PREAD = types.ExternalFunction(
+_PREAD: Any = types.ExternalFunction(
     "pread", types.intp(types.int32, types.uintp, types.uintp, types.int64)
 )
 """libc's function, found by name in the process, so that compiled loops can be cached on disk."""

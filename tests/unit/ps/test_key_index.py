@@ -88,3 +88,18 @@ def test_order_of_items_depends_on_keys_alone() -> None:
     other.remove(np.arange(9000))
     other.set(keys[::-1], keys[::-1])
     assert (one.items()[0] == other.items()[0]).all()
+
+
+def test_reserved_room_holds_keys_in_the_order_of_hashes() -> None:
+    index, keys = KeyIndex(), np.arange(50_000)
+    keys = keys[np.argsort(hash_keys(keys))]
+    index.set(keys[:100], np.arange(100))
+    index.reserve(len(keys))
+    before = index.memory_bytes
+    index.set(keys, np.arange(len(keys)))
+    assert index.memory_bytes == before
+    assert np.array_equal(index.find(keys), np.arange(len(keys)))
+    found, rows = index.find_keys(np.arange(len(keys)) % 3 == 0)
+    assert np.array_equal(found, keys[::3])
+    assert np.array_equal(rows, np.arange(len(keys))[::3])
+    assert len(index.find_keys(np.zeros(0, np.bool_))[0]) == 0

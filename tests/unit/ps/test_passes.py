@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.facts.job.table import TableConfig
 from moesaic.policy.table_rows import choose_leaving, choose_pass_length
+from moesaic.ps import tiers
 from moesaic.ps.drive_rows import DriveRows
 from moesaic.ps.index import Int64s
 from moesaic.ps.passes import PassStats, TablePasses
@@ -62,6 +63,11 @@ class Pair:
         assert np.array_equal(self.plain.pull(keys), self.tiered.pull(keys))
         self.push(keys)
 
+    def pull_others(self) -> None:
+        """Pull rows of no step, which takes memory."""
+        for keys in np.array_split(np.arange(KEYS), 20):
+            self.tiered.pull(keys)
+
     def check(self) -> None:
         """Compare all rows."""
         keys = np.sort(self.plain.index.items()[0])
@@ -77,7 +83,8 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("pass_steps", [0, 1, 3])
-def test_passes_change_no_bit(pair: Pair, pass_steps: int) -> None:
+def test_passes_change_no_bit(pair: Pair, monkeypatch: pytest.MonkeyPatch, pass_steps: int) -> None:
+    monkeypatch.setattr(tiers, "_LEAVE_ROWS", 100)
     keys = batches(60)
     passes = pair.passes(iter(keys), pass_steps)
     stats = list[PassStats]()
@@ -106,16 +113,26 @@ def test_passes_change_no_bit(pair: Pair, pass_steps: int) -> None:
 
 def test_new_keys_of_one_pass_stay_for_the_next(pair: Pair) -> None:
     new = np.arange(KEYS, KEYS + 200)
-    keys = [new[:150], new[50:], *batches(6)]
-    passes = pair.passes(keys, 1)
-    for one in keys:
+    passes = pair.passes([new, new, *batches(4)], 1)
+    passes.begin_step()
+    passes._scan.exception(60)
+    passes._advance()  # The next pass begins to read while its keys have no rows.
+    pair.push(new)
+    passes.begin_step()
+    pair.pull_others()
+    pair.step(new)
+    passes.close()
+    pair.check()
+
+
+def test_rows_of_passes_stay_while_others_are_pulled(pair: Pair) -> None:
+    keys = batches(9)
+    passes = pair.passes(keys, 3)
+    for number, one in enumerate(keys):
         passes.begin_step()
-        if one is keys[0]:
-            pair.push(one)
-            continue
-        known = one[pair.plain.index.find(one) >= 0]
-        assert (pair.tiered.index.find(known) >= 0).all()
-        pair.push(one)
+        pair.step(one)
+        if number % 4 == 1:
+            pair.pull_others()
     passes.close()
     pair.check()
 
@@ -168,6 +185,22 @@ def test_a_row_that_changes_while_it_is_read_is_not_stale(
     passes.begin_pass()
     for one in keys[4:8]:
         pair.push(one)
+    passes.close()
+    pair.check()
+
+
+def test_a_row_that_is_pulled_while_it_is_read_stays(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [one for one in batches(9) if len(one)]
+    gate = Gate(monkeypatch)
+    passes, below = start_reads(pair, keys, gate)
+    pair.tiered.pull(below[:40])
+    gate.open.set()
+    passes.begin_pass()
+    pair.pull_others()
+    for one in keys[4:8]:
+        pair.step(one)
     passes.close()
     pair.check()
 

@@ -188,12 +188,12 @@ def test_an_export_is_a_whole_table(start: Callable[[int], Ranks], tmp_path: Pat
         ranks.change(random, 400)
         facts = ranks.save(step)
     stored = StoredRows.open_snapshot(ranks.directory, facts)
-    out, arrays = tmp_path / "out", {"days": np.arange(3)}
-    export_rows(out, stored.layout, stored.live_rows(), step=2, facts={"day": 1}, arrays=arrays)
+    out = tmp_path / "out"
+    export_rows(out, stored.layout, stored.live_rows(), step=2, facts={"day": 1})
     opened = StoredRows.open_export(out, LAYOUT)
     assert rows_of(opened.live_rows()) == ranks.rows()
     assert opened.num_rows == len(ranks.rows())
-    assert [*next(opened.arrays())] == ["days"]
+    assert (opened.manifests[0].step, opened.manifests[0].facts) == (2, {"day": 1})
     with pytest.raises(StoreError, match="dim = 16, not 8: set the table as it was"):
         StoredRows.open_export(out, LAYOUT.model_copy(update={"dim": 8}))
     with pytest.raises(StoreError, match=r"segment-0' cannot be written \(File exists\)"):
@@ -215,7 +215,7 @@ def test_damage_is_found_in_every_file(start: Callable[[int], Ranks]) -> None:
         whole = path.read_bytes()
         remedy = rf"{path}' .*restore (it|the file), or resume from an earlier checkpoint"
         damages = [whole[:-1], whole[: len(whole) // 2], whole + b"\0" * 4096]
-        for bit in random.integers(0, 8 * len(whole), 43):
+        for bit in random.integers(0, 8 * len(whole), 17):
             flipped = bytearray(whole)
             flipped[bit // 8] ^= 1 << bit % 8
             damages.append(bytes(flipped))
@@ -228,7 +228,7 @@ def test_damage_is_found_in_every_file(start: Callable[[int], Ranks]) -> None:
         with pytest.raises(StoreError, match=remedy):
             StoredRows.open_snapshot(ranks.directory, facts).verify()
         path.write_bytes(whole)
-    assert found == 7 * 46
+    assert found == 7 * 20
     StoredRows.open_snapshot(ranks.directory, facts).verify()
     with pytest.raises(StoreError, match=r"names the shards \[1\] of the table"):
         StoredRows.open_snapshot(ranks.directory, {"1": facts["1"]})

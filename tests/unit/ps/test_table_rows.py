@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -179,12 +181,18 @@ class DictTier:
         self.table.arena.free(rows)
         self.table.index.set(keys, below)
 
+    def fit(self) -> None:
+        pass
+
     def read(self, locations: np.ndarray) -> np.ndarray:
         return np.array([self.records[int(one)] for one in locations], np.uint8)
 
     def remove(self, locations: np.ndarray) -> None:
         for location in locations[locations < 0].tolist():
             del self.records[location]
+
+    def take_changes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return iter(())
 
 
 def test_rows_below_memory_change_no_bit() -> None:

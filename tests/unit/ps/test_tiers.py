@@ -73,10 +73,11 @@ CONFIGS = [(TableConfig(demote_days=1, ssd="here"), 2600, 9), (EVICTING, 4200, 2
 
 @pytest.mark.parametrize(("config", "rows", "part"), CONFIGS, ids=["rowwise-adagrad", "adam"])
 def test_a_small_budget_changes_no_bit(
-    tmp_path: Path, config: TableConfig, rows: int, part: int
+    directory: Path, monkeypatch: pytest.MonkeyPatch, config: TableConfig, rows: int, part: int
 ) -> None:
+    monkeypatch.setattr("moesaic.ps.tiers._LEAVE_ROWS", 100)
     plain, tiered = Table(config, DIM), Table(config, DIM)
-    tiers = small_tiers(tiered, tmp_path / "drive", rows)
+    tiers = small_tiers(tiered, directory, rows)
     rng = np.random.default_rng(1)
     for step in range(200):
         keys = draw_keys(rng, 300)
@@ -152,7 +153,21 @@ def test_removed_rows_are_forgotten(table: Table, tiers: TableTiers) -> None:
     assert tiers.drive.num_rows == len(table.arena) == 0
 
 
-def test_changes_since_a_snapshot_survive_the_drive(table: Table, tiers: TableTiers) -> None:
+def rewrite_all(tiers: TableTiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrite every segment."""
+    tiers.drive._close_writer()
+    old = [*tiers.drive.segments]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            tiers.drive, "sparse_segments", lambda: [n for n in old if n in tiers.drive.segments]
+        )
+        tiers.rewrite(10 * KEYS)
+    assert not {*old} & {*tiers.drive.segments}
+
+
+def test_changes_since_a_snapshot_survive_the_drive(
+    table: Table, tiers: TableTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(table)
     below = np.flatnonzero(table.index.find(np.arange(KEYS)) < 0)
     found = [*tiers.take_changes()]
@@ -164,19 +179,29 @@ def test_changes_since_a_snapshot_survive_the_drive(table: Table, tiers: TableTi
     table.push(below[:10], np.ones((10, DIM), np.float32))
     tiers.raise_rows(np.flatnonzero(table.index.find(np.arange(KEYS)) < 0)[:500])
     tiers.make_room(tiers.memory_rows)
+    rewrite_all(tiers, monkeypatch)
     changed = np.concatenate([keys for keys, _ in tiers.take_changes()])
     assert np.array_equal(np.sort(changed), below[:10])
 
 
 def test_the_index_takes_memory_from_rows(table: Table, tiers: TableTiers) -> None:
-    before = tiers.memory_rows
-    fill(table)
-    tiers.fit()
-    assert tiers.memory_rows < before - 1000
-    assert len(table.arena.used_rows()) <= tiers.memory_rows
     plain = Table(TableConfig(), DIM)
-    fill(plain)
+    before = tiers.memory_rows
+    for count in (KEYS // 2, KEYS):
+        num_used = len(table.arena.used_rows())
+        fill(plain, count)
+        fill(table, count)
+        pull_all(table, 2000)  # Rows in memory have copies when the index grows again.
+    assert tiers.memory_rows < before - 1000
+    tiers.fit()
+    assert len(table.arena.used_rows()) <= tiers.memory_rows < num_used
+    above = table.arena.records[tiers.memory_rows + 100 : num_used]
+    assert len(above)
+    assert not above.any()  # The system took these pages back.
+    pull_all(table)
     assert_equal(plain, table)
+    table.remove(table.index.items()[0])
+    assert tiers.drive.num_rows == 0
 
 
 def test_a_choice_gets_the_rows_that_may_leave(table: Table, tmp_path: Path) -> None:
@@ -198,6 +223,18 @@ def test_a_choice_gets_the_rows_that_may_leave(table: Table, tmp_path: Path) -> 
     assert set(facts.idle_days) == {1}
     assert np.allclose(facts.scores, 0.1 * 0.98)
     assert (table.index.find(np.arange(1000)) >= 0).all()
+    tiers.close()
+
+
+def test_idle_rows_leave_at_the_end_of_a_day(tmp_path: Path) -> None:
+    table = Table(TableConfig(ssd="here", demote_days=1), DIM)
+    tiers = small_tiers(table, tmp_path)
+    keys = np.arange(100)
+    table.push(keys, np.ones((100, DIM), np.float32))
+    for day in range(3):
+        table.push(keys[:10], np.ones((10, DIM), np.float32))
+        assert (table.index.find(keys) < 0).sum() == (90 if day == 2 else 0)
+        table.end_day()
     tiers.close()
 
 
@@ -262,6 +299,9 @@ def test_rows_are_read_from_many_segments(tmp_path: Path, record_bytes: int) -> 
     )
     assert (locations < 0).all()
     assert len(drive.segments) > 1 or record_bytes == 12
+    assert not drive.sparse_segments()
+    drive.forget(locations[10:])
+    assert drive.sparse_segments() == [one for one in drive.segments if one != drive._newest]
     order = rng.permutation(500)
     assert np.array_equal(drive.read(locations[order]), records[order])
     for number in drive.segments:

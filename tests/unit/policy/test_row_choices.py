@@ -1,15 +1,14 @@
-"""Rows that leave memory or are deleted, against sorts; the length of a pass."""
+"""Rows that leave memory, against a sort; the length of a pass."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from moesaic.facts.table_rows import DayRows, MemoryRows, PassLength, PassNeeds
+from moesaic.facts.table_rows import MemoryRows, PassLength, PassNeeds
 from moesaic.policy.table_rows import (
     HOT_DAYS,
     MAX_PASS_STEPS,
-    choose_evicted,
     choose_leaving,
     choose_pass_length,
 )
@@ -72,33 +71,6 @@ def test_idle_rows_leave_though_there_is_room() -> None:
     facts = memory_rows(1, num_needed=0, demote_days=3)
     assert choose_leaving(facts).rows.tolist() == np.flatnonzero(facts.idle_days > 3).tolist()
     assert len(choose_leaving(facts._replace(demote_days=0)).rows) == 0
-
-
-def day_rows(seed: int) -> DayRows:
-    rng = np.random.default_rng(seed)
-    return DayRows(
-        idle_days=rng.integers(0, 6, 100, np.int32),
-        scores=rng.integers(0, 9, 100).astype(np.float32),
-        keys=rng.permutation(100) - 50,
-        evict_days=int(rng.integers(0, 5)),
-        evict_score=float(rng.integers(0, 5)),
-        max_rows=int(rng.integers(0, 80)),
-    )
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_rows_are_deleted_by_score_idle_days_and_number(seed: int) -> None:
-    facts = day_rows(seed)
-    kept = [
-        n for n in range(100)
-        if facts.scores[n] >= facts.evict_score
-        and not (facts.evict_days and facts.idle_days[n] > facts.evict_days)
-    ]  # fmt: skip
-    kept.sort(key=lambda n: (-facts.scores[n], -facts.keys[n]))
-    over = kept[facts.max_rows :] if facts.max_rows else []
-    evicted = choose_evicted(facts)
-    assert evicted.rows.tolist() == sorted({*range(100)} - {*kept} | {*over})
-    assert evicted.num_over == len(over)
 
 
 @pytest.mark.parametrize(
