@@ -21,6 +21,7 @@ from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.facts.job import CtrJob
+from moesaic.models.hf.config import RECOMMENDER
 from moesaic.models.hf.origin import find_checkpoint
 from moesaic.models.hf.shards import atomic_directory
 from moesaic.models.recommender import Recommender, network_params
@@ -29,7 +30,7 @@ from moesaic.ps.stored_rows import StoredRows, export_rows
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TABLE = "table"
 """Directory of the table's snapshots in a run."""
-FORMAT, VERSION = "moesaic-recommender", 1
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class RecommenderOrigin:
         """Write the recommender as a new directory."""
         weights = save(dict(self.load_network().state_dict()))
         config = {
-            "format": FORMAT, "version": VERSION, "step": self.step,
+            "format": RECOMMENDER, "version": VERSION, "step": self.step,
             "job": self.job.model_dump(mode="json"),
             "weights_sha256": hashlib.sha256(weights).hexdigest(),
         }  # fmt: skip
@@ -133,7 +134,7 @@ def is_export(path: Path) -> bool:
     if not (path / CONFIG).is_file():
         return False
     config = read_json(path / CONFIG, f"'{path / CONFIG}'", "restore the file")
-    return config.get("format") == FORMAT
+    return config.get("format") == RECOMMENDER
 
 
 def open_recommender(path: Path) -> RecommenderOrigin:
@@ -141,7 +142,9 @@ def open_recommender(path: Path) -> RecommenderOrigin:
     a run."""
     if is_export(path):
         return _open_export(path)
-    checkpoint, warnings = find_checkpoint(path)
+    checkpoint, warnings = find_checkpoint(
+        path, expected='a run of kind "ctr", a checkpoint of it, or its export'
+    )
     raw = checkpoint.facts.get("job") or {}
     if raw.get("kind") != "ctr":
         raise ConfigError(f"'{path}' is no recommender: give a run of kind \"ctr\", or its export")

@@ -102,7 +102,9 @@ class ClickScores:
 
     def __init__(self, *, has_users: bool) -> None:
         self._has_users = has_users
-        self._batches: list[tuple[Floats, Floats, Floats, Ints]] = []
+        none = np.zeros(0, np.float32)
+        self._batches = [(none, none, none, np.zeros(0, np.int64))]
+        """Labels, logits, weights and users of each batch."""
 
     def add(
         self,
@@ -112,12 +114,12 @@ class ClickScores:
         users: ArrayLike | None = None,
     ) -> None:
         """Add a batch of this rank; unset weights are 1."""
-        x = np.array(logits, np.float64)
+        x = np.array(logits)
         self._batches.append(
             (
-                np.array(labels, np.float64),
-                x,
-                np.ones_like(x) if weights is None else np.array(weights, np.float64),
+                np.array(labels, np.float32),
+                x if x.dtype == np.float32 else x.astype(np.float64),
+                np.ones(len(x), np.float32) if weights is None else np.array(weights, np.float32),
                 np.array(users if self._has_users else [], np.int64),
             )
         )
@@ -127,10 +129,17 @@ class ClickScores:
 
         The first rank gathers all scores, and the others receive its result.
         """
-        none = (np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
-        columns = [np.concatenate(column) for column in zip(none, *self._batches, strict=True)]
+        labels, logits, weights, users = (
+            np.concatenate(column) for column in zip(*self._batches, strict=True)
+        )
         if world is None or world.group is None:
-            return self._compute(*columns)
+            return self._compute(labels, logits, weights, users)
+        columns = [
+            labels,
+            logits.astype(np.float64),
+            weights,
+            users,
+        ]  # Of equal types on all ranks.
         gathered = [_gather(column, world) for column in columns]
         found = torch.zeros(len(_FIELDS), dtype=torch.float64, device=world.device)
         if world.rank == 0:

@@ -14,6 +14,7 @@ from moesaic.facts.job import CtrJob
 from moesaic.facts.plan import Plan
 from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender, network_params
+from moesaic.models.recommender_files import TABLE
 from moesaic.ps.records import DType
 from moesaic.ps.sharded import ShardedTable
 from moesaic.ps.snapshots import TableSnapshots
@@ -30,9 +31,6 @@ from moesaic.train.run import Run
 from moesaic.train.table_passes import open_tiers, start_passes
 from moesaic.train.trainer import RunStart
 from moesaic.train.walk import MicroBatchWalk
-
-TABLE = "table"
-"""Directory of the table's snapshots in a run."""
 
 CtrRun: TypeAlias = Run[ClickObjective, CtrStepStats]
 """Run of a recommender."""

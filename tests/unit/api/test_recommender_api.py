@@ -152,6 +152,13 @@ def test_mistakes_name_the_key(run: moesaic.Run, criteo: Path, exported: Path) -
         convert(exported, exported.with_name("other"))
     with pytest.raises(ConfigError, match="is a recommender, not a language model"):
         moesaic.load(run.directory)
+    with pytest.raises(ConfigError, match="is an exported recommender, not a language model"):
+        moesaic.load(exported)
+    for replay in (run.replay, lambda: run.replay_memory("1GB")):
+        with pytest.raises(ConfigError, match='kind = "ctr" has no experts'):
+            replay()
+    with pytest.raises(ConfigError, match='give a run of kind "ctr", a checkpoint of it, or its'):
+        predict(exported.with_name("none"))
     with pytest.raises(ConfigError, match="open it with read_only=True"):
         moesaic.Table.open(exported)
 

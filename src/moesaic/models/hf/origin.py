@@ -45,6 +45,7 @@ JOB_NAME = "job.json"
 """Job of a run, in its directory."""
 TOKENIZER = "tokenizer"
 """Directory in a run or a bare checkpoint for the tokenizer and generation files."""
+_EXPECTED = "a Hugging Face model directory, a checkpoint or a run directory"
 
 
 @dataclass(frozen=True)
@@ -132,13 +133,16 @@ def open_origin(path: Path, reads_once: bool = False) -> Origin:
     return origin
 
 
-def find_checkpoint(path: Path, reads_once: bool = False) -> tuple[Checkpoint, list[str]]:
+def find_checkpoint(
+    path: Path, reads_once: bool = False, expected: str = _EXPECTED
+) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint at `path`, or the newest intact one of a run, with warnings about
     damaged ones that were passed over.
 
     Args:
         path: a checkpoint, a run, or a directory of checkpoints.
-        reads_once: bypass the page cache, because nothing is read a second time."""
+        reads_once: bypass the page cache, because nothing is read a second time.
+        expected: what `path` may be, for the error if it is nothing of that."""
     if (path / COMMIT).exists() or (path / MANIFEST).exists():
         return Checkpoint.open(path, reads_once=reads_once), []
     for directory in (path / "checkpoints", path):
@@ -159,10 +163,7 @@ def find_checkpoint(path: Path, reads_once: bool = False) -> tuple[Checkpoint, l
             f"run '{path}' has no checkpoint yet: wait for the first one, which its job writes "
             "after checkpoint.every steps, or at the end"
         )
-    raise ConfigError(
-        f"'{path}' {describe_path(path)}: "
-        "give a Hugging Face model directory, a checkpoint or a run directory"
-    )
+    raise ConfigError(f"'{path}' {describe_path(path)}: give {expected}")
 
 
 def _from_huggingface(path: Path, reads_once: bool) -> Origin:
