@@ -15,20 +15,19 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base import direct_io
-from moesaic.base.compiled import cached_njit
+from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import write_error
 from moesaic.ps.index import Int64s
-from moesaic.ps.segments import KEY_BYTES, PREFIX_BYTES, SegmentLayout, SegmentWriter
+from moesaic.ps.segments import PREFIX_BYTES, SegmentLayout, SegmentWriter
 from moesaic.store.random_reads import RandomReads
 
 Records = NDArray[np.uint8]
-"""Records, [rows, record_bytes]."""
+"""Records, [rows, record_bytes], of whole words of 4 bytes."""
 
 CHANGED_BIT = np.int64(1 << 62)
 """Bit of a position whose row has changed since the last snapshot."""
@@ -131,7 +130,7 @@ class DriveRows:
             self.segments[number].num_live -= count
 
     def reader(self) -> Callable[[Int64s], Records]:
-        """Return `read` for another thread: it reads locations that are in use now."""
+        """Return `read` for other threads: it reads locations in use now, at any time later."""
         return partial(self.read, segments=dict(self.segments))
 
     def read(self, locations: Int64s, segments: Mapping[int, Segment] | None = None) -> Records:
@@ -164,7 +163,7 @@ class DriveRows:
             block, slot = np.nonzero(np.arange(layout.records_per_block) < counts[:, None])
             keys = np.empty(len(block), np.int64)
             records = np.empty((len(block), layout.record_bytes), np.uint8)
-            _take_rows(buffer, block, slot, keys, records)
+            self._take(buffer, block, slot, keys, records)
             positions = (start + block) * layout.records_per_block + slot
             yield keys, ~(np.int64(number << _SEGMENT_SHIFT) | positions), records
 
@@ -201,7 +200,15 @@ class DriveRows:
         files = [segments[number].file for number in used.tolist()]
         wanted = distinct & np.int64((1 << _SEGMENT_SHIFT) - 1)
         self._reads.read(files, file_of, wanted, buffer[: len(distinct)])
-        _take_rows(buffer, places, slots, np.empty(len(places), np.int64), records)
+        self._take(buffer, places, slots, np.empty(len(places), np.int64), records)
+
+    @staticmethod
+    def _take(
+        blocks: NDArray[np.uint8], places: Int64s, slots: Int64s, keys: Int64s, records: Records
+    ) -> None:
+        """Copy keys and records out of blocks."""
+        words = keys.view(np.uint32).reshape(-1, 2)
+        _take_rows(blocks.view(np.uint32), places, slots, words, records.view(np.uint32))
 
     def _open_writer(self) -> SegmentWriter:
         if self._writer is not None:
@@ -231,14 +238,19 @@ def _segment_numbers(locations: Int64s) -> Int64s:
     return (~locations & ~CHANGED_BIT) >> _SEGMENT_SHIFT
 
 
-@cached_njit
+@cached_loop
 def _take_rows(
-    blocks: NDArray[np.uint8], places: Int64s, slots: Int64s, keys: Int64s, records: Records
-) -> Any:
-    """Copy rows out of blocks."""
-    record_bytes = records.shape[1]
+    blocks: NDArray[np.uint32],
+    places: Int64s,
+    slots: Int64s,
+    keys: NDArray[np.uint32],
+    records: NDArray[np.uint32],
+) -> None:
+    """Copy keys, [rows, 2], and records out of blocks; all are words of 4 bytes."""
+    words = records.shape[1]
     for row in range(len(places)):
-        start = PREFIX_BYTES + slots[row] * (KEY_BYTES + record_bytes)
-        block = blocks[places[row]]
-        keys[row] = block[start : start + KEY_BYTES].view(np.int64)[0]
-        records[row] = block[start + KEY_BYTES : start + KEY_BYTES + record_bytes]
+        block = places[row]
+        start = PREFIX_BYTES // 4 + slots[row] * (2 + words)
+        keys[row, 0], keys[row, 1] = blocks[block, start], blocks[block, start + 1]
+        for word in range(words):
+            records[row, word] = blocks[block, start + 2 + word]

@@ -84,6 +84,7 @@ class _PassReads:
         self.number, self.steps, self.num_keys = number, steps, len(keys)
         self._tiers, self._pool = tiers, pool
         self.rows = tiers.pin(keys, number)
+        self._read = tiers.drive.reader()
         self._next = 0
         self._pending = deque[tuple[slice, Future[Records]]]()
         record_bytes = tiers.table.layout.record_bytes
@@ -108,8 +109,8 @@ class _PassReads:
     def _submit(self) -> None:
         while self._next < len(self.rows.below) and len(self._pending) < self._most:
             part = slice(self._next, self._next + READ_ROWS)
-            read = self._tiers.drive.reader()
-            self._pending.append((part, self._pool.submit(read, self.rows.locations[part])))
+            locations = self.rows.locations[part]
+            self._pending.append((part, self._pool.submit(self._read, locations)))
             self._next = part.stop
 
 

@@ -60,6 +60,8 @@ class SegmentLayout(Section):
     """Format version."""
     record_bytes: int = Field(gt=0)
     """Bytes of a record: values, optimizer state and counts of a row."""
+    min_block_bytes: int = Field(default=_PAGE_BYTES, gt=0)
+    """Bytes of a block at least. Large blocks waste less, small ones are read one by one sooner."""
     table: str = "table"
     """Name of the table."""
     optimizer: TableOptimizer = "sgd"
@@ -78,8 +80,9 @@ class SegmentLayout(Section):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block: the fewest pages of 4 KiB that hold a row."""
-        return -(-(PREFIX_BYTES + self.row_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+        """Bytes of a block: the fewest pages of 4 KiB that hold a row and `min_block_bytes`."""
+        needed = max(PREFIX_BYTES + self.row_bytes, self.min_block_bytes)
+        return -(-needed // _PAGE_BYTES) * _PAGE_BYTES
 
     @property
     def records_per_block(self) -> int:
@@ -92,10 +95,10 @@ class SegmentLayout(Section):
         return (self.block_bytes - PREFIX_BYTES) // KEY_BYTES
 
     def find_difference(self, other: SegmentLayout) -> str | None:
-        """Return in words the first difference from `other`, or None."""
+        """Return in words the first difference from `other`, other than in blocks, or None."""
         for name in type(self).model_fields:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            if mine != theirs and name != "min_block_bytes":
                 return f"{name} = {mine}, not {theirs}"
         return None
 
@@ -303,11 +306,14 @@ class SegmentReader:
         count = int(np.frombuffer(page[8:12], "<u4")[0])
         try:
             raw = json.loads(bytes(page[PREFIX_BYTES:][:count]))
-            blocks = _Blocks(SegmentLayout(record_bytes=raw["record_bytes"]), 1)
+            sizes = SegmentLayout(
+                record_bytes=raw["record_bytes"], min_block_bytes=raw["min_block_bytes"]
+            )
         except (ValueError, TypeError, KeyError):
             raise self._damaged("has an unreadable header") from None
-        if blocks.layout.block_bytes > size:
+        if sizes.block_bytes > size:
             raise self._damaged("has no whole header")
+        blocks = _Blocks(sizes, 1)
         self._read_blocks(blocks, 0, 1)
         if (raw.get("format"), raw.get("version")) != (FORMAT, VERSION):
             raise StoreError(

@@ -22,6 +22,8 @@ from moesaic.ps.snapshots import TableChanges
 from moesaic.ps.stored_rows import KeysAndRecords, StoredRows, export_rows
 from moesaic.ps.table import Table
 
+_BLOCK_BYTES = 1 << 16
+"""Bytes of a block: a table of any width fills most of it with rows."""
 _CHUNK_ROWS = 65_536
 """Rows that are read at once from a table with a drive."""
 _COPY_SHARE = 8
@@ -40,9 +42,9 @@ class TableShard:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.segment_layout = SegmentLayout(
-            record_bytes=table.layout.record_bytes, table=table.name,
-            optimizer=table.config.optimizer, dim=table.dim, dtype=table.layout.dtype,
-            seed=table.seed,
+            record_bytes=table.layout.record_bytes, min_block_bytes=_BLOCK_BYTES,
+            table=table.name, optimizer=table.config.optimizer, dim=table.dim,
+            dtype=table.layout.dtype, seed=table.seed,
         )  # fmt: skip
         """Layout of the table's records."""
         self._removed = list[Int64s]()

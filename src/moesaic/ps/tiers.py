@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_njit
+from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.units import format_bytes
 from moesaic.facts.table_rows import LeavingRows, MemoryRows
@@ -461,7 +461,7 @@ def positions_of(locations: Int64s) -> Int64s:
     return ~locations & ~CHANGED_BIT
 
 
-@cached_njit
+@cached_loop
 def _rate(
     words: tuple[NDArray[np.float32], NDArray[np.int32]],
     place: int,

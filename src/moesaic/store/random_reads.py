@@ -17,7 +17,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from moesaic.base import direct_io
-from moesaic.base.compiled import cached_njit
+from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import StoreError
 from moesaic.store.block_sums import block_sum
 
@@ -35,7 +35,7 @@ _PREAD: Any = types.ExternalFunction(
 """libc's function, found by name in the process, so that compiled loops can be cached on disk."""
 
 
-@cached_njit
+@cached_loop
 def _read_blocks(
     fds: NDArray[np.int32], offsets: NDArray[np.int64], words: NDArray[np.uint64], first: int
 ) -> Any:

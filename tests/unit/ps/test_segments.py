@@ -12,6 +12,7 @@ from moesaic.base.errors import StoreError
 from moesaic.ps.segments import SegmentLayout, SegmentReader, SegmentWriter
 
 LAYOUTS = [SegmentLayout(record_bytes=size, dim=size // 4) for size in (12, 80, 2060, 4088, 9000)]
+LAYOUTS.append(SegmentLayout(record_bytes=2060, dim=515, min_block_bytes=16_000))
 
 
 def random_rows(
@@ -24,7 +25,9 @@ def random_rows(
     return keys, random.integers(0, 256, (len(keys), layout.record_bytes), np.uint8)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout.record_bytes))
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: f"{layout.record_bytes}-{layout.block_bytes}"
+)
 def test_rows_are_read_as_they_were_appended(tmp_path: Path, layout: SegmentLayout) -> None:
     """Appends of all sizes, with a flush and removed keys between them."""
     path, random = tmp_path / "segment", np.random.default_rng(1)
@@ -97,6 +100,6 @@ def test_another_table_is_refused(tmp_path: Path) -> None:
         SegmentWriter(path, layout)
     with pytest.raises(StoreError, match=r"'.*absent' cannot be read .*restore it"):
         SegmentReader(tmp_path / "absent")
-    with SegmentReader(path) as reader:
+    with SegmentReader(path, layout.model_copy(update={"min_block_bytes": 1 << 16})) as reader:
         assert reader.layout == layout
         assert [len(run.keys) for run in reader.scan()] == [0]

@@ -289,8 +289,13 @@ def write_until_killed(directory: Path) -> None:
 
 def kill_writers(root: Path) -> None:
     """Start a writer per directory, and kill it at a random time after its first snapshot."""
-    seeded = python_random.Random(7)
-    for directory in sorted(root.iterdir()):
+    seeded, directories = python_random.Random(7), sorted(root.iterdir())
+    warm = Ranks(root / "warm", 1, [])  # Every writer would load compiled code anew.
+    warm.change(np.random.default_rng(0), 400)
+    for step in range(9):
+        warm.save(step)
+    warm.close()
+    for directory in directories:
         process = os.fork()
         if not process:
             write_until_killed(directory)
@@ -312,7 +317,8 @@ def test_a_killed_writer_leaves_the_last_snapshot(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
         check=True, timeout=60,
     )  # fmt: skip
-    for directory in tmp_path.iterdir():
+    for number in range(4):
+        directory = tmp_path / str(number)
         saved = json.loads((directory / "log").read_text())
         again = Ranks(directory, 1, [saved["facts"]])
         again.restore(saved["facts"])

@@ -47,7 +47,7 @@ class SparseAdam(torch.optim.SparseAdam):
 OPTIMIZERS: dict[TableOptimizer, Callable[[list[Tensor]], object]] = {
     "sgd": lambda rows: torch.optim.SGD(rows, lr=0.05),
     "adagrad": lambda rows: torch.optim.Adagrad(rows, lr=0.05, eps=1e-8),
-    "adam": lambda rows: SparseAdam(rows, lr=0.05, betas=(0.8, 0.99), eps=1e-8),
+    "adam": lambda rows: SparseAdam(rows, lr=0.05, betas=[0.8, 0.99], eps=1e-8),
     "rowwise-adagrad": lambda rows: RowwiseAdagrad(rows, 0.05, 1e-8),
 }
 
@@ -67,7 +67,7 @@ def loss(sums: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_thirty_steps_equal_torch(optimizer: TableOptimizer) -> None:
-    config = TableConfig(optimizer=optimizer, lr=0.05, betas=(0.8, 0.99), init_std=0.5)
+    config = TableConfig(optimizer=optimizer, lr=0.05, betas=[0.8, 0.99], init_std=0.5)
     table = Table(config, DIM, seed=1, dtype="float64")
     rows = [torch.from_numpy(table.pull(KEYS[[n]])).requires_grad_() for n in range(len(KEYS))]
     optimizers = [OPTIMIZERS[optimizer]([row]) for row in rows]
