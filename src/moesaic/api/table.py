@@ -270,6 +270,11 @@ def _read_head(path: Path, read_only: bool) -> dict[str, dict[str, Any]]:
             )
         shards: dict[str, dict[str, Any]] = content["shards"]
         return shards
+    if (path / "job.json").is_file():
+        raise ConfigError(
+            f"'{path}' is a run: write its table out (moesaic convert {path} --out DIR), and open "
+            "DIR with read_only=True"
+        )
     others = [one for one in path.iterdir() if one.name != "shard-0"] if path.is_dir() else []
     if read_only or others or path.is_file():
         raise ConfigError(

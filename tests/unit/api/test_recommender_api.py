@@ -159,6 +159,8 @@ def test_mistakes_name_the_key(run: moesaic.Run, criteo: Path, exported: Path) -
             replay()
     with pytest.raises(ConfigError, match='give a run of kind "ctr", a checkpoint of it, or its'):
         predict(exported.with_name("none"))
+    with pytest.raises(ConfigError, match="is a run: write its table out"):
+        moesaic.Table.open(run.directory, read_only=True)
     with pytest.raises(ConfigError, match="open it with read_only=True"):
         moesaic.Table.open(exported)
 

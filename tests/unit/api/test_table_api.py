@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,18 @@ def test_two_saves_of_one_opening(tmp_path: Path) -> None:
         rows = table.pull(range(60))
     with moesaic.Table.open(tmp_path / "rows", lr=0.5) as table:
         np.testing.assert_array_equal(table.pull(range(60)), rows)
+
+
+def test_threads_pull_from_a_read_only_table(tmp_path: Path) -> None:
+    with moesaic.Table.open(tmp_path / "rows", dim=8) as table:
+        table.push(np.arange(5000), np.ones((5000, 8)))
+        table.save()
+    with moesaic.Table.open(tmp_path / "rows", read_only=True) as table:
+        batches = list(np.random.default_rng(0).integers(0, 9000, (40, 5000)))
+        expected = [table.pull(keys) for keys in batches]
+        with ThreadPoolExecutor(4) as pool:
+            for rows, found in zip(expected, pool.map(table.pull, batches), strict=True):
+                np.testing.assert_array_equal(found, rows)
 
 
 def test_rows_beyond_memory_are_on_the_drive(tmp_path: Path) -> None:
