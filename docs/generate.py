@@ -16,6 +16,7 @@ from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import SOURCES
 from moesaic.facts.job import FinetuneConfig, Job
 from moesaic.facts.job.bench import BenchConfig
+from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import GenerateConfig, ServeConfig
@@ -38,6 +39,11 @@ _HEADERS = {"table": "[{}]", "list of tables": "[[{}]]"}
 """Headings of subsections, by the kind of their keys."""
 VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "The job": (Job, "`moesaic train JOB.toml`"),
+    "The ctr job": (
+        CtrJob,
+        '`moesaic train JOB.toml` with `kind = "ctr"`, see [recommender.md](recommender.md). Its '
+        "other tables and keys, such as those of [optimizer], are as in a job above.",
+    ),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
     "serve": (ServeConfig, "`moesaic serve MODEL --set KEY=VALUE`"),
     "convert": (ConvertConfig, "`moesaic convert SOURCE --out DIR --set KEY=VALUE`"),
@@ -76,7 +82,10 @@ def _sections(kind: type[BaseModel]) -> list[str]:
     """Return a table of the section's own keys, then a heading and a table for each subsection."""
     parts: list[str] = []
     rows: list[keys.Key] = []
+    repeated = _repeated_keys(kind) if kind is CtrJob else set()
     for entry in _grouped(kind):
+        if entry.path in repeated:
+            continue
         if entry.kind in _HEADERS:
             header = _HEADERS[entry.kind].format(entry.path)
             parts += [*_table(rows), f"### {header}\n\n{entry.meaning}\n"]
@@ -84,6 +93,27 @@ def _sections(kind: type[BaseModel]) -> list[str]:
         else:
             rows.append(entry)
     return [*parts, *_table(rows)]
+
+
+def _repeated_keys(kind: type[BaseModel]) -> set[str]:
+    """Return the keys that equal those of a job, of tables with the same keys as there."""
+    of_job, repeated = _tables_of(Job), set[str]()
+    for name, own in _tables_of(kind).items():
+        others = of_job.get(name, [])
+        if [one.path for one in own] == [one.path for one in others]:
+            equal = {one.path for one, other in zip(own, others, strict=True) if one == other}
+            repeated |= equal | ({name} if len(equal) == len(own) else set())
+    return repeated
+
+
+def _tables_of(kind: type[BaseModel]) -> dict[str, list[keys.Key]]:
+    """Return the keys of each top-level table, without the table itself."""
+    tables: dict[str, list[keys.Key]] = {}
+    for entry in keys.walk(kind):
+        table, _, name = entry.path.partition(".")
+        if name:
+            tables.setdefault(table, []).append(entry)
+    return tables
 
 
 def _grouped(kind: type[BaseModel]) -> list[keys.Key]:

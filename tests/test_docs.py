@@ -20,6 +20,7 @@ from moesaic.base.config import parse
 from moesaic.cli.main import expand_resume, make_app
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
+from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan
 
@@ -88,7 +89,8 @@ def test_commands_are_taken(page: Path) -> None:
             context = verbs[verb].make_context(verb, list(rest))
             if verb == "train":
                 for item in context.params["sets"] or ():
-                    keys.locate(Job, item.partition("=")[0])
+                    key = item.partition("=")[0]
+                    keys.locate(CtrJob if key.startswith("table.") else Job, key)
     inline = re.findall(r"`moesaic ([a-z-]+)", prose(page.read_text()))
     assert set(inline) <= set(getattr(group, "commands"))  # noqa: B009
 
@@ -108,6 +110,9 @@ def test_jobs_plans_and_clusters_parse(page: Path) -> None:
         tomllib.loads(body)
     for body in blocks(page, "toml job"):
         raw = tomllib.loads(body)
+        if raw.get("kind") == "ctr":
+            parse(CtrJob, raw, str(page))
+            continue
         if "from" in raw["model"]:
             raw["model"] = {"preset": "tiny-olmoe"}  # what the directory would say
         job = parse(Job, fill_preset(raw, str(page)), str(page))
@@ -132,7 +137,7 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
 
 @every_page
 def test_names_with_dots_are_modules_or_keys(page: Path) -> None:
-    known = {entry.path for entry in keys.walk(Job)}
+    known = {entry.path for kind in (Job, CtrJob) for entry in keys.walk(kind)}
     for name in re.findall(rf"`((?:{AREAS})(?:\.[a-zA-Z_]+)+)`", page.read_text()):
         parts = name.split(".")
         if parts[-1] == "html":

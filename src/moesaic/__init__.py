@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from moesaic.api.model import Model, load, save
     from moesaic.api.moe import MoE
     from moesaic.api.run import Run
+    from moesaic.api.table import Table
     from moesaic.api.upcycle import aux_loss, upcycle
     from moesaic.base.errors import ConfigError, MoesaicError
+    from moesaic.nn.embedding import TableBag
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "Model",
     "MoesaicError",
     "Run",
+    "Table",
+    "TableBag",
     "aux_loss",
     "clip_grad_norm_",
     "exclude_experts",
@@ -42,7 +46,8 @@ __all__ = [
 _MODULES = {
     "Cluster": "api.cluster", "ConfigError": "base.errors", "Engine": "api.engine",
     "ExpertGroup": "api.expert_group", "Job": "api.job", "MoE": "api.moe",
-    "Model": "api.model", "MoesaicError": "base.errors", "Run": "api.run",
+    "Model": "api.model", "MoesaicError": "base.errors", "Run": "api.run", "Table": "api.table",
+    "TableBag": "nn.embedding",
     "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
     "exclude_experts": "api.experts", "expert_parameters": "api.experts", "load": "api.model",
     "save": "api.model", "upcycle": "api.upcycle",

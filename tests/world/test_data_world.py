@@ -71,7 +71,7 @@ def test_other_text_on_another_machine_is_noticed(ranks: RankPool, tmp_path: Pat
     assert results[0] == results[1]
     kind, message = results[0]
     assert kind == "DataError"
-    assert "rank 1 found other text than rank 0: give all machines the same files" in message
+    assert "rank 1 found other data than rank 0: give all machines the same files" in message
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])

@@ -45,7 +45,7 @@ from moesaic.train.objectives.objective import StepContext, StepResult
 from moesaic.train.parts import Part, PartPlacement, make_part, parts_source
 from moesaic.train.phases import PhaseTimer
 from moesaic.train.run import Run
-from moesaic.train.trainer import train
+from moesaic.train.trainer import RunStart, train
 from moesaic.train.walk import MicroBatchWalk
 
 WIDTH = 6
@@ -214,6 +214,10 @@ class SquaredError:
         """Return the loss and samples of a validation batch."""
         return losses, len(batch.targets)
 
+    def validation_figures(self, losses: Sequence[Tensor]) -> dict[str, float]:
+        """Return the number of batches of this rank."""
+        return {"batches": float(len(losses))}
+
     def total_loss(self, losses: Sequence[Tensor]) -> float:
         """Return the loss over all ranks."""
         return float(all_reduce_(torch.stack(list(losses)).sum(), self._world.group))
@@ -257,6 +261,9 @@ class VectorsKind:
     """Jobs of the kind "vectors"."""
 
     unit = "samples"
+    data_change = "the vectors have changed"
+    new_run = "start a new run"
+    learning_rates = "optimizer.lr"
 
     def units_per_step(self, job: VectorsJob) -> int:
         """Return the samples of a step."""
@@ -274,19 +281,10 @@ class VectorsKind:
         del job, world, log
         return VectorData()
 
-    def assemble(
-        self,
-        loaded: LoadedJob[VectorsJob],
-        plan: Plan,
-        world: World,
-        checkpoint: Checkpoint | None,
-        data: Any,
-        log: Callable[[str], None],
-        decisions: list[Decision[Any, Any]],
-    ) -> Run[SquaredError, VectorStats]:
+    def assemble(self, start: RunStart[VectorsJob]) -> Run[SquaredError, VectorStats]:
         """Return the run."""
-        del decisions
-        job, parts = loaded.job, []
+        job, parts = start.loaded.job, []
+        plan, world, checkpoint = start.plan, start.world, start.checkpoint
         placements = [
             place_part(prefix, job.ranks.get(prefix, range(plan.ranks)))
             for prefix in job.parts.split()
@@ -311,7 +309,7 @@ class VectorsKind:
         )  # fmt: skip
         source: Source = InitialSource(job.seed, 0.5)
         if checkpoint is not None:
-            source = parts_source(checkpoint, source, placements, run.counters, log)
+            source = parts_source(checkpoint, source, placements, run.counters, start.log)
         source.fill(run.state().shards)
         return run
 
@@ -519,6 +517,8 @@ def test_a_report_counts_samples(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, train_vectors, str(tmp_path / "run"), 4)
     started = next(read_events(tmp_path / "run" / "events" / "rank-0.jsonl"))
     assert (started["unit"], started["samples_per_step"]) == ("samples", 8)
+    (validation,) = events_of(tmp_path / "run", "validation")
+    assert (validation["samples"], validation["batches"]) == (40, 10)
     write_report(tmp_path / "run", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert "Samples per second" in text

@@ -16,6 +16,7 @@ from moesaic.base.units import format_seconds
 from moesaic.facts.cluster import Calibration, Cluster, device_models
 from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
+from moesaic.facts.job.job import parse_language_model
 from moesaic.facts.plan import Plan, check_plan, placement_mismatch, round_digits
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _read_run(path: Path, cluster: Cluster, origin: str) -> RunStats:
 
 
 def _job(run: RunStats) -> Job:
-    return parse(Job, run.job, str(run.directory / "job.json"))
+    return parse_language_model(run.job, str(run.directory / "job.json"))
 
 
 def _plan(run: RunStats) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -10,8 +10,11 @@ from typing import Any
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.facts.job import ModelConfig
+from moesaic.facts.job import CtrJob, ModelConfig
 from moesaic.facts.workload import count_parameters
+
+TABLE_MANIFEST = "table.json"
+"""File of an exported table."""
 
 
 def inspect_path(
@@ -32,7 +35,8 @@ def inspect_path(
     is_job = path.suffix == ".toml"
     if samples is not None and not is_job:
         raise ConfigError(f"--samples needs a job file, and '{path}' is none: remove --samples")
-    if verify and (is_job or (path / "config.json").is_file()):
+    is_model = (path / "config.json").is_file() and not (path / TABLE_MANIFEST).is_file()
+    if verify and (is_job or is_model):
         raise ConfigError(
             f"--verify needs a run or checkpoint, and '{path}' is none: remove --verify"
         )
@@ -41,6 +45,8 @@ def inspect_path(
 
 def _inspect_directory(path: Path, verify: bool) -> dict[str, Any]:
     """Return the contents of `path` as plain data; `damaged` lists damage."""
+    if (path / TABLE_MANIFEST).is_file():
+        return _inspect_export(path, verify)
     if (path / "config.json").is_file():
         return _inspect_huggingface(path)
     if (path / "manifest.json").is_file() or (path / "COMMIT").is_file():
@@ -73,17 +79,39 @@ def _inspect_huggingface(path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _inspect_export(path: Path, verify: bool) -> dict[str, Any]:
+    """Return the contents of an exported recommender."""
+    from moesaic.api.recommender import describe_rows
+    from moesaic.models.recommender_files import open_recommender
+
+    origin = open_recommender(path)
+    if verify:
+        origin.rows.verify()
+        origin.load_network()
+    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+    return {
+        "kind": "exported recommender", "path": str(path), "step": origin.step,
+        **_describe_recommender(origin.job), "files": files, "verified": verify,
+        "table": describe_rows(origin.rows),
+    }  # fmt: skip
+
+
+def _describe_recommender(job: CtrJob) -> dict[str, Any]:
+    return {
+        "family": job.model.family, "slots": job.data.num_slots, "dense": job.data.num_dense,
+        "parameters_total": job.num_network_parameters,
+    }  # fmt: skip
+
+
 def _inspect_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
     from moesaic.dist.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(path)
     checkpoint.verify() if verify else checkpoint.check_sizes()
     facts, tensors = checkpoint.facts, checkpoint.tensors
-    raw = (facts.get("job") or facts).get("model")
-    model = parse(ModelConfig, raw, f"checkpoint '{path}'") if isinstance(raw, dict) else None
     return {
         "kind": "checkpoint", "path": str(path), "step": checkpoint.step,
-        **(_describe_model(model) if model else {}),
+        **_describe_trained(facts, path),
         "counters": checkpoint.counters, "tensors": len(tensors),
         "tensor_kinds": sorted({key.partition("/")[0] for key in tensors}),
         "dtypes": sorted({record.dtype for record in tensors.values()}),
@@ -91,16 +119,64 @@ def _inspect_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _describe_trained(facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return sizes of the model of a checkpoint with these facts."""
+    job = facts.get("job") or facts
+    if job.get("kind") == "ctr":
+        return _describe_recommender(parse(CtrJob, job, f"checkpoint '{path}'"))
+    raw = job.get("model")
+    if not isinstance(raw, dict):
+        return {}
+    return _describe_model(parse(ModelConfig, raw, f"checkpoint '{path}'"))
+
+
 def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Return the first samples of a job; tokenise its text if that was not done."""
-    from moesaic.dist.world import World
-    from moesaic.train.data.batch import split_documents
-    from moesaic.train.data.text_data import TextData
+    """Return the first samples of a job; tokenise its text, or read its clicks, if that was not
+    done."""
     from moesaic.train.job_file import check_inputs, load_job
 
     loaded = load_job(path)
-    job = loaded.job
     check_inputs(loaded)
+    show = _clicks_of if isinstance(loaded.job, CtrJob) else _texts_of
+    facts = show(loaded.job, num_samples, log)
+    return {"kind": "job", "path": str(path), **facts, "warnings": loaded.warnings}
+
+
+def _clicks_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return the first samples of a recommender's job, with the keys of each slot."""
+    from moesaic.dist.world import World
+    from moesaic.train.data.clicks import ClickData
+
+    data = ClickData.open(job.data, job.seed, World.solo(), log)
+    batch = data.train.load(range(num_samples), shuffled=False)
+    starts = batch.offsets[:-1].reshape(-1, num_samples).tolist()
+    ends = batch.offsets[1:].reshape(-1, num_samples).tolist()
+    names = job.data.slots or list(map(str, range(job.data.num_slots)))
+    rows = [
+        {
+            "label": int(batch.labels[row]), "weight": float(batch.weights[row]),
+            "day": int(batch.days[row]),
+            "user": None if batch.users is None else int(batch.users[row]),
+            "dense": batch.dense[row].tolist(),
+            "keys": {
+                name: batch.keys[start[row] : end[row]].tolist()
+                for name, start, end in zip(names, starts, ends, strict=True)
+            },
+        }
+        for row in range(num_samples)
+    ]  # fmt: skip
+    return {
+        "slots": job.data.num_slots, "dense": job.data.num_dense, "days": data.train.num_days,
+        "num_samples": len(data.train), "clicks": rows,
+    }  # fmt: skip
+
+
+def _texts_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return the first samples of a language model's job, by document."""
+    from moesaic.dist.world import World
+    from moesaic.train.data.batch import split_documents
+    from moesaic.train.data.text_data import TextData
+
     data = TextData.open(job.data, job.seed, World.solo(), log)
     batch = data.train.batch(range(num_samples))
     rows = []
@@ -119,8 +195,7 @@ def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> di
         targets = sum(sum(mask) for _, mask in with_targets)
         rows.append({"targets": targets, "documents": documents})
     return {
-        "kind": "job", "path": str(path), "sequence": job.data.sequence,
-        "num_samples": len(data.train), "samples": rows, "warnings": loaded.warnings,
+        "sequence": job.data.sequence, "num_samples": len(data.train), "samples": rows,
     }  # fmt: skip
 
 
@@ -146,10 +221,25 @@ def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
         "status", "step", "planned_steps", "loss", "validation_loss", "ranks", "device",
         "parameters_total", "parameters_active",
     )  # fmt: skip
+    table = _inspect_table(path, head, damaged) if rows and head.get("table") else None
     return {
         "kind": "run", "path": str(path), **{name: head.get(name) for name in names},
-        "checkpoints": rows, "damaged": damaged,
+        "checkpoints": rows, "table": table, "damaged": damaged,
     }  # fmt: skip
+
+
+def _inspect_table(
+    path: Path, head: Mapping[str, Any], damaged: list[str]
+) -> dict[str, Any] | None:
+    """Return the rows of a run's newest intact checkpoint, and its last pass over a drive."""
+    from moesaic.api.recommender import describe_rows
+    from moesaic.models.recommender_files import open_recommender
+
+    try:
+        return {**describe_rows(open_recommender(path).rows), "passes": head["table"]["passes"]}
+    except StoreError as error:
+        damaged.append(str(error))
+        return None
 
 
 def _describe_model(model: ModelConfig) -> dict[str, Any]:

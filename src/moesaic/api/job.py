@@ -27,17 +27,19 @@ from moesaic.api.step_callback import serve_callback
 from moesaic.api.train_worker import TrainTask, default_out, encode, run_train_task
 from moesaic.base.errors import ConfigError
 from moesaic.base.file_system import unsuitable_file_system
-from moesaic.facts.job import Job as JobConfig
+from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.plan import Plan, idle_ranks_warning, plan_from_job
 from moesaic.train.job_file import (
     LoadedJob,
+    TrainingJob,
     apply_plan,
     blame_sets,
     check_inputs,
     check_no_run,
-    check_out_is_not_text,
+    check_out_is_not_data,
     check_writable,
     holds_checkpoint,
+    language_model,
     load_job,
 )
 
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 class Job:
     """A training job: model, data, optimizer and layout."""
 
-    def __init__(self, loaded: LoadedJob[JobConfig], source: Path | dict[str, Any]) -> None:
+    def __init__(self, loaded: LoadedJob[TrainingJob], source: Path | dict[str, Any]) -> None:
         self._loaded, self._source = loaded, source
 
     @classmethod
@@ -73,7 +75,7 @@ class Job:
         return cls(load_job(Path(source), sets, run), Path(source))
 
     @property
-    def config(self) -> JobConfig:
+    def config(self) -> TrainingJob:
         """The job with every default filled in."""
         return self._loaded.job
 
@@ -134,7 +136,7 @@ class Job:
         """
         from moesaic.policy.plan.predict import choose_plan, predict_plan
 
-        loaded = self._under(plan)
+        loaded = self._language_model(plan)
         recorded = None
         if loads is not None:
             recorded = recorded_loads(Run.open(loads).directory, loaded.job)
@@ -162,7 +164,7 @@ class Job:
         """
         from moesaic.policy.plan.capacity import largest_model
 
-        loaded = self._loaded
+        loaded = self._language_model()
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return largest_model(loaded.job, cluster.facts, ssd_bytes, nproc, loaded.origin)
 
@@ -188,9 +190,9 @@ class Job:
         used_plan = loaded.plan
         if used_plan is None:
             with blame_sets(loaded.origin, loaded.sets):
-                used_plan = plan_from_job(loaded.job, ranks, loaded.origin)
+                used_plan = _own_plan(loaded, ranks)
         if directory is not None:
-            check_out_is_not_text(directory, loaded.job)
+            check_out_is_not_data(directory, loaded.job)
         check_inputs(loaded)
         if directory is not None and is_leader() and is_started:
             check_writable(directory)
@@ -202,12 +204,20 @@ class Job:
         texts = _warnings(loaded, used_plan, is_new=checkpoint is None)
         return PreparedRun(task, loaded.job, used_plan, ranks, texts)
 
-    def _under(self, plan: PlannedJob | str | Path | None) -> LoadedJob[JobConfig]:
+    def _under(self, plan: PlannedJob | str | Path | None) -> LoadedJob[TrainingJob]:
         """Return the job under a plan, if there is one."""
         source = _plan_as_json(plan)
         if source is None:
             return self._loaded
         return apply_plan(self._loaded, Path(source) if isinstance(source, str) else source)
+
+    def _language_model(
+        self, plan: PlannedJob | str | Path | None = None
+    ) -> LoadedJob[LanguageModelJob]:
+        """Return the job under a plan, if there is one; raise if it is of another kind."""
+        return language_model(
+            self._under(plan), "has no plan: plans are for language models yet, train it as it is"
+        )
 
 
 def _plan_as_json(plan: PlannedJob | str | Path | None) -> str | dict[str, Any] | None:
@@ -223,7 +233,7 @@ class PreparedRun:
     """A training run that is checked and can start."""
 
     task: TrainTask
-    config: JobConfig
+    config: TrainingJob
     """Job under the plan."""
     plan: Plan
     """Layout of the ranks."""
@@ -266,7 +276,7 @@ class PreparedRun:
             record_run_end(Path(self.task.out), reason)
 
 
-def _count_ranks(loaded: LoadedJob[JobConfig], nproc: int | None, *, is_started: bool) -> int:
+def _count_ranks(loaded: LoadedJob[TrainingJob], nproc: int | None, *, is_started: bool) -> int:
     """Return the number of ranks: that of the plan, if there is one."""
     requested, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
     if plan is None:
@@ -323,27 +333,37 @@ def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
     return out, str(path)
 
 
-def _warnings(loaded: LoadedJob[JobConfig], plan: Plan, *, is_new: bool) -> list[str]:
+def _own_plan(loaded: LoadedJob[TrainingJob], ranks: int) -> Plan:
+    """Return the layout that a job without a plan has."""
+    if isinstance(loaded.job, LanguageModelJob):
+        return plan_from_job(loaded.job, ranks, loaded.origin)
+    return Plan.data_parallel(ranks)
+
+
+def _warnings(loaded: LoadedJob[TrainingJob], plan: Plan, *, is_new: bool) -> list[str]:
     """Return warnings about the job; a new run also checks its initial weights."""
-    texts, idle = list(loaded.warnings), idle_ranks_warning(plan, loaded.job)
+    job, texts = loaded.job, list(loaded.warnings)
+    if not isinstance(job, LanguageModelJob):
+        return [*texts, *_drive_warnings("table.ssd", job.table.ssd)]
+    idle = idle_ranks_warning(plan, job)
     if idle is not None:
         texts.append(idle)
-    if loaded.job.layout.embedding == "columns" and plan.ranks // plan.pp == 1:
+    if job.layout.embedding == "columns" and plan.ranks // plan.pp == 1:
         texts.append("layout.embedding has no effect: each stage has one rank, with all columns")
-    texts += _drive_warnings(loaded.job)
-    return [*texts, *_check_weights(loaded.job)] if is_new else texts
+    texts += _drive_warnings("memory.ssd", None if job.memory is None else job.memory.ssd)
+    return [*texts, *_check_weights(job)] if is_new else texts
 
 
-def _drive_warnings(job: JobConfig) -> list[str]:
-    """Return a warning if the file system of `memory.ssd` on this machine does not suit it."""
-    if job.memory is None:
+def _drive_warnings(key: str, directory: str | None) -> list[str]:
+    """Return a warning if the file system of the `directory` that `key` names does not suit it."""
+    if directory is None:
         return []
-    found = unsuitable_file_system(Path(job.memory.ssd).expanduser())
-    text = f"memory.ssd = '{job.memory.ssd}' is on {found}: name a directory on a local drive"
+    found = unsuitable_file_system(Path(directory).expanduser())
+    text = f"{key} = '{directory}' is on {found}: name a directory on a local drive"
     return [] if found is None else [text]
 
 
-def _check_weights(job: JobConfig) -> list[str]:
+def _check_weights(job: LanguageModelJob) -> list[str]:
     """Compare the headers of the initial weights with the model; return notes on unused tensors."""
     if job.source is None:
         return []

@@ -22,6 +22,7 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.facts.expert_blocks import STATE, BlockKind, ExpertBlocks, waves
 from moesaic.facts.job import Job
+from moesaic.facts.job.job import parse_language_model
 from moesaic.facts.plan import Plan
 from moesaic.policy.plan.budget import (
     BudgetFacts,
@@ -58,7 +59,7 @@ def replay_memory(run: Path, memory: str, residency: str) -> dict[str, Any]:
     stats = RunStats.read(run)
     raw = {**stats.job, "memory": {"host": memory, "ssd": "unused", "residency": residency}}
     raw["train"] = {**raw["train"], "micro_batch_order": "auto"}
-    job = parse(Job, raw, f"--memory {memory} with {run / 'job.json'}")
+    job = parse_language_model(raw, f"--memory {memory} with {run / 'job.json'}")
     plan = parse(Plan, stats.plan, str(run / "plan.json"))
     assert job.memory is not None
     host_bytes = job.memory.host_bytes

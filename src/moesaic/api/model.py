@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.api.engine import TextEngine, load_network
 from moesaic.api.generation import Generation
 from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import EngineConfig, LoadConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
@@ -17,6 +18,7 @@ from moesaic.serve.prompts import Prompt, PromptEncoder
 if TYPE_CHECKING:
     from moesaic.models.hf.origin import Origin
     from moesaic.models.lm import LanguageModel
+    from moesaic.models.recommender_files import RecommenderOrigin
     from moesaic.models.tokenizer import Tokenizer
 
 
@@ -105,14 +107,24 @@ def convert(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     **settings: Any,
-) -> Origin:
+) -> Origin | RecommenderOrigin:
     """Write the model in `source` as a new directory, without loading it whole; return where it
     came from, with warnings.
 
     `settings` are those of `moesaic convert`, such as `to="adapter"`. `on_progress` receives the
-    bytes done and in total.
+    bytes done and in total. A recommender has one format and no settings.
     """
     config = parse(ConvertConfig, settings, "convert")
+    from moesaic.models.recommender_files import is_recommender
+
+    if is_recommender(Path(source)):
+        from moesaic.api.recommender import export
+
+        if given := config.non_default_fields:
+            raise ConfigError(
+                f"'{source}' is a recommender, and {min(given)} is for language models: remove it"
+            )
+        return export(Path(source), Path(directory))
     import torch
 
     from moesaic.kernels import device

@@ -16,6 +16,7 @@ from moesaic.base.errors import ConfigError, StoreError
 from moesaic.facts.balance import IntArray
 from moesaic.facts.job import BalanceConfig, BalanceCosts, Job
 from moesaic.facts.job.balance import YardstickConfig
+from moesaic.facts.job.job import parse_language_model
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance import (
     BalanceCostFacts,
@@ -101,7 +102,7 @@ def replay_run(
     from moesaic.report import RunStats  # Slow to import, like the imports below.
 
     facts = RunStats.read(run)
-    job = parse(Job, facts.job, str(run / "job.json"))
+    job = parse_language_model(facts.job, str(run / "job.json"))
     plan = parse(Plan, facts.plan, str(run / "plan.json"))
     if plan.ep == 1:
         raise ConfigError(

@@ -40,13 +40,24 @@ class Run:
         return self._stats().job
 
     def steps(self) -> pa.Table:
-        """Return a row per step: loss, learning rate, seconds, and seconds of each phase."""
+        """Return a row per step: loss, learning rate, seconds, other figures such as the AUC of
+        clicks, and seconds of each phase. Columns that no step has are left out."""
+        import numpy as np
         import pyarrow as pa
 
-        columns = dict(vars(self._stats().steps))
-        phases = columns.pop("phases")
-        columns["step"] = columns["step"].astype(int)
-        return pa.table({**columns, **{f"{name}_s": values for name, values in phases.items()}})
+        stats = self._stats()
+        columns = dict(vars(stats.steps))
+        phases, figures = columns.pop("phases"), columns.pop("figures")
+        units = {"tokens": stats.unit, "tokens_per_s": f"{stats.unit}_per_s"}
+        named = {
+            units.get(name, name): values
+            for name, values in columns.items()
+            if not len(values) or not np.isnan(values).all()
+        }
+        named["step"] = columns["step"].astype(int)
+        return pa.table(
+            {**named, **figures, **{f"{name}_s": values for name, values in phases.items()}}
+        )
 
     def loads(self) -> pa.Table:
         """Return a row per recorded step and layer: `counts` has the tokens of each expert.

@@ -65,12 +65,13 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
     """
     with exit_on_interrupt() if is_torchrun() else nullcontext():
         from moesaic.dist.world import World
-        from moesaic.train.lm import LanguageModelKind
+        from moesaic.train.job_kind import job_kind
         from moesaic.train.trainer import collective_timeout, train
 
         job, plan = (Path(one) if isinstance(one, str) else one for one in (task.job, task.plan))
         assert job is not None
         loaded = load_job(job, task.sets, resumed_run(task.out, task.resume), plan)
+        kind = job_kind(loaded.job.kind)
         world = World.from_launcher(loaded.job.train.device, collective_timeout(loaded.job))
     if task.callback is not None:
         on_step = remote_callback(task.callback)
@@ -78,7 +79,7 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
         out = Path(world.run_on_rank_zero(lambda: task.out or str(default_out(job))))
         progress = RunProgress(task.output if world.is_rank_zero else None)
         try:
-            train(loaded, out, task.resume, world, progress, LanguageModelKind(), on_step)
+            train(loaded, out, task.resume, world, progress, kind, on_step)
         finally:
             progress.done()
     except BaseException:

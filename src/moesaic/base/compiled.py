@@ -1,4 +1,4 @@
-"""numba compilation: a cached `njit` and a hook for the first compilation.
+"""numba compilation: a cached `njit`, blocks of numbers in vector registers, prefetching.
 
 Importing numba takes long, so callers import this module where they use it."""
 
@@ -8,16 +8,171 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
 from numba.core.event import Event, Listener, install_listener
+from numba.extending import intrinsic
+
+BLOCK = 8
+"""Numbers of a block; LLVM maps it to the registers of the processor."""
 
 
-def cached_njit(function: Any) -> Any:
-    """Return `function`, compiled on its first call and cached on disk where that is possible."""
+def cached_njit(function: Any = None, **options: Any) -> Any:
+    """Return `function`, compiled on its first call and cached on disk where that is possible.
+
+    Compiled code does not hold the GIL. With options of `njit` alone, return a decorator.
+    """
+    if function is None:
+        return lambda decorated: cached_njit(decorated, **options)
+    options = {"nogil": True, **options}
     try:
-        return njit(cache=True)(function)
+        return njit(cache=True, **options)(function)
     except RuntimeError:  # Neither the source's directory nor the user's cache is writable.
-        return njit(function)
+        return njit(**options)(function)
+
+
+def cached_loop(function: Any) -> Any:
+    """Return `function` as `cached_njit` does, for loops over given arrays.
+
+    It can make no arrays, and so spends no time on counts of references."""
+    return cached_njit(function, _nrt=False)
+
+
+def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any, to: Any) -> Any:
+    """Return the address of `array[index]`, of a flat array, as a pointer to the LLVM type `to`."""
+    values = context.make_array(kind)(context, builder, array)
+    return builder.bitcast(builder.gep(values.data, [index]), to.as_pointer())
+
+
+def _typed_intrinsic(function: Any) -> Any:
+    """Return numba's intrinsic; compiled functions call it without the first argument."""
+    return intrinsic(function)
+
+
+class _Blocks:
+    """Blocks of the flat arrays that an intrinsic is called with."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        self.builder = builder
+        number = context.get_value_type(signature.args[0].dtype)
+        self.block = ir.VectorType(number, BLOCK)
+        self._align = context.get_abi_sizeof(number)
+        self._addresses = [
+            _address(context, builder, kind, arguments[place], arguments[place + 1], self.block)
+            for place, kind in enumerate(signature.args)
+            if isinstance(kind, types.Array)
+        ]
+
+    def load(self, array: int) -> Any:
+        """Return the block of an array, counted from 0."""
+        return self.builder.load(self._addresses[array], align=self._align)
+
+    def store(self, array: int, value: Any) -> None:
+        """Write the block of an array."""
+        self.builder.store(value, self._addresses[array], align=self._align)
+
+    def repeat(self, number: Any) -> Any:
+        """Return a block of equal numbers."""
+        one = self.builder.insert_element(
+            ir.Constant(self.block, ir.Undefined), number, ir.Constant(ir.IntType(32), 0)
+        )
+        places = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), [0] * BLOCK)
+        return self.builder.shuffle_vector(one, one, places)
+
+    def sum(self, value: Any) -> Any:
+        """Return the sum of a block's numbers, of halves of it first."""
+        width = BLOCK
+        while width > 1:
+            width //= 2
+            low, high = (
+                self.builder.shuffle_vector(
+                    value,
+                    value,
+                    ir.Constant(
+                        ir.VectorType(ir.IntType(32), width), list(range(start, start + width))
+                    ),
+                )
+                for start in (0, width)
+            )
+            value = self.builder.fadd(low, high)
+        return self.builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+
+
+@_typed_intrinsic
+def copy_block(typing: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
+    """Set target[at : at + BLOCK] = source[start : start + BLOCK], of flat arrays."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        blocks = _Blocks(context, builder, signature, arguments)
+        blocks.store(0, blocks.load(1))
+        return context.get_dummy_value()
+
+    return types.void(target, at, source, start), generate
+
+
+@_typed_intrinsic
+def accumulate_block(typing: Any, target: Any, at: Any, source: Any, start: Any, keep: Any) -> Any:
+    """Set target[at : at + BLOCK] to source[start : start + BLOCK], of flat arrays, plus the old
+    values if `keep`; return whether all new values are finite."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        blocks = _Blocks(context, builder, signature, arguments)
+        zeros = ir.Constant(blocks.block, [0.0] * BLOCK)
+        old = builder.select(builder.trunc(arguments[4], ir.IntType(1)), blocks.load(0), zeros)
+        new = builder.fadd(old, blocks.load(1))
+        blocks.store(0, new)
+        finite = builder.fcmp_ordered("==", builder.fsub(new, new), zeros)
+        bits = ir.IntType(BLOCK)
+        return builder.icmp_unsigned("==", builder.bitcast(finite, bits), bits(2**BLOCK - 1))
+
+    return types.boolean(target, at, source, start, types.boolean), generate
+
+
+@_typed_intrinsic
+def subtract_scaled_block(
+    typing: Any, target: Any, at: Any, source: Any, start: Any, factor: Any
+) -> Any:
+    """Subtract factor * source[start : start + BLOCK] from target[at : at + BLOCK]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        blocks = _Blocks(context, builder, signature, arguments)
+        scaled = builder.fmul(blocks.repeat(arguments[4]), blocks.load(1))
+        blocks.store(0, builder.fsub(blocks.load(0), scaled))
+        return context.get_dummy_value()
+
+    return types.void(target, at, source, start, target.dtype), generate
+
+
+@_typed_intrinsic
+def sum_squares_block(typing: Any, source: Any, start: Any) -> Any:
+    """Return the sum of squares of source[start : start + BLOCK], of a flat array."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        blocks = _Blocks(context, builder, signature, arguments)
+        value = blocks.load(0)
+        return blocks.sum(builder.fmul(value, value))
+
+    return source.dtype(source, start), generate
+
+
+@_typed_intrinsic
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Load the cache line of `array[index]`, of a flat array, without waiting for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, number = ir.IntType(8), ir.IntType(32)
+        array_at, index_at = arguments
+        address = _address(context, builder, signature.args[0], array_at, index_at, byte)
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), number, number, number])
+            function = ir.Function(builder.module, kind, name)
+        # Arguments: a read, of data that is used soon again, into the data cache.
+        builder.call(function, [address, *(ir.Constant(number, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
 
 
 class _CompileListener(Listener):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +22,23 @@ def used_memory_bytes(process: int | None = None) -> int:
         return 0
     found = re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", status.read_text(), re.MULTILINE)
     return sum(map(int, found)) * 1024
+
+
+def total_memory_bytes() -> int:
+    """Return the main memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def reserve_memory(num_bytes: int) -> mmap.mmap:
+    """Return zeroed memory that takes pages, huge ones if possible, only where it is written.
+
+    Arrays in it grow in place."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    memory = mmap.mmap(-1, num_bytes, flags=flags)
+    with suppress(OSError):  # The kernel may have no huge pages.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def free_memory_bytes() -> int:

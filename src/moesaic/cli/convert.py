@@ -40,7 +40,10 @@ def convert(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Convert a model to a Hugging Face directory, a checkpoint, or a LoRA adapter."""
+    """Convert a model to a Hugging Face directory, a checkpoint, or a LoRA adapter.
+
+    A recommender becomes a directory of its weights and its table, for serving.
+    """
     if explain is not None:
         flags.print_explanation(ConvertConfig, explain, as_json)
         return 0
@@ -67,5 +70,6 @@ def convert(
     if as_json:
         screen.print_json({"from": str(origin.path), "out": str(out), "bytes": written})
     else:
-        screen.print_line(f"wrote {out} from {origin.path}: {format_bytes(written)}, {config.to}")
+        form = "recommender" if (out / "table.json").is_file() else config.to
+        screen.print_line(f"wrote {out} from {origin.path}: {format_bytes(written)}, {form}")
     return 0

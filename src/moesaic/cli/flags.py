@@ -16,12 +16,12 @@ from pydantic import BaseModel
 
 from moesaic.api.cluster import Cluster
 from moesaic.base import keys
-from moesaic.base.config import SET_FLAG, Section, apply_sets, parse
+from moesaic.base.config import SET_FLAG, Section, apply_sets, parse, read_toml
 from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_create
 from moesaic.cli import screen
 from moesaic.facts.cluster.file import ClusterFile
-from moesaic.facts.job import Job
+from moesaic.facts.job import CtrJob, Job
 from moesaic.facts.plan import Plan
 
 Sets = Annotated[
@@ -115,10 +115,24 @@ def print_explanation(kind: type[BaseModel], key: str, as_json: bool) -> None:
         screen.print_line(f"{entry.path}  {entry.kind}{default}\n  {entry.meaning}")
 
 
-def print_job_explanation(key: str, as_json: bool) -> None:
-    """Print the meaning of a key of a job, plan or cluster; search unknown keys in the job."""
+def print_job_explanation(key: str, as_json: bool, job: Path | None = None) -> None:
+    """Print the meaning of a key of a job, plan or cluster; search unknown keys in the job.
+
+    A `job` file tells the kind of job. Without it, keys that language models lack are those of
+    recommenders.
+    """
+    kind = None if job is None else read_toml(job).get("kind", "lm")
+    if kind == "ctr" or (kind is None and key != "all" and _is_key_of_ctr_alone(key)):
+        print_explanation(CtrJob, key, as_json)
+        return
     everywhere = key == "all" or _is_file_key(key) or keys.nearest_key(Job, key.split(".")) is None
     print_explanation(JobFiles if everywhere else Job, key, as_json)
+
+
+def _is_key_of_ctr_alone(key: str) -> bool:
+    """Return whether jobs of kind ctr have `key`, and neither language models nor files do."""
+    known, others = ({entry.path for entry in keys.walk(kind)} for kind in (CtrJob, JobFiles))
+    return key in known - others
 
 
 def _is_file_key(key: str) -> bool:

@@ -1,6 +1,7 @@
 """`moesaic inspect`: contents and integrity of runs, checkpoints and model directories.
 
-For a job it shows the first training samples and marks the tokens in the loss.
+For a job it shows the first training samples. Tokens in the loss are marked, and keys of clicks are
+shown by slot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Target = Annotated[
     Path | None,
     typer.Argument(
         metavar="PATH", show_default=False,
-        help="Run, checkpoint, Hugging Face directory, or job file for its samples.",
+        help="Run, checkpoint, exported directory, or job file for its samples.",
     ),
 ]  # fmt: skip
 
@@ -73,17 +74,58 @@ def _print_row(name: str, value: Any) -> None:
             screen.print_line(
                 f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
             )
-    elif name == "samples":
+    elif name in ("samples", "clicks"):
         for number, row in enumerate(value):
-            screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
-            for document in row["documents"]:
-                screen.out().print(_highlight_targets(document))
+            (_print_text if name == "samples" else _print_click)(number, row)
+    elif name == "table":
+        _print_table(value)
     elif name == "files":
         screen.print_line(f"{label}{len(value)}, {format_bytes(sum(value.values()))}")
     else:
         screen.print_line(
             f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
+
+
+def _print_text(number: int, row: dict[str, Any]) -> None:
+    """Print a sample of text, with its tokens in the loss highlighted."""
+    screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
+    for document in row["documents"]:
+        screen.out().print(_highlight_targets(document))
+
+
+def _print_click(number: int, row: dict[str, Any]) -> None:
+    """Print a sample of clicks: its label, dense features, and the keys of each slot."""
+    words = ["click" if row["label"] else "no click", f"day {row['day']}"]
+    words += [f"weight {row['weight']:g}"] if row["weight"] != 1 else []
+    words += [f"user {row['user']}"] if row["user"] is not None else []
+    screen.print_line(f"\nsample {number}: {', '.join(words)}")
+    if row["dense"]:
+        screen.print_line(f"  {'dense':<18}{' '.join(f'{one:.4g}' for one in row['dense'])}")
+    for slot, keys in row["keys"].items():
+        shown = " ".join(map(str, keys)) or "-"
+        screen.print_line(f"  {f'slot {screen.printable(slot)}':<18}{shown}")
+
+
+def _print_table(table: dict[str, Any]) -> None:
+    """Print the rows of an embedding table, and its hottest keys."""
+    screen.print_line(
+        f"  {'table':<18}{table['rows']:,} rows of {table['dim']} numbers, {table['optimizer']}, "
+        f"{format_bytes(table['row_bytes'])} each; {format_bytes(table['file_bytes'])} of files; "
+        f"day {table['day']}"
+    )
+    passes = table.get("passes")
+    if passes:
+        screen.print_line(
+            f"  {'last pass':<18}{format_bytes(passes['memory_bytes'])} in memory, "
+            f"{format_bytes(passes['drive_bytes'])} on the drive of rank 0; "
+            f"{passes['hit_rate']:.0%} of rows found in memory"
+        )
+    rows = [
+        (f"  {one['key']}", f"{one['show']:,.1f}", f"{one['click']:,.1f}", f"{one['score']:,.2f}")
+        for one in table["hottest"]
+    ]
+    screen.print_table(("  hottest keys", "shows", "clicks", "score"), rows)
 
 
 def _highlight_targets(document: list[dict[str, Any]]) -> Text:

@@ -23,8 +23,8 @@ from moesaic.base.errors import ConfigError, UserError, as_user_error
 from moesaic.cli import screen
 
 VERBS = (
-    "train", "generate", "serve", "convert", "inspect", "report", "replay", "probe", "plan",
-    "calibrate", "trace", "bench",
+    "train", "generate", "serve", "predict", "convert", "inspect", "report", "replay", "probe",
+    "plan", "calibrate", "trace", "bench",
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2

@@ -25,6 +25,8 @@ from moesaic.base.errors import DivergedError
 from moesaic.base.units import format_bytes, format_clock
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, JobPath, Json, PlanPath, Sets
+from moesaic.facts.job import CtrJob
+from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.plan import describe_plan
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import describe_trainable
@@ -73,7 +75,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
 ) -> int | None:
     """Train a model by a job file."""
     if explain is not None:
-        flags.print_job_explanation(explain, as_json)
+        flags.print_job_explanation(explain, as_json, job)
         return 0
     path = flags.require(job, "JOB.toml", "train")
     run = resumed_run(None if out is None else str(out), resume)
@@ -90,7 +92,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     with exit_on_interrupt():
         prepared.check_machine()
         import_module("moesaic.train.trainer")
-        import_module("moesaic.train.lm")
+        import_module(f"moesaic.train.{prepared.config.kind}")
     try:
         with _raise_on_sigterm():
             finished = prepared.run()
@@ -159,8 +161,6 @@ def _write_report(run: Run, as_json: bool) -> None:
 
 def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
     screen.print_line(_headline(facts))
-    chat = " --chat" if run.job["data"]["format"] == "chat" else ""
-    prompt = f'moesaic generate {shlex.quote(str(run.directory))}{chat} --prompt "..."'
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
         screen.print_line(
@@ -172,10 +172,20 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
             screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
     rows = {
         "run": run.directory, "checkpoint": facts["newest_checkpoint"], "report": page,
-        "next": prompt,
+        "next": _next_command(run),
     }  # fmt: skip
     for name, value in rows.items():
         screen.print_line(f"  {name:<11} {value}")
+
+
+def _next_command(run: Run) -> str:
+    """Return the command that uses what the run has trained."""
+    directory = shlex.quote(str(run.directory))
+    if run.job["kind"] == "ctr":
+        data = "" if run.job["data"]["stream"] else " --data FILE"
+        return f"moesaic predict {directory}{data}"
+    chat = " --chat" if run.job["data"]["format"] == "chat" else ""
+    return f'moesaic generate {directory}{chat} --prompt "..."'
 
 
 def _headline(facts: dict[str, Any]) -> str:
@@ -187,18 +197,51 @@ def _headline(facts: dict[str, Any]) -> str:
     if facts["validation_loss"] is not None:
         text += f", validation loss {facts['validation_loss']:.3f}"
     if facts["tokens_per_s"] is not None:
-        text += f", {facts['tokens_per_s']:,.0f} tokens/s (median)"
+        text += f", {facts['tokens_per_s']:,.0f} {facts['unit']}/s (median)"
     return text
 
 
 def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
-    """Print the resolved job, the plan and the memory of a rank."""
+    """Print the resolved job, the plan, and the memory of a rank or of rows."""
+    job = prepared.config
+    if not as_json:
+        screen.print_line(f"# {path}, resolved\n")
+        screen.print_line(job.to_toml())
+    if isinstance(job, CtrJob):
+        _print_recommender(job, prepared, as_json)
+    else:
+        _print_language_model(job, prepared, as_json)
+
+
+def _print_recommender(job: CtrJob, prepared: PreparedRun, as_json: bool) -> None:
+    """Print the network's parameters, the bytes of a row, and the plan."""
+    if as_json:
+        screen.print_json(
+            {
+                "job": job.model_dump(mode="json", by_alias=True),
+                "plan": prepared.plan.decisions(),
+                "parameters": {"network": job.num_network_parameters},
+                "row_bytes": job.row_bytes,
+                "warnings": prepared.warnings,
+            }
+        )
+        return
+    screen.print_line(f"parameters       {job.num_network_parameters:,} in the network")
+    screen.print_line(
+        f"rows             {format_bytes(job.row_bytes)} each with optimizer state; ranks share "
+        "them by key"
+    )
+    screen.print_line(f"plan             {describe_plan(prepared.plan)}")
+
+
+def _print_language_model(job: LanguageModelJob, prepared: PreparedRun, as_json: bool) -> None:
+    """Print the parameters, the plan and the memory of a rank."""
     from moesaic.api.memory_replay import forecast
     from moesaic.base.host_memory import free_memory_bytes
     from moesaic.cli.prediction import describe_tiers
     from moesaic.policy.cost.memory import highest_memory
 
-    job, plan = prepared.config, prepared.plan
+    plan = prepared.plan
     counts = count_parameters(job.model)
     memory = highest_memory(job, plan)
     tiers = forecast(job, plan, free_memory_bytes() // plan.ranks)
@@ -214,8 +257,6 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
             }
         )
         return
-    screen.print_line(f"# {path}, resolved\n")
-    screen.print_line(job.to_toml())
     share = f"{counts.active / counts.total:.0%}"
     screen.print_line(
         f"parameters       {counts.total:,} in total, {counts.active:,} active ({share})"

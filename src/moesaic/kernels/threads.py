@@ -86,6 +86,18 @@ def thread_pool() -> ThreadPool | None:
     return pool if pool is not None and pool.is_single_threaded else None
 
 
+def run_ranges(work: Callable[[int, int], None], length: int, min_length: int) -> None:
+    """Run `work(start, end)` over ranges of 0 to `length`, on all threads from `min_length` on.
+
+    The caller keeps torch's thread count, so `work` must not call torch."""
+    pool = thread_pool() if length >= min_length else None
+    if pool is None:
+        work(0, length)
+        return
+    size = pool.size
+    pool.run_with_caller(lambda part: work(part * length // size, (part + 1) * length // size))
+
+
 @lru_cache(maxsize=4)
 def _make_pool(size: int, pid: int) -> ThreadPool | None:
     """Return the pool of process `pid`, because threads do not survive a fork."""

@@ -20,7 +20,8 @@ class InitialSource:
     A new LoRA adapter changes nothing: B is zero and A is normal with std `in_features ** -0.5`.
     """
 
-    def __init__(self, seed: int, std: float) -> None:
+    def __init__(self, seed: int, std: float | None) -> None:
+        """Take `std` for all matrices; None: that of Glorot and Bengio, by the matrix's shape."""
         self._seed, self._std = seed, std
 
     def fill(self, shards: Sequence[TensorShard]) -> None:
@@ -34,7 +35,8 @@ class InitialSource:
                 elif shard.name.endswith(A):
                     self._fill_normal(shard, tensor, shard.shape[1] ** -0.5)
                 else:
-                    self._fill_normal(shard, tensor, self._std)
+                    glorot = (2.0 / sum(shard.shape)) ** 0.5
+                    self._fill_normal(shard, tensor, glorot if self._std is None else self._std)
 
     def _fill_normal(self, shard: TensorShard, tensor: Tensor, std: float) -> None:
         """Fill the `tensor` of `shard` in chunks of rows, because values are generated in fp64."""

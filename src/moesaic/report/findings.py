@@ -353,7 +353,21 @@ def _slow_drive(run: RunStats) -> Finding | None:
     return Finding("slow_drive", "warning", title, text)
 
 
+def _slow_passes(run: RunStats) -> Finding | None:
+    stall_s = sum(one.get("stall_s", 0.0) for one in run.passes.values())
+    waited = stall_s / max(float(np.nansum(run.steps.step_s)), 1e-9)
+    if not waited > _LONG_WAIT:
+        return None
+    title = f"The table's drive is the bottleneck: {waited:.0%} of the time waits for its rows"
+    text = (
+        "Raise table.host, or train.batch (rows that many samples share are read once), or use a "
+        "faster drive."
+    )
+    return Finding("slow_passes", "warning", title, text)
+
+
 _FINDERS: tuple[Callable[[RunStats], Finding | None], ...] = (
     _not_a_number, _stopped, _failed_saves, _dead_experts, _hot_experts, _drops, _replay_mismatches,
     _spikes, _skipped, _overfitting, _replicas, _slow_drive,
+    _slow_passes,
 )  # fmt: skip

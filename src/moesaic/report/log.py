@@ -7,7 +7,7 @@ step that is logged again. An event with missing or malformed values is skipped,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,7 +81,19 @@ class Validation:
     step: int
     """Step after which it ran."""
     loss: float
-    """Mean loss per token."""
+    """Mean loss per unit."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Other numbers of the event, such as metrics of clicks, by name."""
+
+
+@dataclass(frozen=True)
+class Day:
+    """End of a day of click data."""
+
+    day: int
+    """Number of the day."""
+    figures: dict[str, float]
+    """Numbers of the event by name: metrics of the day's samples before their updates, and rows."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +147,16 @@ class Steps:
     memory_write_s: Floats
     phases: dict[str, Floats]
     """Seconds of each phase on rank 0."""
+    figures: dict[str, Floats]
+    """Other logged numbers by name, such as metrics of clicks."""
 
     def __len__(self) -> int:
         return len(self.step)
 
 
-_COLUMNS = tuple(name for name in Steps.__dataclass_fields__ if name != "phases")
-_Row = tuple[list[float], dict[str, float]]
-"""Values of `_COLUMNS` and seconds by phase, for one step."""
+_COLUMNS = tuple(name for name in Steps.__dataclass_fields__ if name not in ("phases", "figures"))
+_Row = tuple[list[float], dict[str, float], dict[str, float]]
+"""Values of `_COLUMNS`, seconds by phase, and other numbers by name, for one step."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +184,10 @@ class Log:
     ended: str = ""
     """Reason of the end: "finished", "stopped early", or what cut the run off; empty while the log
     has no end."""
+    days: dict[int, Day] = field(default_factory=dict)
+    """Ends of days, by step."""
+    passes: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Figures of passes over rows on a drive, by the step that began them."""
     rows: dict[int, _Row] = field(default_factory=dict)
     """Values of each step."""
 
@@ -185,15 +203,16 @@ class Log:
         elif self.launches:
             end_s = max(self.launches[-1].end_s, time_s)
             self.launches[-1] = replace(self.launches[-1], end_s=end_s)
+        unit = self.launches[-1].unit if self.launches else "tokens"
         if kind == "step":
-            unit = self.launches[-1].unit if self.launches else "tokens"
-            keys = {"tokens": unit, "tokens_per_s": f"{unit}_per_s"}
-            row = [number(event.get(keys.get(name, name))) for name in _COLUMNS], _phases(event)
-            if step in self.rows:
-                self._void(step - 1)
-            self.rows[step] = row
+            self._add_step(event, step, unit)
         elif kind == "validation":
-            self.validations[step] = Validation(step, number(event["loss"]))
+            figures = _figures(event, ("loss", "seconds", unit))
+            self.validations[step] = Validation(step, number(event["loss"]), figures)
+        elif kind == "day":
+            self.days[step] = Day(int(event["day"]), _figures(event, ("day",)))
+        elif kind == "pass":
+            self.passes[step] = _figures(event, ())
         elif kind in _CHECKPOINT_STATES:
             path, error = (str(event.get(name, "")) for name in ("path", "error"))
             self.checkpoints[step] = Checkpoint(step, path, _CHECKPOINT_STATES[kind], error)
@@ -201,14 +220,20 @@ class Log:
     def steps(self) -> Steps:
         """Return the valid steps, ascending."""
         rows = [row for _, row in sorted(self.rows.items())]
-        values = np.array([values for values, _ in rows]).reshape(len(rows), len(_COLUMNS)).T
-        names = dict.fromkeys(name for _, phases in rows for name in phases)
+        values = np.array([values for values, _, _ in rows]).reshape(len(rows), len(_COLUMNS)).T
         return Steps(
             **dict(zip(_COLUMNS, values, strict=True)),
-            phases={
-                name: np.array([phases.get(name, math.nan) for _, phases in rows]) for name in names
-            },
+            phases=_columns([phases for _, phases, _ in rows]),
+            figures=_columns([figures for _, _, figures in rows]),
         )
+
+    def _add_step(self, event: Event, step: int, unit: str) -> None:
+        keys = {"tokens": unit, "tokens_per_s": f"{unit}_per_s"}
+        names = [keys.get(name, name) for name in _COLUMNS]
+        row = [number(event.get(name)) for name in names], _phases(event), _figures(event, names)
+        if step in self.rows:
+            self._void(step - 1)
+        self.rows[step] = row
 
     def _start(self, event: Event, num_done: int, time_s: float) -> None:
         unit = str(event.get("unit", "tokens"))
@@ -234,7 +259,7 @@ class Log:
 
     def _void(self, step: int) -> None:
         """Delete the values of steps after `step`."""
-        for kept in (self.rows, self.validations, self.checkpoints):
+        for kept in (self.rows, self.validations, self.checkpoints, self.days, self.passes):
             for late in [key for key in kept if key > step]:
                 del kept[late]
 
@@ -290,6 +315,21 @@ def _machines(ranks: Iterable[Mapping[str, Any]]) -> tuple[Machine, ...]:
     """Return the host and device of each rank; none if any rank is damaged."""
     machines = tuple(Machine(one["host"], one["kind"], one["threads"]) for one in ranks)
     return machines if all(isinstance(one.threads, int) for one in machines) else ()
+
+
+def _figures(event: Event, but: Collection[str]) -> dict[str, float]:
+    """Return the numbers of an event by name, except for those in `but`, step and time."""
+    return {
+        name: number(value)
+        for name, value in event.items()
+        if name not in but and name not in ("step", "time") and not math.isnan(number(value))
+    }
+
+
+def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
+    """Return an array of each name; NaN where a row lacks it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.array([row.get(name, math.nan) for row in rows]) for name in names}
 
 
 def _phases(event: Event) -> dict[str, float]:

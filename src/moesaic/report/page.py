@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Callable
 from typing import Any
 
 from moesaic.base.units import format_clock
-from moesaic.report.charts import balance, experts, learning, memory, speed, timeline
+from moesaic.report.charts import balance, clicks, experts, learning, memory, speed, timeline
 from moesaic.report.document import cards, document, header, section, table, table_card
 from moesaic.report.prediction import Prediction
 from moesaic.report.run_stats import RunStats
@@ -26,6 +27,12 @@ from moesaic.report.wording import (
 
 _MAX_ROWS = 200
 """Rows of a table; older ones are omitted."""
+_DAY_COLUMNS: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "samples": ("samples", count), "log_loss": ("log-loss", loss), "auc": ("AUC", loss),
+    "normalized_entropy": ("normalised entropy", loss), "calibration": ("calibration", loss),
+    "gauc": ("GAUC", loss), "rows": ("rows", count),
+}  # fmt: skip
+"""Columns of the table of days: figure, title and format."""
 
 
 def render(run: RunStats) -> str:
@@ -33,15 +40,18 @@ def render(run: RunStats) -> str:
     headline = summary(run)
     parts, figures, loads = [], [], None
     if len(run.steps):
-        groups = [("Learning", "", learning.figures(run))]
+        groups = [("Learning", "", learning.figures(run)), ("Clicks", "", clicks.figures(run))]
         if run.loads is not None:
             loads = experts.page_data(run.loads)
             groups.append(("Experts", _controls(loads["layers"]), experts.figures(run.loads)))
         groups.append(("Speed", "", speed.figures(run)))
+        groups.append(("Table", "", clicks.table_figures(run)))
         groups.append(("Memory", "", memory.figures(run)))
         groups.append(("Balance", "", balance.figures(run)))
         parts = [section(title, cards(group), extra) for title, extra, group in groups if group]
         figures = [figure for _, _, group in groups for figure in group]
+    if run.days:
+        parts.append(section("Days", _days(run)))
     if run.prediction is not None:
         lanes = timeline.figures(run.prediction)
         content = _prediction_table(run.prediction, run.unit) + cards(lanes)
@@ -111,7 +121,9 @@ def _head(run: RunStats, headline: dict[str, Any]) -> str:
 def _describe(run: RunStats, headline: dict[str, Any]) -> list[str]:
     """Return the model, the ranks and the device in words."""
     words, model = [], run.setting("model")
-    if model is not None:
+    if model is not None and "dim" in model:
+        words = [model["family"], f"rows of {model['dim']}"]
+    elif model is not None:
         experts = f"{model['experts']} experts, top {model['top_k']}"
         words = [model["family"], f"{model['layers']} layers"]
         words.append(experts if model["experts"] else "dense")
@@ -120,13 +132,12 @@ def _describe(run: RunStats, headline: dict[str, Any]) -> list[str]:
 
 
 def _tiles(headline: dict[str, Any]) -> str:
-    unit, active = headline["unit"].capitalize(), headline["parameters_active"]
+    unit = headline["unit"].capitalize()
     validated, best_step = headline["validation_step"], headline["best_validation_step"]
     validation = "none measured"
     if validated is not None:
         best = f"best {loss(headline['best_validation_loss'])} at {best_step:,}"
         validation = f"at step {validated:,}, {'its best' if best_step == validated else best}"
-    all_active = active == headline["parameters_total"]
     resumes = f", {plural(headline['resumes'], 'resume')}" if headline["resumes"] else ""
     tiles = [
         ("Loss", loss(headline["loss"]),
@@ -135,8 +146,7 @@ def _tiles(headline: dict[str, Any]) -> str:
         (f"{unit} per second", count(headline["tokens_per_s"]),
          f"median; {duration(headline['step_s'])} a step"),
         (f"{unit} seen", count(headline["tokens"]), "repeated steps count once"),
-        ("Parameters", count(headline["parameters_total"]),
-         "all active" if all_active else f"{count(active)} active"),
+        _auc_tile(headline["clicks"]) if headline["clicks"] else _parameters_tile(headline),
         ("Ranks", str(headline["ranks"] or UNKNOWN),
          f"peak {size(headline['peak_memory_bytes'])} each"),
         ("Time", format_clock(headline["seconds"]), f"start to last event{resumes}"),
@@ -147,6 +157,36 @@ def _tiles(headline: dict[str, Any]) -> str:
         for name, text, note in tiles
     )
     return f'<dl class="tiles">{shown}</dl>'
+
+
+def _parameters_tile(headline: dict[str, Any]) -> tuple[str, str, str]:
+    total, active = headline["parameters_total"], headline["parameters_active"]
+    note = "all active" if active == total else f"{count(active)} active"
+    return "Parameters", count(total), note
+
+
+def _auc_tile(clicks: dict[str, Any]) -> tuple[str, str, str]:
+    shown, name = clicks["validation"] or clicks["training"], "validation"
+    if not clicks["validation"]:
+        name = "training, recent mean"
+    calibration = shown.get("calibration")
+    note = f"{name}; calibration {digits(calibration)}" if calibration else name
+    return "AUC", loss(shown.get("auc")), note
+
+
+def _days(run: RunStats) -> str:
+    """Return the table of days of click data."""
+    shown = run.days[-_MAX_ROWS:]
+    names = [name for name in _DAY_COLUMNS if any(name in day.figures for day in shown)]
+    rows = [
+        (f"{day.day:,}", *(_DAY_COLUMNS[name][1](day.figures.get(name)) for name in names))
+        for day in shown
+    ]
+    guide = (
+        "Each sample is predicted before the update that it is part of. Look for AUC that falls "
+        "from one day to the next."
+    )
+    return table_card(guide, ("day", *(_DAY_COLUMNS[name][0] for name in names)), rows)
 
 
 def _findings(headline: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from moesaic.base.events import find_run_log
 from moesaic.report.loads import BalanceStats, Loads, read_balance_stats, read_loads
 from moesaic.report.log import (
     Checkpoint,
+    Day,
     Launch,
     RankStats,
     Steps,
@@ -59,6 +60,10 @@ class RunStats:
     """Steps as rank 0 logged them."""
     validations: list[Validation]
     """Validation passes, by step."""
+    days: list[Day]
+    """Days of click data that have ended, by step."""
+    passes: dict[int, dict[str, float]]
+    """Figures of passes over table rows on a drive, by their first step; rank 0 logs its own."""
     checkpoints: list[Checkpoint]
     """Saves, by step."""
     ranks: list[RankStats]
@@ -93,6 +98,8 @@ class RunStats:
             launches=log.launches,
             steps=steps,
             validations=[one for _, one in sorted(log.validations.items())],
+            days=[one for _, one in sorted(log.days.items())],
+            passes=dict(sorted(log.passes.items())),
             checkpoints=[one for _, one in sorted(log.checkpoints.items())],
             ranks=ranks,
             loads=read_loads(run_dir / "loads", last_step),

@@ -12,6 +12,8 @@ from moesaic.report.findings import find
 from moesaic.report.run_stats import RunStats
 from moesaic.report.series import known_mean, median
 
+METRICS = frozenset({"auc", "log_loss", "normalized_entropy", "calibration", "gauc"})
+"""Names of metrics of click prediction."""
 _RECENT = 50
 """Steps in the mean of the recent loss, at most a tenth of the run."""
 
@@ -50,6 +52,8 @@ def summary(run: RunStats) -> dict[str, Any]:
         "skipped": int(np.nansum(run.steps.skipped)),
         "loss_scale": float(run.steps.loss_scale[-1]) if len(run.steps) else None,
         "experts": _experts(run),
+        "clicks": _clicks(run),
+        "table": _table(run),
         "balance": _balance(run),
         "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],
@@ -80,6 +84,48 @@ def _losses(run: RunStats) -> dict[str, Any]:
         "validation_step": validations[-1].step if validations else None,
         "best_validation_loss": best.loss if best else None,
         "best_validation_step": best.step if best else None,
+    }
+
+
+def _clicks(run: RunStats) -> dict[str, Any] | None:
+    """Return metrics of click prediction: of the last validation, and means of recent steps."""
+    logged = {name: run.steps.figures[name] for name in METRICS if name in run.steps.figures}
+    measured = [one for one in run.validations if METRICS & one.figures.keys()]
+    if not logged and not measured:
+        return None
+    recent = min(_RECENT, max(len(run.steps) // 10, 1))
+    return {
+        "validation": dict(measured[-1].figures) if measured else None,
+        "training": {name: known_mean(values[-recent:]) for name, values in logged.items()},
+        "days": [{"day": one.day, **one.figures} for one in run.days],
+        "input_wait_s": median(run.steps.phases["data"]) if "data" in run.steps.phases else None,
+    }
+
+
+def _table(run: RunStats) -> dict[str, Any] | None:
+    """Return the rows of the embedding table at the last step, and the passes of its drive."""
+    rows = run.steps.figures.get("rows")
+    if rows is None:
+        return None
+    return {"rows": int(rows[np.isfinite(rows)][-1]), "passes": _passes(run)}
+
+
+def _passes(run: RunStats) -> dict[str, Any] | None:
+    """Return totals over the passes of rank 0, and its bytes in memory and on the drive."""
+    passes = list(run.passes.values())
+    if not passes:
+        return None
+    hits, raised, stalls = (
+        np.array([one.get(name, math.nan) for one in passes])
+        for name in ("hits", "raised", "stall_s")
+    )
+    return {
+        "number": len(passes),
+        "hit_rate": float(np.nansum(hits) / max(np.nansum(hits + raised), 1)),
+        "stall_s": float(np.nansum(stalls)),
+        "mean_stall_s": known_mean(stalls),
+        "memory_bytes": passes[-1].get("memory_bytes"),
+        "drive_bytes": passes[-1].get("drive_bytes"),
     }
 
 

@@ -1,6 +1,7 @@
-"""Job loading: from a TOML file, `--set` items and a plan to a checked `Job`. Imports no torch.
+"""Job loading: from a TOML file, `--set` items and a plan to a checked job. Imports no torch.
 
-`load_job` resolves `[model] preset` and `[model] from`, parses, and puts the job under a plan.
+`load_job` chooses the class of the job by its `kind`. For a language model it resolves
+`[model] preset` and `[model] from`, and puts the job under a plan.
 `check_inputs` checks the paths that it names. All of this happens before anything is written.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from moesaic.base import keys
 from moesaic.base.config import (
@@ -30,7 +31,7 @@ from moesaic.base.config import (
     tables_to_toml,
 )
 from moesaic.base.errors import ConfigError, UserError, write_error
-from moesaic.facts.job import Job, LayoutConfig
+from moesaic.facts.job import CtrJob, Job, LayoutConfig
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
@@ -45,7 +46,9 @@ _RUN_FILES = ("rank-0.jsonl", "part-000000.parquet")
 LOCK = "LOCK"
 """Lock file of a run directory."""
 
-J = TypeVar("J")
+J = TypeVar("J", covariant=True)
+TrainingJob: TypeAlias = Job | CtrJob
+"""Jobs that `moesaic train` takes, one class for each `kind`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class LoadedJob(Generic[J]):
     """Items of `--set`."""
 
     @property
-    def warnings(self: LoadedJob[Job]) -> list[str]:
+    def warnings(self: LoadedJob[TrainingJob]) -> list[str]:
         """Warnings for the user: `notes`, and settings that have no effect under the plan."""
         return [*self.notes, *self.job.ineffective_settings(self.layout_keys)]
 
@@ -79,7 +82,7 @@ def load_job(
     sets: Sequence[str] = (),
     run: Path | None = None,
     plan: Path | Mapping[str, Any] | None = None,
-) -> LoadedJob[Job]:
+) -> LoadedJob[TrainingJob]:
     """Return the job in the file `source`, or of the tables `source`, and the items of `sets`.
 
     Args:
@@ -103,10 +106,20 @@ def load_job(
     return loaded if plan is None else apply_plan(loaded, plan)
 
 
+def language_model(loaded: LoadedJob[TrainingJob], refusal: str) -> LoadedJob[Job]:
+    """Return `loaded` if it is of a language model; else raise with `refusal` after the kind."""
+    if not isinstance(loaded.job, Job):
+        raise ConfigError(f'{loaded.origin}: kind = "{loaded.job.kind}" {refusal}')
+    return cast("LoadedJob[Job]", loaded)
+
+
 def _resolve(
     raw: dict[str, Any], origin: str, sets: Sequence[str], run: Path | None
-) -> tuple[Job, list[str]]:
+) -> tuple[TrainingJob, list[str]]:
     """Return the job of these tables with its warnings."""
+    kind = keys.check_choice(f"{origin}: kind", raw.get("kind", "lm"), ["lm", "ctr"])
+    if kind == "ctr":
+        return parse(CtrJob, raw, origin, sets), []
     if "source" in raw:
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
     notes: list[str] = []
@@ -136,11 +149,14 @@ def blame_sets(origin: str, sets: Sequence[str]) -> Iterator[None]:
         raise ConfigError(f"{where}: {sentence}") from None
 
 
-def apply_plan(loaded: LoadedJob[Job], source: Path | Mapping[str, Any]) -> LoadedJob[Job]:
-    """Put `loaded` under the plan in the file `source`, or of the content `source`.
+def apply_plan(loaded: LoadedJob[TrainingJob], source: Path | Mapping[str, Any]) -> LoadedJob[Job]:
+    """Put a language model under the plan in the file `source`, or of the content `source`.
 
     The plan overrides layout and recompute. Raise if an item of `--set` contradicts it.
     """
+    loaded = language_model(
+        loaded, "takes no plan: plans are for language models yet, remove the plan"
+    )
     if isinstance(source, Path):
         plan, origin = load_plan(source), f"plan '{source}'"
     else:
@@ -344,8 +360,9 @@ def check_writable(out: Path) -> None:
         raise write_error(f"'{out}'", error) from None
 
 
-def check_out_is_not_text(out: Path, job: Job) -> None:
-    """Raise if `job` would read files of its own run in `out` as text from the next start on."""
+def check_out_is_not_data(out: Path, job: TrainingJob) -> None:
+    """Raise if `job` would read files of its own run in `out` as data from the next start on."""
+    kind_of_data = "text" if isinstance(job, Job) else "samples"
     for key in ("path", "validation_path"):
         value = getattr(job.data, key)
         path = Path(value).expanduser() if value else None
@@ -359,22 +376,25 @@ def check_out_is_not_text(out: Path, job: Job) -> None:
         if reads_run and out.resolve().is_relative_to(root.resolve()):
             raise ConfigError(
                 f"'{out}' is inside data.{key} = {keys.show(value)}, so files of the run "
-                "would become text: give a directory elsewhere"
+                f"would become {kind_of_data}: give a directory elsewhere"
             )
 
 
-def check_inputs(loaded: LoadedJob[Job]) -> None:
+def check_inputs(loaded: LoadedJob[TrainingJob]) -> None:
     """Raise for a path, vocabulary or package that the job needs and this machine lacks."""
     with blame_sets(loaded.origin, loaded.sets):
         _check_inputs(loaded.job, loaded.origin)
 
 
-def _check_inputs(job: Job, origin: str) -> None:
+def _check_inputs(job: TrainingJob, origin: str) -> None:
     try:
-        _check_data(job)
+        if isinstance(job, Job):
+            _check_data(job)
+        else:
+            _check_clicks(job)
     except UserError as error:
         raise ConfigError(f"{origin}: {error}") from None
-    replay = job.routing.replay
+    replay = job.routing.replay if isinstance(job, Job) else None
     if replay is not None and not Path(replay).expanduser().exists():
         raise ConfigError(
             f"{origin}: routing.replay = {keys.show(replay)} does not exist: "
@@ -387,6 +407,16 @@ def _check_inputs(job: Job, origin: str) -> None:
                 f"{origin}: log.{extra} = {keys.show(value)} needs the package {extra}: "
                 f"pip install 'moesaic[{extra}]', or remove the key"
             )
+
+
+def _check_clicks(job: CtrJob) -> None:
+    """Raise if files of samples are missing."""
+    from moesaic.train.data.clicks_files import find_files
+
+    for key in ("path", "validation_path"):
+        path = getattr(job.data, key)
+        if path is not None:
+            find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
 
 
 def _check_data(job: Job) -> None:

@@ -25,12 +25,16 @@ from moesaic.train.data.text_data import TextData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 from moesaic.train.topology import check_topology, resolve_dispatch
+from moesaic.train.trainer import RunStart
 
 
 class LanguageModelKind:
     """Jobs that train one language model on next-token prediction."""
 
     unit = "tokens"
+    data_change = "the files of its text or its tokenizer have changed"
+    new_run = "start a new run from its weights (moesaic convert, then [model] from)"
+    learning_rates = "optimizer.lr"
 
     def units_per_step(self, job: Job) -> int:
         """Return the tokens in one step."""
@@ -55,18 +59,10 @@ class LanguageModelKind:
         check_vocabulary(job.model.vocab, data.tokenizer)
         return data
 
-    def assemble(
-        self,
-        loaded: LoadedJob[Job],
-        plan: Plan,
-        world: World,
-        checkpoint: Checkpoint | None,
-        data: TextData,
-        log: Callable[[str], None],
-        decisions: list[Decision[Any, Any]],
-    ) -> LMRun:
+    def assemble(self, start: RunStart[Job]) -> LMRun:
         """Return the run, with replay and record of routing if the job asks for them."""
-        job = loaded.job
+        loaded, plan, checkpoint = start.loaded, start.plan, start.checkpoint
+        job, data = loaded.job, start.data
         counters = None if checkpoint is None else dict(checkpoint.counters)
         first_step = 0 if counters is None else counters["step"]
         replay = None
@@ -77,10 +73,10 @@ class LanguageModelKind:
         if checkpoint is not None:
             has_fixed_placement = loaded.plan is not None and job.balance.migrate_every == 0
             plan = _restore_decisions(plan, checkpoint, has_fixed_placement)
-        run = assemble(job, plan, world, source, counters, log, decisions)
+        run = assemble(job, plan, start.world, source, counters, start.log, start.decisions)
         run.objective.routing_replay = replay
         if job.routing.record:
-            recorder = open_recorder(Path(job.routing.record), world, data.digest, first_step)
+            recorder = open_recorder(Path(job.routing.record), start.world, data.digest, first_step)
             try:
                 run.objective.routing_recorder = run.files.enter_context(recorder)
             except BaseException:

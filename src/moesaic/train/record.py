@@ -155,10 +155,10 @@ class RunRecord:
         return figures
 
     def write_validation(self, step: int, figures: Mapping[str, float], seconds: float) -> None:
-        """Write the result of one validation pass: the loss, and how many units it is taken
-        over."""
+        """Write the result of one validation pass: the loss, how many units it is taken over, and
+        other figures of the kind."""
         self.write_event("validation", step=step, **figures, seconds=seconds)
-        self._write_scalars(step, "validation", {"loss": figures["loss"]})
+        self._write_scalars(step, "validation", figures)
 
     def _write_scalars(self, step: int, prefix: str, figures: Mapping[str, float]) -> None:
         for sink in self._sinks:

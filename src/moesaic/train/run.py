@@ -208,21 +208,25 @@ class Run(Generic[ObjectiveT, StatsT]):
         return learning_rate(step, steps, self.job.optimizer.lr, self.job.schedule)
 
     @torch.no_grad()
-    def validate(self, samples: Any, max_samples: int) -> tuple[float, int]:
-        """Return the mean loss over the first `max_samples` samples, and the number of units."""
+    def validate(self, samples: Any, max_samples: int) -> tuple[float, int, dict[str, float]]:
+        """Return the mean loss over the first `max_samples` samples, the number of units, and the
+        objective's other figures."""
         for part in self.parts:
             part.model.eval()
         count = min(max_samples, len(samples))
         size = max(self.job.train.batch // self.job.train.micro_batches, 1)
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        results = list[Any]()
         for start in range(0, count, size):
             indices = range(start, min(start + size, count))
             batch = self.objective.load(samples, indices, shuffled=False)
             losses = self.walk.evaluate(self.objective, batch)
             loss, units = self.objective.validation_loss(batch, losses)
             total += torch.stack((loss.double(), total.new_tensor(units)))
+            results.append(losses)
         loss_sum, all_units = all_reduce_(total, self.world.group).tolist()
-        return loss_sum / max(all_units, 1.0), int(all_units)
+        figures = self.objective.validation_figures(results)
+        return loss_sum / max(all_units, 1.0), int(all_units), figures
 
     def flush(self) -> None:
         """Write what the objective has buffered."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
@@ -28,10 +28,10 @@ from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.train import loss_scale
-from moesaic.train.assemble import DTYPES
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob
 from moesaic.train.record import RunRecord
+from moesaic.train.resume_checks import check_same_run
 from moesaic.train.run import Run
 from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.topology import describe_ranks
@@ -76,11 +76,40 @@ class Data(Protocol):
         """Return files for the run's directory, by relative path, such as those of a tokenizer."""
 
 
+@dataclass(frozen=True)
+class RunStart(Generic[J]):
+    """Facts and state that a kind assembles a run from."""
+
+    loaded: LoadedJob[J]
+    """The job."""
+    plan: Plan
+    """Layout of the ranks."""
+    world: World
+    """The ranks."""
+    out: Path
+    """Directory of the run."""
+    checkpoint: Checkpoint | None
+    """State to start from; None: initial values."""
+    data: Any
+    """Data that the kind has opened."""
+    log: Callable[[str], None]
+    """Function that shows a message before slow work."""
+    decisions: list[Decision[Any, Any]]
+    """List that receives what policies decide."""
+
+
 class JobKind(Protocol[J]):
     """One kind of job."""
 
     unit: str
     """Plural noun of the unit of progress, such as "tokens": figures have `tokens_per_s`."""
+    data_change: str
+    """Clause for a resume on other samples though no key has changed: "the files ... have
+    changed"."""
+    new_run: str
+    """Remedy for a resume that cannot go on: "start a new run ..."."""
+    learning_rates: str
+    """Keys to lower if training diverges, such as "optimizer.lr"."""
 
     def units_per_step(self, job: J) -> int:
         """Return the units in one step."""
@@ -92,18 +121,8 @@ class JobKind(Protocol[J]):
     def open_data(self, job: J, world: World, log: Callable[[str], None]) -> Data:
         """Open the data; raise if they do not fit the job."""
 
-    def assemble(
-        self,
-        loaded: LoadedJob[J],
-        plan: Plan,
-        world: World,
-        checkpoint: Checkpoint | None,
-        data: Any,
-        log: Callable[[str], None],
-        decisions: list[Decision[Any, Any]],
-    ) -> Run[Any, Any]:
-        """Return a run that is ready to step, from `checkpoint` or from initial values, and add
-        what policies decided to `decisions`."""
+    def assemble(self, start: RunStart[J]) -> Run[Any, Any]:
+        """Return a run that is ready to step."""
 
     def describe(self, run: Any) -> Iterator[str]:
         """Yield what the user should know before the first step."""
@@ -151,8 +170,11 @@ def _train(
     checkpoint = None
     if resume is not None:
         checkpoint = _open_checkpoint(job, out, resume, world, progress)
-        _check_same_run(checkpoint.facts, job, data.digest, checkpoint.path, progress)
-    run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message, decisions)
+        for change in check_same_run(checkpoint, job, data.digest, kind):
+            progress.message(change)
+    run = kind.assemble(
+        RunStart(loaded, plan, world, out, checkpoint, data, progress.message, decisions)
+    )
     try:
         if checkpoint is not None:
             _set_resume_point(checkpoint.path, out, world, progress)
@@ -224,74 +246,6 @@ def _newest_checkpoint(directory: Path) -> Path:
             "in another directory"
         )
     return candidates[0]
-
-
-def _check_same_run(
-    facts: Mapping[str, Any], job: AnyJob, digest: str, path: Path, progress: Progress
-) -> None:
-    """Raise if the run would resume on other samples or another model; report other changes of the
-    job."""
-    before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
-    if facts.get("data") != digest:
-        changes = [
-            f"{key} = {_format_value(now.get(key))}, was {_format_value(before.get(key))}"
-            for key in _changed_keys(before, now)
-            if key == "seed" or (key.startswith("data.") and key != "data.cache")
-        ]
-        reason = "; ".join(changes) or "the files of its text or its tokenizer have changed"
-        raise ConfigError(
-            f"resume: '{path}' was trained on other samples ({reason}): restore them, or start "
-            "a new run from its weights (moesaic convert, then [model] from)"
-        )
-    messages = list[str]()
-    for key in _changed_keys(before, now):
-        old, new = before.get(key), now.get(key)
-        change = f"{key} = {_format_value(old)}, the job has {_format_value(new)}"
-        table, _, name = key.partition(".")
-        if table == "finetune" or key == "optimizer.moments" or _changes_storage(key, old, new):
-            raise ConfigError(
-                f"resume: '{path}' was trained with {change}: restore it, or start a new run "
-                "from its weights (moesaic convert, then [model] from)"
-            )
-        may_change = name in ("init_std", "max_positions") or name.startswith("extras.")
-        if table == "model" and not may_change:
-            raise ConfigError(
-                f"resume: '{path}' is of a model with {change}: restore it, or start a new run"
-            )
-        messages.append(
-            f"changed since the checkpoint: {key} = {_format_value(new)}, was {_format_value(old)}"
-        )
-    for message in messages:
-        progress.message(message)
-
-
-def _changes_storage(key: str, old: Any, new: Any) -> bool:
-    """Return whether weights have another dtype after this change."""
-    return key == "train.precision" and DTYPES[old] != DTYPES[new]
-
-
-def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys whose values differ, including those of a table that only one of the jobs has.
-
-    A key that an older version did not know is skipped.
-    """
-    for key in dict.fromkeys((*now, *before)):
-        table = key.rpartition(".")[0]
-        is_known = (key in before and key in now) or table in before or table in now
-        if is_known and before.get(key) != now.get(key):
-            yield key
-
-
-def _format_value(value: object) -> str:
-    return "unset" if value is None else keys.show(value)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 class _Session(Generic[J]):
@@ -432,7 +386,8 @@ class _Session(Generic[J]):
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self.record.out / "checkpoints")
         restart = "go on from the newest checkpoint, with resume" if candidates else "start again"
-        return f"lower optimizer.lr or lengthen schedule.warmup, and {restart}"
+        lower = self.kind.learning_rates
+        return f"lower {lower} or lengthen schedule.warmup, and {restart}"
 
     def _on_phase(self, phase: str) -> None:
         """Wait for the copy of a save, which overlaps forward and backward, before the update."""
@@ -444,13 +399,17 @@ class _Session(Generic[J]):
             return
         began = time.perf_counter()
         limit = self.job.train.validation_samples
-        loss, units = self.run.validate(self.data.validation, limit)
-        figures = {"loss": loss, self.kind.unit: units}
+        loss, units, more = self.run.validate(self.data.validation, limit)
+        figures = {"loss": loss, self.kind.unit: units, **more}
         self.record.write_validation(
             self.run.counters["step"], figures, time.perf_counter() - began
         )
-        self.figures["validation_loss"] = loss
-        self.progress.message(f"step {self.run.counters['step']}: validation loss {loss:.4f}")
+        scalars = {"loss": loss, **more}
+        self.figures |= {f"validation_{name}": value for name, value in scalars.items()}
+        words = [f"validation loss {loss:.4f}"]  # Figures that equal it are not repeated.
+        shown = {f"{name.replace('_', ' ')} {value:.4f}": value for name, value in more.items()}
+        words += [text for text, value in shown.items() if round(value, 4) != round(loss, 4)]
+        self.progress.message(f"step {self.run.counters['step']}: {', '.join(words)}")
 
     def _save(self) -> None:
         self.record.flush()

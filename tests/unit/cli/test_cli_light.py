@@ -8,17 +8,21 @@ import subprocess
 import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moesaic import __version__
+from moesaic.api.cluster import Cluster
+from moesaic.api.job import Job as ApiJob
 from moesaic.base import keys
 from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
 from moesaic.cli.flags import JobFiles
 from moesaic.cli.main import VERBS, expand_resume, main
-from moesaic.facts.job import Job
+from moesaic.facts.job import CtrJob, Job
 from moesaic.serve.config import GenerateConfig
 
 JOB = """
@@ -41,12 +45,24 @@ kind = "constant"
 final = 0.5
 """
 
+CTR = """
+kind = "ctr"
+[model]
+family = "dcn-v2"
+[data.stream]
+slots = 2
+[train]
+steps = 2
+batch = 2
+"""
+
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "ctr.toml").write_text(CTR)
     return tmp_path
 
 
@@ -61,6 +77,8 @@ LIGHT = [
     "trace --help", "plan --explain all", "train --explain all", "train --explain train.batch",
     "generate --explain all", "serve --help", "serve --explain all", "convert --explain to",
     "train job.toml --dry-run --nproc 2", "train job.toml --dry-run --nproc 2 --json",
+    "train ctr.toml --dry-run", "train ctr.toml --dry-run --nproc 2 --json",
+    "train --explain table.lr",
 ]  # fmt: skip
 
 
@@ -256,3 +274,40 @@ def test_the_page_of_keys_is_current() -> None:
     page = Path(__file__).parents[3] / "docs" / "generate.py"
     done = subprocess.run([sys.executable, str(page), "--check"], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_explain_follows_the_kind_of_job(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "Learning rate of the rows." in run("train --explain table.lr", capfd)
+    assert "Network. ctr-dnn:" in run("train ctr.toml --explain model.family", capfd)
+    assert "Network. ctr-dnn:" not in run("train --explain model.family", capfd)
+    assert "plan.ep " not in run("train ctr.toml --explain all", capfd)
+    assert main(["train", "--explain", "table.rl"]) == 2
+    assert "unknown key 'table.rl'" in capfd.readouterr().err
+
+
+def test_dry_run_of_a_recommender(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run("train ctr.toml --dry-run --nproc 2 --json", capfd))
+    assert facts["plan"]["ranks"] == 2
+    assert facts["row_bytes"] == 16 * 4 + 4 + 12
+    text = run("train ctr.toml --dry-run", capfd)
+    assert f"parameters       {facts['parameters']['network']:,} in the network" in text
+    again = CtrJob.model_validate(tomllib.loads(text.partition("parameters  ")[0]))
+    assert again.model_dump(mode="json") == facts["job"]
+    assert main(["train", "ctr.toml", "--plan", "plan.json"]) == 2
+    assert 'ctr.toml: kind = "ctr" takes no plan' in capfd.readouterr().err
+    job = ApiJob.load("ctr.toml")
+    for predict in (job.plan, partial(job.largest_model, ssd_bytes=1e9)):
+        with pytest.raises(ConfigError, match=r'kind = "ctr" has no plan: plans are for language'):
+            predict(Cluster.preset("h100-8"))
+
+
+def test_samples_of_clicks_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run("inspect ctr.toml --samples 3 --json", capfd))
+    assert (facts["slots"], facts["dense"], facts["num_samples"]) == (2, 4, 400_000)
+    assert [len(row["dense"]) for row in facts["clicks"]] == [4, 4, 4]
+    text = run("inspect ctr.toml --samples 3", capfd)
+    for number, row in enumerate(facts["clicks"]):
+        assert row["keys"].keys() == {"0", "1"}
+        label = "click" if row["label"] else "no click"
+        assert f"sample {number}: {label}, day 0, user {row['user']}\n" in text
+        assert f"  slot 0            {row['keys']['0'][0]}\n" in text

@@ -28,10 +28,12 @@ def make_run(size: int = 1, job: dict[str, Any] = JOB, **values: Any) -> RunStat
     names = {field.name for field in fields(Steps)}
     columns = {name: values.pop(name) for name in names & set(values)}
     known = {**{name: np.full(size, np.nan) for name in names}, "loss": np.ones(size)}
-    steps = Steps(**{**known, "step": np.arange(1.0, size + 1), "phases": {}, **columns})
+    steps = Steps(
+        **{**known, "step": np.arange(1.0, size + 1), "phases": {}, "figures": {}, **columns}
+    )
     run = RunStats(
         name="run", directory=Path("run"), job=job, plan={}, versions={}, launches=[launch()],
-        steps=steps, validations=[], checkpoints=[], ranks=[], loads=None,
+        steps=steps, validations=[], days=[], passes={}, checkpoints=[], ranks=[], loads=None,
         balance=None, prediction=None, ended="finished", read_at_s=0.0,
     )  # fmt: skip
     return replace(run, **values)

@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import Job, LayoutConfig, ModelConfig
+from moesaic.facts.job import CtrJob, Job, LayoutConfig, ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.hf.config import config_text
@@ -302,3 +302,67 @@ def test_existing_inputs(place: Path) -> None:
         Path(name).write_bytes(content)
     sets = ["data.tokenizer=tokenizer.json", "data.path=*.txt", f"data.validation_path={place}"]
     check_inputs(load_job(write(), sets))
+
+
+CTR = """
+kind = "ctr"
+[model]
+family = "ctr-dnn"
+[data]
+{data}
+[train]
+steps = 2
+batch = 2
+"""
+
+
+def write_ctr(data: str = "stream = {}") -> Path:
+    Path("ctr.toml").write_text(CTR.format(data=data))
+    return Path("ctr.toml")
+
+
+def ctr_refusal(*sets: str, data: str = "stream = {}") -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(load_job(write_ctr(data), sets))
+    return str(caught.value)
+
+
+def test_the_kind_chooses_the_class_of_the_job() -> None:
+    loaded = load_job(write_ctr(), ["table.lr=0.5"])
+    assert isinstance(loaded.job, CtrJob)
+    assert loaded.job.table.lr == 0.5
+    check_inputs(loaded)
+    assert isinstance(load_job(write()).job, Job)
+    assert ctr_refusal("kind=ctx") == 'kind=ctx: kind = "ctx" is not known: did you mean "ctr" ' + (
+        '(it takes "lm" or "ctr")?'
+    )
+    assert "unknown key 'layout'" in ctr_refusal("layout.ep=2")
+
+
+def test_a_plan_is_for_language_models() -> None:
+    plan = plan_from_layout(LayoutConfig(), load_job(write()).job.model, 1)
+    Path("plan.json").write_text(plan.to_json())
+    with pytest.raises(ConfigError, match=r'ctr\.toml: kind = "ctr" takes no plan: .* remove the'):
+        load_job(write_ctr(), plan=Path("plan.json"))
+
+
+def test_inputs_of_a_ctr_job_are_checked() -> None:
+    assert "data.path = 'none.tsv'" in ctr_refusal(data='path = "none.tsv"')
+    Path("clicks.tsv").write_text("1\t" + "\t".join(["1"] * 39) + "\n")
+    assert "data.validation_path = 'none.tsv'" in ctr_refusal(
+        data='path = "clicks.tsv"\nvalidation_path = "none.tsv"'
+    )
+    check_inputs(load_job(write_ctr('path = "clicks.tsv"')))
+
+
+def test_settings_of_a_ctr_job_without_effect_are_named() -> None:
+    Path("clicks.tsv").write_text("1\t" + "\t".join(["1"] * 39) + "\n")
+    sets = [
+        "train.validate_every=2", "schedule.kind=constant", "schedule.final=0.5",
+        "table.betas=[0.5, 0.5]", "checkpoint.every=5",
+    ]  # fmt: skip
+    warnings = load_job(write_ctr('path = "clicks.tsv"'), sets).warnings
+    assert [text.split(" ")[0] for text in warnings] == [
+        "train.validate_every", "schedule.final", "table.betas", "checkpoint.every",
+    ]  # fmt: skip
+    assert not load_job(write_ctr()).warnings

@@ -15,7 +15,7 @@ def test_validation_is_the_mean_over_targets(batch: int) -> None:
     job = tiny_job(train={"batch": batch})
     run = start_run(job)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    loss, targets = run.validate(samples, 20)
+    loss, targets, _ = run.validate(samples, 20)
     sums, counts = [], 0
     with torch.no_grad():
         for index in range(20):

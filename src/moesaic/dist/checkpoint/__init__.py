@@ -6,7 +6,7 @@ the files that `manifest` describes. Neither knows models or optimizers.
 """
 
 from moesaic.dist.checkpoint.directory import list_committed, resume_candidates, set_head
-from moesaic.dist.checkpoint.reader import Checkpoint, newest_intact
+from moesaic.dist.checkpoint.reader import Checkpoint, list_snapshots, newest_intact
 from moesaic.dist.checkpoint.writer import PHASES, Saver
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Checkpoint",
     "Saver",
     "list_committed",
+    "list_snapshots",
     "newest_intact",
     "resume_candidates",
     "set_head",

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, ValidationError
@@ -35,6 +35,8 @@ DTYPES = {
 }  # fmt: skip
 """torch dtypes by safetensors name."""
 
+Prefix = Annotated[str, Field(min_length=0)]
+"""Prefix of a part; that of a single part is empty."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -90,7 +92,7 @@ class Manifest(Section):
     """Tensors by kind/name."""
     files: dict[str, FileRecord]
     """Files by name."""
-    snapshots: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    snapshots: dict[Prefix, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """Facts of external snapshots, by prefix of their part, then by rank."""
 
     def to_bytes(self) -> bytes:

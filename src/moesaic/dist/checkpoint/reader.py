@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import StoreError
 from moesaic.base.safetensors_file import TensorEntry
-from moesaic.dist.checkpoint.directory import resume_candidates
+from moesaic.dist.checkpoint.directory import list_committed, resume_candidates
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     DTYPES,
@@ -305,6 +305,13 @@ def newest_intact(
             return checkpoint
         log(f"passed over: checkpoint '{path}' is damaged: {', '.join(damage)}")
     return None
+
+
+def list_snapshots(directory: Path, prefix: str) -> list[dict[str, dict[str, Any]]]:
+    """Return the facts of a part's external snapshot in each committed checkpoint, by rank.
+
+    Raise StoreError if a checkpoint is damaged, or is removed meanwhile."""
+    return [_open(path).snapshots.get(prefix, {}) for path in list_committed(directory)]
 
 
 def _open(path: Path, reads_once: bool = False) -> Checkpoint:

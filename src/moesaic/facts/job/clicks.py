@@ -41,7 +41,7 @@ class ClicksConfig(Section):
 
     path: str | None = None
     """Training samples: a file, a directory or a glob, whose files are days in the order of their
-    names. Unset: `data.stream`."""
+    names (day_2 before day_10). Unset: `data.stream`."""
     format: Literal["auto", "criteo", "parquet"] = "auto"
     """Format of the files; auto: by file name. criteo: TSV of a label, 13 dense features and 26
     slots, also gzipped. parquet: columns that `label`, `dense` and `slots` name."""
@@ -50,10 +50,10 @@ class ClicksConfig(Section):
     dense: list[str] = Field(default=[])
     """Columns of dense features (parquet); missing values are 0."""
     slots: list[str] = Field(default=[])
-    """Columns of slots (parquet): integers, strings, or lists of them; missing values are no key.
-    """
+    """Columns of slots (parquet): integers, strings, or lists of them. Missing values and empty
+    strings are no key. The integer 7 and the string "7" are different keys."""
     weight: str | None = None
-    """Column of sample weights (parquet); unset: each is 1."""
+    """Column of sample weights (parquet); unset or missing: 1."""
     user: str | None = None
     """Column of users, for GAUC (parquet); unset: no GAUC."""
     log_dense: bool = True
@@ -115,3 +115,8 @@ class ClicksConfig(Section):
         if self.stream is not None:
             return self.stream.dense
         return len(self.dense) if self.is_parquet else CRITEO_DENSE
+
+    @property
+    def has_users(self) -> bool:
+        """True if samples have users, as GAUC needs."""
+        return self.stream is not None or self.user is not None

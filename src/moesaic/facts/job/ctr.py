@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
+from moesaic.facts.job.balance import no_effect
 from moesaic.facts.job.clicks import ClicksConfig
 from moesaic.facts.job.recommender import RecommenderConfig
 from moesaic.facts.job.table import TableConfig
@@ -17,6 +20,13 @@ from moesaic.facts.job.train import (
     ScheduleConfig,
     TrainConfig,
 )
+
+
+class CtrTrainConfig(TrainConfig):
+    """Length, batch and precision of a job of kind "ctr"."""
+
+    validation_samples: int = Field(default=100_000, ge=1)
+    """Samples of one validation pass."""
 
 
 class CtrJob(Section):
@@ -32,7 +42,7 @@ class CtrJob(Section):
     """Embedding rows by key."""
     data: ClicksConfig
     """Samples of clicks."""
-    train: TrainConfig
+    train: CtrTrainConfig
     """Length, batch and precision."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of the network; rows have their own optimizer, in `table`."""
@@ -71,3 +81,51 @@ class CtrJob(Section):
     def has_validation(self) -> bool:
         """True if there are samples for validation."""
         return self.data.stream is not None or self.data.validation_path is not None
+
+    def ineffective_settings(self, layout_keys: AbstractSet[str] | None = None) -> list[str]:
+        """Return one sentence for each setting that was given, is not a default, and has no effect.
+
+        The job has no layout, so `layout_keys` say nothing.
+        """
+        del layout_keys
+        found = list[str]()
+        if not self.has_validation:
+            reason = "there are no samples for validation (data.validation_path)"
+            given = self.train.non_default_fields & {"validate_every", "validation_samples"}
+            found += no_effect("train", given, reason)
+        if self.schedule.kind == "constant":
+            given = self.schedule.non_default_fields & {"final"}
+            found += no_effect("schedule", given, 'schedule.kind = "constant" does not decay')
+        found += self._unused_table_settings()
+        if self.checkpoint.every > self.train.steps:
+            found.append(
+                f"checkpoint.every = {self.checkpoint.every} is more than train.steps = "
+                f"{self.train.steps}: the run saves only at the end"
+            )
+        return found
+
+    def _unused_table_settings(self) -> list[str]:
+        table = self.table
+        given, found = table.non_default_fields, list[str]()
+        if table.optimizer != "adam":
+            reason = f'table.optimizer = "{table.optimizer}" has no moments'
+            found += no_effect("table", given & {"betas"}, reason)
+        if table.optimizer == "sgd":
+            reason = 'table.optimizer = "sgd" divides by nothing'
+            found += no_effect("table", given & {"epsilon"}, reason)
+        return found
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row with its optimizer state, counts and day."""
+        itemsize, dim = 8 if self.train.precision == "fp64" else 4, self.model.dim
+        state = {"rowwise-adagrad": 1, "adagrad": dim, "adam": 2 * dim, "sgd": 0}
+        counts = 16 if self.table.optimizer == "adam" else 12
+        num_bytes = (dim + state[self.table.optimizer]) * itemsize + counts
+        return -(-num_bytes // itemsize) * itemsize
+
+    @property
+    def num_network_parameters(self) -> int:
+        """Parameters of the network: weights and biases of all its linear layers."""
+        stacks = self.model.stack_widths(self.data.num_slots, self.data.num_dense)
+        return sum((n + 1) * m for widths in stacks.values() for n, m in pairwise(widths))

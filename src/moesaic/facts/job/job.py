@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from moesaic.base import keys
-from moesaic.base.config import Section
+from moesaic.base.config import Section, parse
+from moesaic.base.errors import ConfigError
 from moesaic.facts.job.balance import BalanceConfig, no_effect
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.device_name import is_gpu
@@ -282,3 +284,12 @@ def fill_preset(raw: dict[str, Any], origin: str) -> dict[str, Any]:
     chosen = dict(model)
     name = keys.check_choice(f"{origin}: model.preset", chosen.pop("preset"), list(PRESETS))
     return {**raw, "model": {**PRESETS[name], **chosen}}
+
+
+def parse_language_model(raw: Mapping[str, Any], origin: str) -> Job:
+    """Return the job of a run of a language model; raise ConfigError for a run of another kind."""
+    if raw.get("kind", "lm") != "lm":
+        raise ConfigError(
+            f'{origin}: kind = "{raw["kind"]}" has no experts: give a run of a language model'
+        )
+    return parse(Job, raw, origin)

@@ -38,3 +38,21 @@ class RecommenderConfig(Section):
                     f'model.{name} is for model.family = "{family}", not "{self.family}": remove it'
                 )
         return self
+
+    def stack_widths(self, num_slots: int, num_dense: int) -> dict[str, list[int]]:
+        """Return the widths of each stack of linear layers by name, from its inputs on."""
+        inputs, output = num_slots * self.dim + num_dense, {"output": [self.hidden[-1], 1]}
+        if self.family == "ctr-dnn":
+            return {"deep": [inputs, *self.hidden], **output}
+        if self.family == "dlrm":
+            pairs = num_slots * (num_slots + 1) // 2
+            return {
+                "dense": [num_dense, *self.dense_hidden, self.dim],
+                "deep": [self.dim + pairs, *self.hidden],
+                **output,
+            }
+        return {
+            "cross": [inputs] * (self.cross_layers + 1),
+            "deep": [inputs, *self.hidden],
+            "output": [inputs + self.hidden[-1], 1],
+        }

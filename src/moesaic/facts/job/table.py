@@ -23,7 +23,7 @@ class TableConfig(Section):
     """Learning rate of the rows."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Term that keeps divisors above zero (rowwise-adagrad, adagrad, adam)."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: list[float] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
     """Decay of the first and second moment (adam)."""
     init_std: float = Field(default=0.01, ge=0)
     """Standard deviation of first values, each a function of seed, key and column."""

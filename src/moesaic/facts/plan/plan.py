@@ -193,6 +193,11 @@ class Plan(Section):
                 f"{share} on each of {self.ep} ranks"
             )
 
+    @classmethod
+    def data_parallel(cls, ranks: int) -> Plan:
+        """Return the plan of a model without experts whose replica each rank holds."""
+        return cls(ranks=ranks, ep=1, dp_shard=1, experts=0)
+
     def to_json(self) -> str:
         """Return the plan as JSON for editing; what fits, and every table row, is on one line."""
         return _format_json(self.model_dump(mode="json", by_alias=True), "", top=True) + "\n"

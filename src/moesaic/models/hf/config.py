@@ -27,6 +27,8 @@ from moesaic.models.hf.families import FAMILIES
 from moesaic.models.hf.special_tokens import TOKEN_ID_KEYS, token_ids
 
 CONFIG_NAME = "config.json"
+RECOMMENDER = "moesaic-recommender"
+"""Format of an exported recommender's config.json."""
 ADAPTER_NAME = "adapter_config.json"
 
 FIXED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -122,6 +124,10 @@ def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
         raise ConfigError(f"'{path}' cannot be read as JSON ({error}): restore it") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' is not a JSON object: give a Hugging Face model directory")
+    if raw.get("format") == RECOMMENDER:
+        raise ConfigError(
+            f"'{directory}' is an exported recommender, not a language model: use moesaic predict"
+        )
     if (directory / ADAPTER_NAME).is_file():
         raise ConfigError(
             f"'{directory}' holds an adapter beside the model, which is not supported: merge "

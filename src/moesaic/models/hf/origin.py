@@ -45,6 +45,7 @@ JOB_NAME = "job.json"
 """Job of a run, in its directory."""
 TOKENIZER = "tokenizer"
 """Directory in a run or a bare checkpoint for the tokenizer and generation files."""
+_EXPECTED = "a Hugging Face model directory, a checkpoint or a run directory"
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,24 @@ def open_origin(path: Path, reads_once: bool = False) -> Origin:
         reads_once: bypass the page cache, because nothing is read a second time."""
     if (path / CONFIG_NAME).is_file():
         return _from_huggingface(path, reads_once)
+    checkpoint, skipped = find_checkpoint(path, reads_once)
+    origin = _from_checkpoint(checkpoint)
+    origin.warnings[:0] = skipped
+    return origin
+
+
+def find_checkpoint(
+    path: Path, reads_once: bool = False, expected: str = _EXPECTED
+) -> tuple[Checkpoint, list[str]]:
+    """Return the checkpoint at `path`, or the newest intact one of a run, with warnings about
+    damaged ones that were passed over.
+
+    Args:
+        path: a checkpoint, a run, or a directory of checkpoints.
+        reads_once: bypass the page cache, because nothing is read a second time.
+        expected: what `path` may be, for the error if it is nothing of that."""
     if (path / COMMIT).exists() or (path / MANIFEST).exists():
-        return _from_checkpoint(Checkpoint.open(path, reads_once=reads_once))
+        return Checkpoint.open(path, reads_once=reads_once), []
     for directory in (path / "checkpoints", path):
         if directory.is_dir() and any(directory.glob("step-*")):
             skipped: list[str] = []
@@ -139,20 +156,14 @@ def open_origin(path: Path, reads_once: bool = False) -> Origin:
                 raise StoreError(
                     f"'{directory}' holds no intact checkpoint: restore one from a copy ({reasons})"
                 )
-            origin = _from_checkpoint(checkpoint)
-            if skipped:
-                used = f"what follows is of step {checkpoint.step}, '{checkpoint.path}'"
-                origin.warnings[:0] = [*skipped, used]
-            return origin
+            used = f"what follows is of step {checkpoint.step}, '{checkpoint.path}'"
+            return checkpoint, [*skipped, used] if skipped else []
     if (path / JOB_NAME).is_file():
         raise ConfigError(
             f"run '{path}' has no checkpoint yet: wait for the first one, which its job writes "
             "after checkpoint.every steps, or at the end"
         )
-    raise ConfigError(
-        f"'{path}' {describe_path(path)}: "
-        "give a Hugging Face model directory, a checkpoint or a run directory"
-    )
+    raise ConfigError(f"'{path}' {describe_path(path)}: give {expected}")
 
 
 def _from_huggingface(path: Path, reads_once: bool) -> Origin:
@@ -194,7 +205,10 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
 
 def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:
     """Return the model config of a checkpoint: its job's, or its own."""
-    raw = (facts.get("job") or facts).get("model")
+    job = facts.get("job") or facts
+    raw = job.get("model")
+    if job.get("kind") == "ctr":
+        raise ConfigError(f"'{path}' is a recommender, not a language model: use moesaic predict")
     if not isinstance(raw, dict):
         raise ConfigError(f"checkpoint '{path}' names no model: give another checkpoint")
     return parse(ModelConfig, raw, f"checkpoint '{path}'")

@@ -12,10 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -24,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.errors import DataError, StoreError
-from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
-from moesaic.base.safetensors_file import sync_directory
 from moesaic.models.tokenizer import Tokenizer
+from moesaic.train.data.cache_directory import write_once
 from moesaic.train.data.chat import ChatEncoder, EncodedDocuments
 from moesaic.train.data.sources import TextSource, fingerprint
 from moesaic.train.data.text import read_text
@@ -39,8 +36,6 @@ ProgressCallback = Callable[[int, int], None]
 """Callback that receives the documents and tokens done so far, repeatedly."""
 
 _BATCH_CHARACTERS = 1 << 22
-_POLL_S = 0.1
-_PARTIAL, _LOCK = ".partial", ".lock"
 _FILES = ("tokens.bin", "bounds.bin", "loss_mask.bin")
 
 
@@ -80,18 +75,13 @@ def open_corpus(
         on_progress: see `ProgressCallback`.
         chat: encoder of conversations, if `source` holds them.
     """
-
-    def wait(_holder: str) -> None:
-        on_progress(0, 0)
-        time.sleep(_POLL_S)
-
     try:
         name = _cache_key(source, tokenizer, chat)
-        if not (cache / name).is_dir():
-            cache.mkdir(parents=True, exist_ok=True)
-            with file_lock(cache / f"{name}{_LOCK}", wait):
-                if not (cache / name).is_dir():
-                    _build(source, tokenizer, cache / name, on_progress, chat)
+        write_once(
+            cache / name,
+            lambda directory: _build(source, tokenizer, directory, on_progress, chat),
+            on_wait=lambda: on_progress(0, 0),
+        )
         return _open(cache / name)
     except DataError as error:
         raise DataError(f"{source.key} = '{source.path}': {error}") from None
@@ -116,41 +106,22 @@ def _build(
     on_progress: ProgressCallback,
     chat: ChatEncoder | None,
 ) -> None:
-    cache = directory.parent
-    _remove_partial(cache)
-    partial = cache / f"{directory.name}{_PARTIAL}"
-    # We hold the lock, so a killed writer left this.
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        if chat is None:
-            documents = _encode_text(read_text(source, cache / "datasets"), tokenizer)
-        else:
-            documents = _encode_chat(source, chat)
-        names = _FILES[: 2 if chat is None else 3]
-        facts = _write(partial, documents, tokenizer.size, on_progress, names)
-        facts |= {"format": FORMAT, "path": source.path, "files": names}
-        if not facts["documents"]:
-            raise DataError(
-                f"there is no text, every document is empty (files: {len(source.files)}): give "
-                "others"
-            )
-        with (partial / "corpus.json").open("w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_directory(partial)
-        os.replace(partial, directory)
-        sync_directory(cache)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_partial(cache: Path) -> None:
-    """Remove partial corpora of killed writers, whose locks are free."""
-    for partial in cache.glob(f"*{_PARTIAL}"):
-        with suppress(LockHeld), file_lock(partial.with_suffix(_LOCK), fail_if_locked):
-            shutil.rmtree(partial, ignore_errors=True)
+    if chat is None:
+        datasets = directory.parent / "datasets"
+        documents = _encode_text(read_text(source, datasets), tokenizer)
+    else:
+        documents = _encode_chat(source, chat)
+    names = _FILES[: 2 if chat is None else 3]
+    facts = _write(directory, documents, tokenizer.size, on_progress, names)
+    facts |= {"format": FORMAT, "path": source.path, "files": names}
+    if not facts["documents"]:
+        raise DataError(
+            f"there is no text, every document is empty (files: {len(source.files)}): give others"
+        )
+    with (directory / "corpus.json").open("w", encoding="utf-8") as file:
+        json.dump(facts, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:

@@ -74,7 +74,7 @@ class _StoreSession:
             result_digest = digest(result)
             if expected is not None and result_digest != expected:
                 raise DataError(
-                    f"{self._description}: rank {self._world.rank} found other text than rank 0: "
+                    f"{self._description}: rank {self._world.rank} found other data than rank 0: "
                     "give all machines the same files"
                 )
         except Exception as error:

@@ -136,6 +136,11 @@ class LanguageModelObjective:
         has_head = "head" in self.part.model.block_names
         return losses.loss, self.num_units(batch) if has_head else 0
 
+    def validation_figures(self, losses: Sequence[Losses]) -> dict[str, float]:
+        """Return nothing more."""
+        del losses
+        return {}
+
     def total_loss(self, losses: Sequence[Losses]) -> float:
         """Return the weighted sum of all losses of a step over all ranks."""
         return self._reduce_losses(losses)[0]

@@ -79,6 +79,10 @@ class Objective(Protocol[S]):
     def validation_loss(self, batch: Any, losses: Any) -> tuple[Tensor, int]:
         """Return this rank's share of a validation batch's loss, and of its units."""
 
+    def validation_figures(self, losses: Sequence[Any]) -> dict[str, float]:
+        """Return figures of a validation pass besides the loss, from the losses of its batches;
+        every rank must call this."""
+
     def total_loss(self, losses: Sequence[Any]) -> float:
         """Return the unscaled loss of a step over all ranks; every rank must call this."""
 

@@ -150,7 +150,7 @@ def test_the_loss_equals_that_of_single_conversations() -> None:
     samples = ConversationSamples(corpus, None, sequence, seed=0)
     assert samples.num_truncated == 2
     run = start_run(job)
-    loss, targets = run.validate(samples, 100)
+    loss, targets, _ = run.validate(samples, 100)
     total, count = 0.0, 0
     for talk, start in zip(talks, corpus.bounds.tolist(), strict=False):
         length = min(len(talk), sequence + 1)

@@ -1,0 +1,7 @@
+"""Theme `tables`: embedding tables of recommenders against peers and limits."""
+
+from __future__ import annotations
+
+from benchmarks import tables_speed
+
+PARTS = {**tables_speed.PARTS}

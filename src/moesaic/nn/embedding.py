@@ -1,0 +1,151 @@
+"""Embedding bags over rows that are looked up by key: a table, or a parameter.
+
+`TableBag` stands where `nn.EmbeddingBag(mode="sum")` stood. Gradients do not reach a parameter:
+backward pushes them to the rows, which update themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from moesaic.base.errors import ConfigError
+
+
+class RowSums(Protocol):
+    """Sums of rows that a batch has looked up."""
+
+    sums: NDArray[Any]
+    """Sums of rows, [bags, dim]."""
+
+    def push(self, grad_sums: NDArray[Any], clicks: NDArray[np.float32] | None = None) -> None:
+        """Collect the gradients of `sums` for the next step; clicks are per bag."""
+
+
+class Rows(Protocol):
+    """Embedding rows by key."""
+
+    dim: int
+    """Numbers of a row."""
+
+    def look_up(
+        self, keys: NDArray[np.int64], offsets: NDArray[np.int64], *, training: bool
+    ) -> RowSums:
+        """Return the sums of rows; bag b holds the keys from offsets[b] to offsets[b + 1]."""
+
+    def step(self) -> None:
+        """Update rows by all gradients collected since the last step."""
+
+
+class ParameterRows:
+    """Rows of a parameter, whose keys are its row numbers; its optimizer updates them."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+        """Rows, [rows, dim]."""
+        self.dim = weight.shape[1]
+
+    def look_up(
+        self, keys: NDArray[np.int64], offsets: NDArray[np.int64], *, training: bool
+    ) -> _ParameterSums:
+        """Return the sums of rows in bags."""
+        return _ParameterSums(self.weight, keys, offsets)
+
+    def step(self) -> None:
+        """Do nothing: gradients are in `weight.grad`, for its optimizer."""
+
+
+class _ParameterSums:
+    """Sums of rows of a parameter, and the way of gradients back to it."""
+
+    def __init__(
+        self, weight: nn.Parameter, keys: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> None:
+        with torch.enable_grad():
+            self._sums = nn.functional.embedding_bag(
+                torch.from_numpy(keys), weight, torch.from_numpy(offsets), mode="sum",
+                include_last_offset=True,
+            )  # fmt: skip
+        self.sums: NDArray[Any] = self._sums.detach().numpy()
+
+    def push(self, grad_sums: NDArray[Any], clicks: NDArray[np.float32] | None = None) -> None:
+        """Add gradients to those of the parameter."""
+        self._sums.backward(torch.from_numpy(grad_sums))
+
+
+class TableBag(nn.Module):
+    """Sums of embedding rows in bags of keys."""
+
+    def __init__(
+        self, rows: Rows, *, fused: bool = False, include_last_offset: bool = False
+    ) -> None:
+        """Make a module over rows.
+
+        Args:
+            rows: rows that this module looks up.
+            fused: True updates rows in backward; otherwise call `rows.step()` after backward.
+            include_last_offset: True if `offsets` end with the number of keys.
+        """
+        super().__init__()
+        self.rows, self.fused, self.include_last_offset = rows, fused, include_last_offset
+
+    def forward(
+        self, keys: Tensor, offsets: Tensor | None = None, *, clicks: Tensor | None = None
+    ) -> Tensor:
+        """Return the sums of rows, [bags, dim]; an empty bag has zeros.
+
+        Args:
+            keys: int64 keys, [keys] with `offsets`, or [bags, keys of a bag] without.
+            offsets: first key of each bag; see `include_last_offset`.
+            clicks: 1 for each bag of a clicked sample, [bags]; None: none was clicked.
+        """
+        flat, ends = self._as_bags(keys, offsets)
+        training = torch.is_grad_enabled()
+        lookup = self.rows.look_up(flat.numpy(), ends.numpy(), training=training)
+        root = torch.zeros(0, requires_grad=training)  # Makes autograd call backward.
+        labels = None if clicks is None else clicks.to(torch.float32).numpy()
+        sums: Tensor = _Sums.apply(root, lookup, labels, self.rows if self.fused else None)
+        return sums
+
+    def _as_bags(self, keys: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return flat keys, and offsets that end with their number."""
+        if keys.dim() == 2 and offsets is None:
+            bags, size = keys.shape
+            return keys.reshape(-1), torch.arange(bags + 1) * size
+        if keys.dim() != 1 or offsets is None:
+            raise ConfigError(
+                f"keys have shape {tuple(keys.shape)} and offsets are "
+                f"{'missing' if offsets is None else 'given'}: pass flat keys with offsets, or "
+                "keys of shape [bags, keys of a bag] without"
+            )
+        if self.include_last_offset:
+            return keys, offsets
+        return keys, torch.cat([offsets, offsets.new_tensor([len(keys)])])
+
+
+class _Sums(torch.autograd.Function):
+    """Sums of a look-up; backward pushes their gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        root: Tensor,
+        lookup: RowSums,
+        clicks: NDArray[np.float32] | None,
+        fused: Rows | None,
+    ) -> Tensor:
+        """Return the sums."""
+        ctx.lookup, ctx.clicks, ctx.fused = lookup, clicks, fused
+        return torch.from_numpy(lookup.sums)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        """Push the gradient of the sums to the rows."""
+        ctx.lookup.push(grads[0].contiguous().numpy(), ctx.clicks)
+        if ctx.fused is not None:
+            ctx.fused.step()
+        return None, None, None, None

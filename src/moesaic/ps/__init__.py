@@ -1,0 +1,1 @@
+"""Embedding tables by key, for more rows than memory holds."""

@@ -1,0 +1,94 @@
+"""Checks of a resume: the job may change, but not the samples, the model or the state it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from moesaic.base import keys
+from moesaic.base.errors import ConfigError
+from moesaic.dist.checkpoint import Checkpoint
+from moesaic.train.assemble import DTYPES
+from moesaic.train.kinds import AnyJob
+
+_FIXED_KEYS = frozenset({"seed", "optimizer.moments", "table.optimizer"})
+"""Keys that decide which state a run stores, or the values of state that it does not store."""
+
+
+class KindWords(Protocol):
+    """Words of a kind of job for what a user can do."""
+
+    data_change: str
+    """Clause for other samples though no key has changed."""
+    new_run: str
+    """Remedy for a resume that cannot go on."""
+
+
+def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords) -> list[str]:
+    """Return a sentence for each harmless change of the job since `checkpoint`; raise if the run
+    would resume on other samples, which have another `digest`, or another model."""
+    facts, path = checkpoint.facts, checkpoint.path
+    before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
+    if before.get("kind", "lm") != job.kind:
+        raise ConfigError(
+            f"resume: '{path}' is of a job of kind = {_format_value(before['kind'])}, the job has "
+            f"{_format_value(job.kind)}: resume it with its own job"
+        )
+    if facts.get("data") != digest:
+        changes = [
+            f"{key} = {_format_value(now.get(key))}, was {_format_value(before.get(key))}"
+            for key in _changed_keys(before, now)
+            if key == "seed" or (key.startswith("data.") and key != "data.cache")
+        ]
+        reason = "; ".join(changes) or kind.data_change
+        raise ConfigError(
+            f"resume: '{path}' was trained on other samples ({reason}): restore them, or "
+            f"{kind.new_run}"
+        )
+    messages = list[str]()
+    for key in _changed_keys(before, now):
+        old, new = before.get(key), now.get(key)
+        change = f"{key} = {_format_value(old)}, the job has {_format_value(new)}"
+        table, _, name = key.partition(".")
+        if table == "finetune" or key in _FIXED_KEYS or _changes_storage(key, old, new):
+            raise ConfigError(
+                f"resume: '{path}' was trained with {change}: restore it, or {kind.new_run}"
+            )
+        may_change = name in ("init_std", "max_positions") or name.startswith("extras.")
+        if table == "model" and not may_change:
+            raise ConfigError(
+                f"resume: '{path}' is of a model with {change}: restore it, or start a new run"
+            )
+        messages.append(
+            f"changed since the checkpoint: {key} = {_format_value(new)}, was {_format_value(old)}"
+        )
+    return messages
+
+
+def _changes_storage(key: str, old: Any, new: Any) -> bool:
+    """Return whether weights have another dtype after this change."""
+    return key == "train.precision" and DTYPES[old] != DTYPES[new]
+
+
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield keys whose values differ, including those of a table that only one of the jobs has.
+
+    A key that an older version did not know is skipped.
+    """
+    for key in dict.fromkeys((*now, *before)):
+        table = key.rpartition(".")[0]
+        is_known = (key in before and key in now) or table in before or table in now
+        if is_known and before.get(key) != now.get(key):
+            yield key
+
+
+def _format_value(value: object) -> str:
+    return "unset" if value is None else keys.show(value)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
