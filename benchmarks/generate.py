@@ -26,6 +26,7 @@ WHAT = {
     "layer": "the expert layer and its exchange against peers and limits",
     "balance": "replicas of hot experts against none and against even routing",
     "serve": "inference with less memory than the model, many streams, and a server",
+    "tables": "embedding tables against fbgemm, torch and limits",
     "memory": "expert state on a drive against limits, DeepSpeed, file mappings and cache policies",
 }
 """What each theme measures."""

@@ -517,6 +517,8 @@ def test_a_report_counts_samples(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, train_vectors, str(tmp_path / "run"), 4)
     started = next(read_events(tmp_path / "run" / "events" / "rank-0.jsonl"))
     assert (started["unit"], started["samples_per_step"]) == ("samples", 8)
+    (validation,) = events_of(tmp_path / "run", "validation")
+    assert (validation["samples"], validation["batches"]) == (40, 10)
     write_report(tmp_path / "run", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert "Samples per second" in text

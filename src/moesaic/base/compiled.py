@@ -111,15 +111,21 @@ def copy_block(typing: Any, target: Any, at: Any, source: Any, start: Any) -> An
 
 
 @_typed_intrinsic
-def add_block(typing: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
-    """Add source[start : start + BLOCK] to target[at : at + BLOCK], of flat arrays."""
+def accumulate_block(typing: Any, target: Any, at: Any, source: Any, start: Any, keep: Any) -> Any:
+    """Set target[at : at + BLOCK] to source[start : start + BLOCK], of flat arrays, plus the old
+    values if `keep`; return whether all new values are finite."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         blocks = _Blocks(context, builder, signature, arguments)
-        blocks.store(0, builder.fadd(blocks.load(0), blocks.load(1)))
-        return context.get_dummy_value()
+        zeros = ir.Constant(blocks.block, [0.0] * BLOCK)
+        old = builder.select(builder.trunc(arguments[4], ir.IntType(1)), blocks.load(0), zeros)
+        new = builder.fadd(old, blocks.load(1))
+        blocks.store(0, new)
+        finite = builder.fcmp_ordered("==", builder.fsub(new, new), zeros)
+        bits = ir.IntType(BLOCK)
+        return builder.icmp_unsigned("==", builder.bitcast(finite, bits), bits(2**BLOCK - 1))
 
-    return types.void(target, at, source, start), generate
+    return types.boolean(target, at, source, start, types.boolean), generate
 
 
 @_typed_intrinsic

@@ -12,7 +12,7 @@ from moesaic.facts.job.table import TableConfig
 from moesaic.kernels.threads import run_ranges
 from moesaic.ps.index import MIN_THREADED_KEYS, Int64s
 from moesaic.ps.records import CHANGED, Floats, RecordArena
-from moesaic.ps.update import KeyGradients, prefetch_row, sum_squares
+from moesaic.ps.update import COUNTS, KeyGradients, prefetch_row, sum_squares
 
 _AHEAD = 32
 """Rows between a prefetch and its use."""
@@ -41,8 +41,7 @@ def update_rows(
     def update(start: int, end: int) -> None:
         gradients = (
             merged.grads.reshape(-1)[start * dim :],
-            merged.shows[start:],
-            merged.clicks[start:],
+            merged.counts.reshape(-1)[start * COUNTS :],
         )
         _update(records, optimizer, rows[start:end], gradients, dim, today, config.decay)
 
@@ -61,7 +60,7 @@ def _update(
 ) -> None:
     numbers, stride, words, whole_words, word_stride, counters, changed = records
     kind, lr, epsilon, first_beta, second_beta = optimizer
-    grads, shows, clicks = gradients
+    grads, counts = gradients
     for index in range(len(rows)):
         if index + _AHEAD < len(rows):
             coming = max(rows[index + _AHEAD], 0)
@@ -89,8 +88,8 @@ def _update(
             words[show] *= factor
             words[show + 1] *= factor
             whole_words[show + 2] = today
-        words[show] += shows[index]
-        words[show + 1] += clicks[index]
+        words[show] += counts[index * COUNTS]
+        words[show + 1] += counts[index * COUNTS + 1]
         changed[row] = CHANGED
 
 

@@ -105,6 +105,11 @@ class RecordArena:
         """Bytes of pages that have held records."""
         return self._used * (self.layout.record_bytes + 1)
 
+    @property
+    def extent(self) -> int:
+        """Rows that ever held records; their pages take memory."""
+        return self._used
+
     def used_rows(self) -> NDArray[np.bool_]:
         """Return which rows hold records, up to the last row that ever did."""
         used = np.ones(self._used, np.bool_)

@@ -171,9 +171,8 @@ class Table:
             self._fit()
             rows = self.index.find(part)
             self._raise(part, rows)
-            gather_rows(self.arena.numbers, rows, values[start : start + _PULL_KEYS])
-            absent = np.flatnonzero(rows == ABSENT)
-            if len(absent):
+            if not gather_rows(self.arena.numbers, rows, values[start : start + _PULL_KEYS]):
+                absent = np.flatnonzero(rows == ABSENT)
                 self._first_values.fill(part[absent], start + absent, values, self.dim)
         return values
 
@@ -355,13 +354,12 @@ class Table:
         Raises:
             DivergedError: a gradient is not finite.
         """
-        if not merged.is_finite:  # The square of a large gradient may have overflowed.
+        if not merged.is_finite:
             bad = np.flatnonzero(~np.isfinite(merged.grads).all(1))
-            if len(bad):
-                raise DivergedError(
-                    f"the gradient of key {bags.distinct[bad[0]]} of table '{self.name}' is not "
-                    "finite: lower table.lr or optimizer.lr"
-                )
+            raise DivergedError(
+                f"the gradient of key {bags.distinct[bad[0]]} of table '{self.name}' is not "
+                "finite: lower table.lr or optimizer.lr"
+            )
         return merged
 
     def _apply(self, bags: KeyBags, merged: KeyGradients, found: _FoundRows) -> None:
@@ -388,7 +386,7 @@ class Table:
             found = self.candidates.find(keys)
             found[found == ABSENT] = 0
             counts = found.view(np.float32).reshape(-1, 2)
-            total = counts + np.stack([merged.shows[places], merged.clicks[places]], 1)
+            total = counts + merged.counts[places, :2]
             admitted = (total[:, 0] >= config.admit_count) & (
                 self._scores(total) >= config.admit_score
             )

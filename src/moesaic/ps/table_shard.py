@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import cached_loop, prefetch
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.job.table import TableConfig
 from moesaic.kernels.threads import run_ranges
@@ -30,8 +29,6 @@ _COPY_SHARE = 8
 """Free memory over that of a copy of changed rows, at least; several ranks may copy at once."""
 _SAMPLE_KEYS = 10_000
 """Keys from which the share of a rank is known."""
-_AHEAD = 8
-"""Rows between a prefetch and its use."""
 
 
 class TableShard:
@@ -131,10 +128,11 @@ class TableShard:
         """Return a copy of the records at `rows`, which count as unchanged from now on."""
         arena = self.table.arena
         records = np.empty((len(rows), self.segment_layout.record_bytes), np.uint8)
-        words = records.view(np.int32)
 
         def copy(start: int, end: int) -> None:
-            _copy_records(arena.whole_words, arena.changed, rows[start:end], words[start:end])
+            part = rows[start:end]
+            arena.records.take(part, 0, records[start:end], "clip")  # Without a buffer.
+            arena.changed[part] &= ~CHANGED_SINCE_SNAPSHOT
 
         run_ranges(copy, len(rows), MIN_THREADED_KEYS)
         return records
@@ -183,21 +181,3 @@ def _owned_share(is_owned: Callable[[Int64s], NDArray[np.bool_]] | None) -> floa
 
 def _distinct(keys: list[Int64s]) -> Int64s:
     return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))
-
-
-@cached_loop
-def _copy_records(
-    words: NDArray[np.int32], changed: NDArray[np.uint8], rows: Int64s, copy: NDArray[np.int32]
-) -> None:
-    """Copy the records at `rows` and clear their flag for snapshots."""
-    count, width = copy.shape
-    flat, mask = words.reshape(-1), np.uint8(0xFF) ^ CHANGED_SINCE_SNAPSHOT
-    for index in range(count):
-        if index + _AHEAD < count:
-            first = rows[index + _AHEAD] * width
-            for word in range(first, first + width, 16):
-                prefetch(flat, word)
-        row = rows[index]
-        for word in range(width):
-            copy[index, word] = words[row, word]
-        changed[row] &= mask

@@ -54,6 +54,8 @@ _BUFFER_SHARE = 128
 """Bytes of the budget for one byte of such blocks, at least."""
 _READ_AHEAD_SHARE = 16
 """Bytes of the budget for one byte of records that are read ahead."""
+_BUDGET_SHARE = 8
+"""Bytes of the budget for one byte of buffers whose size follows it, at least."""
 _REWRITE_ROWS = 4
 """Rows of old segments that are checked for each row that is written."""
 
@@ -137,7 +139,7 @@ class TableTiers:
         self._moved: KeyIndex | None = None
         """New positions of rewritten rows by old ones; None: no rows are read ahead."""
         self._row_bytes = table.layout.record_bytes + _ROW_BYTES + _CHOICE_BYTES + _PASS_BYTES
-        most = max(host_bytes // self._row_bytes, len(table.arena.used_rows()))
+        most = max(host_bytes // self._row_bytes, table.arena.extent)
         most = min(most, len(table.arena.records))
         self._copies = np.zeros(most, np.int64)
         """Location of the copy of each row in memory."""
@@ -150,7 +152,8 @@ class TableTiers:
         """Day of the last choice of idle rows."""
         self._raised = self._demoted = self._written = self._rewritten = 0
         if self.memory_rows < 1:
-            needed = table.index.memory_bytes + self.drive.buffer_bytes
+            used = table.index.memory_bytes + self.drive.buffer_bytes + self._row_bytes
+            needed = used * _BUDGET_SHARE // (_BUDGET_SHARE - 1)
             raise ConfigError(
                 f'table.host = "{format_bytes(host_bytes)}" holds no rows: buffers and the index '
                 f"of {table.num_rows} keys need {format_bytes(needed)}; raise table.host"
@@ -172,8 +175,9 @@ class TableTiers:
         return self.host_bytes // _READ_AHEAD_SHARE
 
     def bytes_for(self, num_rows: int) -> int:
-        """Return the budget that holds so many rows."""
-        return self.host_bytes + max(num_rows - self.memory_rows, 0) * self._row_bytes
+        """Return a budget that holds so many rows beside index and buffers."""
+        missing = max(num_rows - self.memory_rows, 0) * self._row_bytes
+        return self.host_bytes + missing * _BUDGET_SHARE // (_BUDGET_SHARE - 1)
 
     def stats(self) -> TierStats:
         """Return the figures since the start."""
@@ -214,7 +218,7 @@ class TableTiers:
                 self._choose_leaving(0)
                 for part in self._leaving:
                     self._demote(*self._still_leaving(*part))
-        if arena.capacity == self.memory_rows:
+        if arena.extent <= self.memory_rows == arena.capacity:
             return
         self.make_room(0)
         old, new = arena.truncate(arena.capacity)

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.base.compiled import BLOCK, add_block, cached_loop, copy_block, sum_squares_block
+from moesaic.base.compiled import (
+    BLOCK,
+    accumulate_block,
+    cached_loop,
+    copy_block,
+    sum_squares_block,
+)
 from moesaic.base.compiled import prefetch as prefetch_line
 from moesaic.kernels.threads import run_ranges
 from moesaic.ps.index import MIN_THREADED_KEYS, Int64s, hash_key
@@ -21,6 +27,8 @@ from moesaic.ps.records import Floats
 _AHEAD = 32
 """Rows between a prefetch and its use."""
 _SLOTS_PER_KEY = 2
+COUNTS = 4
+"""Words for the counts of a merged key: shows, clicks, and the last bag while it is merged."""
 _MERGE_PARTS = 16
 """Parts of distinct keys that threads may merge, by the remainder of their index."""
 
@@ -43,12 +51,20 @@ class KeyGradients:
 
     grads: Floats
     """Sums of gradients, [distinct, dim]."""
-    shows: NDArray[np.float32]
-    """Samples with each key, [distinct]."""
-    clicks: NDArray[np.float32]
-    """Clicked samples with each key, [distinct]."""
+    counts: NDArray[np.float32]
+    """Samples with each key, and clicked ones, in the first columns, [distinct, 4]."""
     is_finite: bool
-    """False if the square of a gradient overflowed, or a gradient is not finite."""
+    """True if all gradients are finite."""
+
+    @property
+    def shows(self) -> NDArray[np.float32]:
+        """Samples with each key, [distinct]."""
+        return self.counts[:, 0]
+
+    @property
+    def clicks(self) -> NDArray[np.float32]:
+        """Clicked samples with each key, [distinct]."""
+        return self.counts[:, 1]
 
 
 @dataclass(frozen=True)
@@ -104,10 +120,10 @@ class KeyBags:
         """Return the sums of gradients and counts per distinct key, in the order of bags."""
         count, dim = len(self.distinct), push.grads.shape[1]
         grads = np.empty((count, dim), push.grads.dtype)
-        shows, clicks = np.empty(count, np.float32), np.empty(count, np.float32)
-        last_bag = np.empty(count, np.int32)
+        counts = np.empty((count, COUNTS), np.float32)
         given = push.grads.reshape(-1), push.shows, push.clicks
-        merged = grads.reshape(-1), shows, clicks, last_bag
+        flat_counts = counts.reshape(-1)
+        merged = grads.reshape(-1), flat_counts, flat_counts.view(np.int32)
         finite = [True]
 
         def merge_parts(start: int, end: int) -> None:
@@ -118,7 +134,7 @@ class KeyBags:
             merge_parts(0, _MERGE_PARTS)
         else:
             run_ranges(merge_parts, _MERGE_PARTS, 1)
-        return KeyGradients(grads, shows, clicks, finite[0])
+        return KeyGradients(grads, counts, finite[0])
 
 
 def combine(parts: Sequence[tuple[KeyBags, KeyGradients]]) -> tuple[KeyBags, KeyGradients]:
@@ -137,15 +153,21 @@ def combine(parts: Sequence[tuple[KeyBags, KeyGradients]]) -> tuple[KeyBags, Key
     )
 
 
-def gather_rows(values: Floats, rows: Int64s, out: Floats) -> None:
-    """Copy the first columns of `values` at `rows` to `out`, [rows, dim], where rows are >= 0."""
+def gather_rows(values: Floats, rows: Int64s, out: Floats) -> bool:
+    """Copy the first columns of `values` at `rows` to `out`, [rows, dim].
+
+    Return whether all rows are at least 0; others are not copied."""
     flat, stride, dim = values.reshape(-1), values.shape[1], out.shape[1]
     flat_out = out.reshape(-1)
 
+    complete = [True]
+
     def gather(start: int, end: int) -> None:
-        _gather(flat, stride, rows[start:end], flat_out[start * dim :], dim)
+        if not _gather(flat, stride, rows[start:end], flat_out[start * dim :], dim):
+            complete[0] = False
 
     run_ranges(gather, len(rows), MIN_THREADED_KEYS)
+    return complete[0]
 
 
 @cached_loop
@@ -181,9 +203,10 @@ def _deduplicate(
 @cached_loop
 def prefetch_row(values: Floats, start: int, length: int) -> None:
     """Load the cache lines of `length` numbers without waiting for them."""
-    per_line = 16 if values.itemsize == 4 else 8
-    for column in range(0, length, per_line):
+    per_line, column = 16 if values.itemsize == 4 else 8, 0
+    while column < length:
         prefetch_line(values, start + column)
+        column += per_line
     prefetch_line(values, start + length - 1)
 
 
@@ -197,12 +220,18 @@ def _copy(target: Floats, at: int, source: Floats, start: int, dim: int) -> None
 
 
 @cached_loop
-def _add(target: Floats, at: int, source: Floats, start: int, dim: int) -> None:
-    whole = dim - dim % BLOCK
+def _accumulate(target: Floats, at: int, source: Floats, start: int, dim: int, keep: bool) -> bool:
+    """Set target[at : at + dim] to source[start : start + dim], plus the old values if `keep`.
+
+    Return whether all new values are finite. There is no branch for `keep`, as keys decide it."""
+    whole, finite = dim - dim % BLOCK, True
     for column in range(0, whole, BLOCK):
-        add_block(target, at + column, source, start + column)
+        finite &= accumulate_block(target, at + column, source, start + column, keep)
     for column in range(whole, dim):
-        target[at + column] += source[start + column]
+        old = target[at + column] if keep else source.dtype.type(0)
+        target[at + column] = old + source[start + column]
+        finite &= np.isfinite(target[at + column])
+    return finite
 
 
 @cached_loop
@@ -217,13 +246,16 @@ def sum_squares(source: Floats, start: int, dim: int) -> Any:
 
 
 @cached_loop
-def _gather(values: Floats, stride: int, rows: Int64s, out: Floats, dim: int) -> None:
-    length = len(rows)
+def _gather(values: Floats, stride: int, rows: Int64s, out: Floats, dim: int) -> bool:
+    length, complete = len(rows), True
     for place in range(length):
         if place + _AHEAD < length:
             prefetch_row(values, max(rows[place + _AHEAD], 0) * stride, dim)
         if rows[place] >= 0:
             _copy(out, place * dim, values, rows[place] * stride, dim)
+        else:
+            complete = False
+    return complete
 
 
 @cached_loop
@@ -246,11 +278,9 @@ def _sum_rows(
             if row >= 0 and place == begin:
                 _copy(sums, at, values, row * stride, dim)
             elif row >= 0:
-                _add(sums, at, values, row * stride, dim)
-            elif place == begin:
-                _copy(sums, at, fresh, ~row * dim, dim)
+                _accumulate(sums, at, values, row * stride, dim, True)
             else:
-                _add(sums, at, fresh, ~row * dim, dim)
+                _accumulate(sums, at, fresh, ~row * dim, dim, place > begin)
         if begin == offsets[bag + 1]:
             for column in range(dim):
                 sums[at + column] = 0
@@ -261,31 +291,28 @@ def _merge(
     inverse: NDArray[np.int32],
     offsets: Int64s,
     given: tuple[Floats, NDArray[np.float32], NDArray[np.float32]],
-    merged: tuple[Floats, NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]],
+    merged: tuple[Floats, NDArray[np.float32], NDArray[np.int32]],
     dim: int,
     first_part: int,
     last_part: int,
 ) -> bool:
-    """Merge the keys of some parts; return whether their gradients' squares are finite."""
+    """Merge the keys of some parts; return whether their gradients are finite."""
     grads, shows, clicks = given
-    sums, sum_shows, sum_clicks, last_bag = merged
-    seen, finite = 0, True
+    sums, counts, bags = merged
+    seen, finite, zero = 0, True, np.float32(0)
     for bag in range(len(offsets) - 1):
         for place in range(offsets[bag], offsets[bag + 1]):
             number = inverse[place]
-            new = number == seen
-            seen += new
+            keep = number < seen
+            seen += not keep
             part = number % _MERGE_PARTS
             if part < first_part or part >= last_part:
                 continue
-            finite &= sum_squares(grads, bag * dim, dim) < np.inf
-            if new:
-                _copy(sums, number * dim, grads, bag * dim, dim)
-                sum_shows[number], sum_clicks[number] = shows[bag], clicks[bag]
-            else:
-                _add(sums, number * dim, grads, bag * dim, dim)
-                if last_bag[number] != bag:  # A key that a bag repeats has one sample there.
-                    sum_shows[number] += shows[bag]
-                    sum_clicks[number] += clicks[bag]
-            last_bag[number] = bag
+            finite &= _accumulate(sums, number * dim, grads, bag * dim, dim, keep)
+            at = number * COUNTS
+            show, click, last_bag = counts[at], counts[at + 1], bags[at + 2]
+            is_sample = (not keep) | (last_bag != bag)  # A bag may repeat a key.
+            counts[at] = (show if keep else zero) + (shows[bag] if is_sample else zero)
+            counts[at + 1] = (click if keep else zero) + (clicks[bag] if is_sample else zero)
+            bags[at + 2] = bag
     return finite

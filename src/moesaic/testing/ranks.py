@@ -29,7 +29,7 @@ from torch.distributed import TCPStore
 
 from moesaic.dist.world import World
 
-_PRELOADED = ["moesaic.train.assemble", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+_PRELOADED = ["moesaic.train.ctr", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 """Modules that are slow to import, loaded once by the fork server that starts ranks."""
 
 

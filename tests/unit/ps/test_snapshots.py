@@ -315,7 +315,7 @@ def test_a_killed_writer_leaves_the_last_snapshot(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
-        check=True, timeout=60,
+        check=True, timeout=300,
     )  # fmt: skip
     for number in range(4):
         directory = tmp_path / str(number)
