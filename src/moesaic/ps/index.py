@@ -30,6 +30,8 @@ _MAX_LOAD = 0.8
 _GROWTH = 1.25
 _FIRST_SLOTS = 1024
 _FIRST_SPARE_SLOTS = 1024
+_STEPS = 4
+"""Slots that a search compares at once; as many at the end stay empty."""
 _AHEAD = 16
 """Keys between a prefetch and its use."""
 MIN_THREADED_KEYS = 16_384
@@ -184,8 +186,17 @@ def _slot(hashed: np.uint64, slots: int) -> np.int64:
 
 @cached_loop
 def _search(entries: Int64s, slots: int, hashed: np.uint64) -> np.int64:
-    """Return the first slot whose hash is at least `hashed`, or that is empty."""
+    """Return the first slot whose hash is at least `hashed`, or that is empty.
+
+    Hashes are sorted, so the number of smaller ones among the next is the way to go, without a
+    branch."""
     slot: np.int64 = _slot(hashed, slots)
+    smaller = 0
+    for step in range(_STEPS):
+        smaller += np.uint64(entries[2 * (slot + step)]) < hashed
+    slot += smaller
+    if smaller < _STEPS:
+        return slot
     while np.uint64(entries[2 * slot]) < hashed:
         slot += 1
     return slot
@@ -234,7 +245,7 @@ def _set(
     limit: int,
 ) -> tuple[int, int]:
     """Set keys from `start` on; return the first key that needs more slots, and the length."""
-    top, count = len(entries) // 2 - 1, len(keys)
+    top, count = len(entries) // 2 - _STEPS, len(keys)
     for index in range(start, count):
         if index + _AHEAD < count:
             prefetch(entries, 2 * _slot(hash_key(keys[index + _AHEAD]), slots))
@@ -244,7 +255,7 @@ def _set(
             free = slot
             while entries[2 * free + 1] != _ABSENT:
                 free += 1
-            if length >= limit or free >= top:  # The last slot stays empty, to end a search.
+            if length >= limit or free >= top:
                 return index, length
             for moved in range(free, slot, -1):
                 entries[2 * moved] = entries[2 * moved - 2]

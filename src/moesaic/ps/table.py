@@ -171,9 +171,8 @@ class Table:
             self._fit()
             rows = self.index.find(part)
             self._raise(part, rows)
-            gather_rows(self.arena.numbers, rows, values[start : start + _PULL_KEYS])
-            absent = np.flatnonzero(rows == ABSENT)
-            if len(absent):
+            if not gather_rows(self.arena.numbers, rows, values[start : start + _PULL_KEYS]):
+                absent = np.flatnonzero(rows == ABSENT)
                 self._first_values.fill(part[absent], start + absent, values, self.dim)
         return values
 

@@ -153,15 +153,21 @@ def combine(parts: Sequence[tuple[KeyBags, KeyGradients]]) -> tuple[KeyBags, Key
     )
 
 
-def gather_rows(values: Floats, rows: Int64s, out: Floats) -> None:
-    """Copy the first columns of `values` at `rows` to `out`, [rows, dim], where rows are >= 0."""
+def gather_rows(values: Floats, rows: Int64s, out: Floats) -> bool:
+    """Copy the first columns of `values` at `rows` to `out`, [rows, dim].
+
+    Return whether all rows are at least 0; others are not copied."""
     flat, stride, dim = values.reshape(-1), values.shape[1], out.shape[1]
     flat_out = out.reshape(-1)
 
+    complete = [True]
+
     def gather(start: int, end: int) -> None:
-        _gather(flat, stride, rows[start:end], flat_out[start * dim :], dim)
+        if not _gather(flat, stride, rows[start:end], flat_out[start * dim :], dim):
+            complete[0] = False
 
     run_ranges(gather, len(rows), MIN_THREADED_KEYS)
+    return complete[0]
 
 
 @cached_loop
@@ -240,13 +246,16 @@ def sum_squares(source: Floats, start: int, dim: int) -> Any:
 
 
 @cached_loop
-def _gather(values: Floats, stride: int, rows: Int64s, out: Floats, dim: int) -> None:
-    length = len(rows)
+def _gather(values: Floats, stride: int, rows: Int64s, out: Floats, dim: int) -> bool:
+    length, complete = len(rows), True
     for place in range(length):
         if place + _AHEAD < length:
             prefetch_row(values, max(rows[place + _AHEAD], 0) * stride, dim)
         if rows[place] >= 0:
             _copy(out, place * dim, values, rows[place] * stride, dim)
+        else:
+            complete = False
+    return complete
 
 
 @cached_loop
