@@ -191,7 +191,7 @@ def _search(entries: Int64s, slots: int, hashed: np.uint64) -> np.int64:
     Hashes are sorted, so the number of smaller ones among the next is the way to go, without a
     branch."""
     slot: np.int64 = _slot(hashed, slots)
-    smaller = 0
+    smaller = np.int64(0)
     for step in range(_STEPS):
         smaller += np.uint64(entries[2 * (slot + step)]) < hashed
     slot += smaller
