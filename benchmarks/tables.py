@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks import tables_speed
+from benchmarks import tables_speed, tables_tiers
 
-PARTS = {**tables_speed.PARTS}
+PARTS = {**tables_speed.PARTS, **tables_tiers.PARTS}
