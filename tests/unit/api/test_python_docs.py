@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import os
-import os
-import os
-import os
-import os
-import os
-import os
-import os
-import os
 import re
 import shutil
 import subprocess
@@ -27,25 +19,41 @@ PROGRAMS = re.findall(
 def run(path: Path, ranks: str) -> str:
     """Run a program as users do, and return what it prints."""
     start = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *(start if ranks != "1" else []), path.name], cwd=path.parent,
-        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    before = path.parent.with_name("before")
+    shutil.copytree(path.parent, before)
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, *(start if ranks != "1" else []), path.name], cwd=path.parent,
+            capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        # gloo sometimes aborts when a process ends, without moesaic too; the page says so.
+        if "terminate called without an active exception" not in done.stderr:
+            break
+        shutil.rmtree(path.parent)  # The program begins anew, without the files that it wrote.
+        shutil.copytree(before, path.parent)
+    shutil.rmtree(before)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_programs_run(tmp_path: Path) -> None:
     outputs = []
+    (tmp_path / "programs").mkdir()
     for number, (sizes, program) in enumerate(PROGRAMS):
         assert program.count("\n") < 40
-        path = tmp_path / f"program{number}.py"
+        path = tmp_path / "programs" / f"program{number}.py"
         path.write_text(program)
         outputs += [run(path, ranks) for ranks in (sizes or "1").split(",")]
-    alone, together, fsdp, upcycling, training, planning, loads, generating, mistakes = outputs
+    alone, together, saved, resumed, fsdp, upcycling, *others = outputs
+    training, planning, loads, generating, serving, tables, mistakes = others
     for text in (alone, together):
         first, *_, last = (float(value) for value in re.findall(r"loss (\S+)", text))
         assert last < first
+    # Both ranks print, and their lines may mix.
+    sums = [re.findall(r"-?\d+\.\d{6}", text) for text in (saved, resumed)]
+    assert [len(one) for one in sums] == [2, 1]
+    assert len({*sums[0], *sums[1]}) == 1
+    assert (saved.split(",")[0], resumed.split(",")[0]) == ("saved", "resumed")
     assert fsdp.count("gradient norm") == 2
     assert float(re.findall(r"largest change of a logit: (\S+)", upcycling)[0]) < 1e-5
     steps = training.count("loss ")
