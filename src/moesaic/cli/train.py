@@ -27,7 +27,7 @@ from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, JobPath, Json, PlanPath, Sets
 from moesaic.facts.job import CtrJob
 from moesaic.facts.job import Job as LanguageModelJob
-from moesaic.facts.plan import describe_plan
+from moesaic.facts.plan import Plan, describe_plan
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import describe_trainable
 from moesaic.train.job_file import holds_checkpoint
@@ -204,74 +204,62 @@ def _headline(facts: dict[str, Any]) -> str:
 def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
     """Print the resolved job, the plan, and the memory of a rank or of rows."""
     job = prepared.config
-    if not as_json:
-        screen.print_line(f"# {path}, resolved\n")
-        screen.print_line(job.to_toml())
     if isinstance(job, CtrJob):
-        _print_recommender(job, prepared, as_json)
+        facts, lines = _describe_recommender(job, prepared.plan)
     else:
-        _print_language_model(job, prepared, as_json)
-
-
-def _print_recommender(job: CtrJob, prepared: PreparedRun, as_json: bool) -> None:
-    """Print the network's parameters, the bytes of a row, and the plan."""
+        facts, lines = _describe_language_model(job, prepared.plan)
     if as_json:
         screen.print_json(
             {
                 "job": job.model_dump(mode="json", by_alias=True),
-                "plan": prepared.plan.decisions(),
-                "parameters": {"network": job.num_network_parameters},
-                "row_bytes": job.row_bytes,
-                "warnings": prepared.warnings,
+                "plan": prepared.plan.decisions(), **facts, "warnings": prepared.warnings,
             }
-        )
+        )  # fmt: skip
         return
-    screen.print_line(f"parameters       {job.num_network_parameters:,} in the network")
-    screen.print_line(
+    for line in (f"# {path}, resolved\n", job.to_toml(), *lines):
+        screen.print_line(line)
+
+
+def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """Return the network's parameters and the bytes of a row, as facts and as lines."""
+    facts = {"parameters": {"network": job.num_network_parameters}, "row_bytes": job.row_bytes}
+    return facts, [
+        f"parameters       {job.num_network_parameters:,} in the network",
         f"rows             {format_bytes(job.row_bytes)} each with optimizer state; ranks share "
-        "them by key"
-    )
-    screen.print_line(f"plan             {describe_plan(prepared.plan)}")
+        "them by key",
+        f"plan             {describe_plan(plan)}",
+    ]
 
 
-def _print_language_model(job: LanguageModelJob, prepared: PreparedRun, as_json: bool) -> None:
-    """Print the parameters, the plan and the memory of a rank."""
+def _describe_language_model(job: LanguageModelJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """Return the parameters and the memory of a rank, as facts and as lines."""
     from moesaic.api.memory_replay import forecast
     from moesaic.base.host_memory import free_memory_bytes
     from moesaic.cli.prediction import describe_tiers
     from moesaic.policy.cost.memory import highest_memory
 
-    plan = prepared.plan
     counts = count_parameters(job.model)
     memory = highest_memory(job, plan)
     tiers = forecast(job, plan, free_memory_bytes() // plan.ranks)
-    if as_json:
-        screen.print_json(
-            {
-                "job": job.model_dump(mode="json", by_alias=True),
-                "plan": plan.decisions(),
-                "parameters": {"total": counts.total, "active": counts.active},
-                "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
-                "memory_tiers": tiers,
-                "warnings": prepared.warnings,
-            }
-        )
-        return
+    facts = {
+        "parameters": {"total": counts.total, "active": counts.active},
+        "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
+        "memory_tiers": tiers,
+    }
     share = f"{counts.active / counts.total:.0%}"
-    screen.print_line(
-        f"parameters       {counts.total:,} in total, {counts.active:,} active ({share})"
-    )
-    for line in describe_trainable(job) if job.finetune is not None else ():
-        screen.print_line(line)
-    screen.print_line(f"plan             {describe_plan(plan)}")
-    screen.print_line(f"memory per rank  peak {format_bytes(memory.peak_bytes)}, of which")
+    lines = [
+        f"parameters       {counts.total:,} in total, {counts.active:,} active ({share})",
+        *(describe_trainable(job) if job.finetune is not None else ()),
+        f"plan             {describe_plan(plan)}",
+        f"memory per rank  peak {format_bytes(memory.peak_bytes)}, of which",
+    ]
     by_kind = {kind: num_bytes for kind, num_bytes in memory.by_kind().items() if num_bytes}
     for kind, num_bytes in by_kind.items():
         name = kind.removesuffix("_bytes")
         remark = " (estimate)" if name in ("activations", "gathered", "working") else ""
-        screen.print_line(f"  {name:<14} {format_bytes(num_bytes)}{remark}")
+        lines.append(f"  {name:<14} {format_bytes(num_bytes)}{remark}")
     if tiers is not None:
-        predicted = plan.predictions
-        step_s = None if predicted is None else predicted.step_s
-        for name, text in describe_tiers(tiers, step_s).items():
-            screen.print_line(f"{name:<16} {text}")
+        step_s = None if plan.predictions is None else plan.predictions.step_s
+        told = describe_tiers(tiers, step_s).items()
+        lines += [f"{name:<16} {text}" for name, text in told]
+    return facts, lines
