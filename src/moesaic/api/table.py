@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -236,6 +236,10 @@ class _Given(NamedTuple):
         dim, seed, dtype = self.identity.values()
         if dim is None:
             raise ConfigError("dim is missing: a new table needs the numbers per row")
+        if type(dim) is not int or dim < 1:
+            raise ConfigError(f"dim = {dim!r}: a row needs an integer from 1")
+        if dtype not in (None, *get_args(DType)):
+            raise ConfigError(f"dtype = {dtype!r}: use {' or '.join(map(repr, get_args(DType)))}")
         config = parse(TableConfig, self.settings, "Table.open")
         return Rows(config, dim, seed=seed or 0, dtype=dtype or "float32")
 

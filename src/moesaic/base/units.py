@@ -17,6 +17,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def format_larger_bytes(num_bytes: int) -> str:
+    """Return bytes as text that is not below them, and differs from `format_bytes` of them."""
+    unit = 1
+    while num_bytes >= 1024 * unit:
+        unit *= 1024
+    return format_bytes(num_bytes + unit / 10)
+
+
 def format_quantity(value: float, unit: str) -> str:
     """Return a value with a metric prefix: 12.3 GB/s."""
     scales = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}

@@ -130,9 +130,10 @@ def print_job_explanation(key: str, as_json: bool, job: Path | None = None) -> N
 
 
 def _is_key_of_ctr_alone(key: str) -> bool:
-    """Return whether jobs of kind ctr have `key`, and neither language models nor files do."""
+    """Return whether jobs of kind ctr have `key` or its table, and nothing else does."""
     known, others = ({entry.path for entry in keys.walk(kind)} for kind in (CtrJob, JobFiles))
-    return key in known - others
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in known - others for end in range(1, len(parts) + 1))
 
 
 def _is_file_key(key: str) -> bool:

@@ -108,6 +108,10 @@ class TableBag(nn.Module):
         lookup = self.rows.look_up(flat.numpy(), ends.numpy(), training=training)
         root = torch.zeros(0, requires_grad=training)  # Makes autograd call backward.
         labels = None if clicks is None else clicks.to(torch.float32).numpy()
+        if labels is not None and labels.shape != (len(ends) - 1,):
+            raise ConfigError(
+                f"clicks have shape {labels.shape}: pass one for each of the {len(ends) - 1} bags"
+            )
         sums: Tensor = _Sums.apply(root, lookup, labels, self.rows if self.fused else None)
         return sums
 
@@ -122,9 +126,24 @@ class TableBag(nn.Module):
                 f"{'missing' if offsets is None else 'given'}: pass flat keys with offsets, or "
                 "keys of shape [bags, keys of a bag] without"
             )
+        _check_offsets(offsets, len(keys), self.include_last_offset)
         if self.include_last_offset:
             return keys, offsets
         return keys, torch.cat([offsets, offsets.new_tensor([len(keys)])])
+
+
+def _check_offsets(offsets: Tensor, num_keys: int, include_last_offset: bool) -> None:
+    """Raise ConfigError unless offsets divide the keys into bags: compiled loops trust them."""
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+        kind, shape = str(offsets.dtype).removeprefix("torch."), tuple(offsets.shape)
+        raise ConfigError(f"offsets have the type {kind} and shape {shape}: pass int64, [bags]")
+    ends = offsets if include_last_offset else nn.functional.pad(offsets, (0, 1), value=num_keys)
+    if not len(ends) or ends[0] != 0 or ends[-1] != num_keys or (ends[1:] < ends[:-1]).any():
+        last = f", and at the end {num_keys}" if include_last_offset else ""
+        raise ConfigError(
+            f"offsets do not divide {num_keys} keys into bags: pass the first key of each bag, "
+            f"from 0 up{last}"
+        )
 
 
 class _Sums(torch.autograd.Function):

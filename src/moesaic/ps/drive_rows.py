@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from moesaic.base import direct_io
 from moesaic.base.compiled import cached_loop
-from moesaic.base.errors import write_error
+from moesaic.base.errors import ConfigError, write_error
 from moesaic.ps.index import Int64s
 from moesaic.ps.segments import PREFIX_BYTES, SegmentLayout, SegmentWriter
 from moesaic.store.random_reads import RandomReads
@@ -70,7 +71,7 @@ class DriveRows:
         num_threads: int = 8,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        """Write nothing yet.
+        """Check that the directory takes files, and write none yet.
 
         Args:
             directory: directory for segments.
@@ -78,7 +79,19 @@ class DriveRows:
             buffer_bytes: bytes of blocks that one read holds, if those are enough blocks.
             num_threads: reads in flight.
             segment_bytes: bytes from which on a segment takes no more rows.
+
+        Raises:
+            ConfigError: the directory takes no files.
         """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"table.ssd = '{directory}' cannot be written ({error.strerror}): give a "
+                "directory on a drive of this machine"
+            ) from None
         self.directory, self.layout = directory, layout
         self.segments: dict[int, Segment] = {}
         """Segments by number."""
@@ -216,7 +229,6 @@ class DriveRows:
         number = next(self._numbers)
         path = self.directory / f".table-rows-{os.getpid()}-{id(self)}-{number}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
             writer = SegmentWriter(path, self.layout)
             try:
                 file = path.open("rb", buffering=0)

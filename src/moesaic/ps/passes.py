@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import format_bytes
+from moesaic.base.units import format_bytes, format_larger_bytes
 from moesaic.facts.table_rows import PassLength, PassNeeds
 from moesaic.ps.drive_rows import Records
 from moesaic.ps.index import ABSENT, Int64s, KeyIndex
@@ -226,10 +226,11 @@ class TablePasses:
     def _too_small(self, needs: PassNeeds, length: PassLength) -> ConfigError:
         host, needed = self.tiers.host_bytes, self.tiers.bytes_for(length.needed_rows)
         steps = "the steps" if self._pass_steps else "a step"
+        less = "table.pass_steps or the batch" if self._pass_steps > 1 else "the batch"
         return ConfigError(
             f'table.host = "{format_bytes(host)}" holds {needs.memory_rows} rows beside index and '
             f"buffers, and {steps} of two passes need {length.needed_rows}: raise table.host to "
-            f"{format_bytes(needed)}, or lower table.pass_steps or the batch"
+            f"{format_larger_bytes(needed)}, or lower {less}"
         )
 
 

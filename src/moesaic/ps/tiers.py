@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.base.units import format_bytes
+from moesaic.base.units import format_bytes, format_larger_bytes
 from moesaic.facts.table_rows import LeavingRows, MemoryRows
 from moesaic.ps.drive_rows import CHANGED_BIT, SEGMENT_BYTES, DriveRows, Records
 from moesaic.ps.index import ABSENT, Int64s, KeyIndex
@@ -156,7 +156,7 @@ class TableTiers:
             needed = used * _BUDGET_SHARE // (_BUDGET_SHARE - 1)
             raise ConfigError(
                 f'table.host = "{format_bytes(host_bytes)}" holds no rows: buffers and the index '
-                f"of {table.num_rows} keys need {format_bytes(needed)}; raise table.host"
+                f"of {table.num_rows} keys need {format_bytes(needed)}; raise table.host above it"
             )
         table.tier = self
         self.fit()
@@ -248,7 +248,7 @@ class TableTiers:
                 raise StoreError(
                     f'table.host = "{format_bytes(self.host_bytes)}" holds {arena.capacity} rows '
                     f"beside the index, and a step needs {needed}: raise table.host to "
-                    f"{format_bytes(self.bytes_for(needed))}, or lower the batch"
+                    f"{format_larger_bytes(self.bytes_for(needed))}, or lower the batch"
                 )
         self.rewrite(_REWRITE_ROWS * (self._demoted - num_before))
 

@@ -134,7 +134,7 @@ def test_files_without_labels_have_the_same_probabilities(criteo: Path, tmp_path
 
 
 def test_a_malformed_line_leaves_no_probabilities(criteo: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="line 6: 2 fields instead of 40"):
+    with pytest.raises(DataError, match=r"line 6: 2 fields instead of 40\): correct or remove"):
         predict(criteo / "run", str(criteo / "damaged.tsv"), tmp_path / "p.csv")
     assert not list(tmp_path.iterdir())
 

@@ -164,6 +164,9 @@ def test_mistakes_name_the_key(tmp_path: Path) -> None:
             moesaic.Table.open(tmp_path / "rows")
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({}, "dim is missing"),
+        ({"dim": 0}, "dim = 0: a row needs an integer from 1"),
+        ({"dim": "3"}, "dim = '3': a row needs an integer from 1"),
+        ({"dim": 3, "dtype": "float16"}, "dtype = 'float16': use 'float32' or 'float64'"),
         ({"dim": 3, "lr": -1}, "lr = -1"),
         ({"dim": 3, "rate": 1}, "unknown key 'rate'"),
         ({"read_only": True}, "read_only needs path"),

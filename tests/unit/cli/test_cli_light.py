@@ -20,6 +20,7 @@ from moesaic.api.job import Job as ApiJob
 from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
+from moesaic.cli import flags
 from moesaic.cli.flags import JobFiles
 from moesaic.cli.main import VERBS, expand_resume, main
 from moesaic.facts.job import CtrJob, Job
@@ -162,6 +163,12 @@ def test_explain(capfd: pytest.CaptureFixture[str]) -> None:
     assert "model.from: a string\n" in run("train --explain model.from", capfd)
     assert "  .warmup: Steps of linear" in run("train --explain schedule", capfd)
     assert "default: 128" in run("generate --explain max_tokens", capfd)
+
+
+@pytest.mark.parametrize("key", ["table.nope", "data.stream.nope"])
+def test_explain_names_the_keys_of_a_table_of_recommenders(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}': '{key[:-5]}' has the keys"):
+        flags.print_job_explanation(key, as_json=False)
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,17 @@ def test_bad_inputs_are_named() -> None:
             bag(*inputs)
     with pytest.raises(ConfigError, match="keys have the type int32: pass int64"):
         bag(KEYS.view(4, 2).int())
+    with pytest.raises(ConfigError, match=r"clicks have shape \(3,\): .* each of the 4 bags"):
+        bag(KEYS.view(4, 2), clicks=torch.ones(3))
+
+
+@pytest.mark.parametrize("offsets", [[0, 9], [1, 4], [0, 3, 2], [-1, 4], [0, 4], []])
+@pytest.mark.parametrize("includes_last", [False, True])
+def test_offsets_that_leave_the_keys_are_refused(offsets: list[int], includes_last: bool) -> None:
+    bag = TableBag(table(), include_last_offset=includes_last)
+    bag(KEYS, torch.tensor([0, 3, 3, len(KEYS)]))
+    if includes_last or offsets != [0, 4]:
+        with pytest.raises(ConfigError, match="offsets do not divide 8 keys into bags: pass"):
+            bag(KEYS, torch.tensor(offsets, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="offsets have the type float32"):
+        bag(KEYS, torch.zeros(2))

@@ -253,6 +253,12 @@ def test_a_step_beyond_the_budget_is_refused(table: Table, tiers: TableTiers) ->
     assert_equal(plain, table)
 
 
+def test_a_drive_that_takes_no_files_is_refused(table: Table, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"table.ssd = '.*file' cannot be written .*: give a"):
+        small_tiers(table, tmp_path / "file")
+
+
 def test_a_budget_without_rows_is_refused(table: Table, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'table.host = "976.6 KiB" holds no rows.*need [2-9]'):
         TableTiers(table, tmp_path, 1_000_000, choose_leaving)

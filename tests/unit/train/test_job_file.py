@@ -348,6 +348,8 @@ def test_a_plan_is_for_language_models() -> None:
 
 def test_inputs_of_a_ctr_job_are_checked() -> None:
     assert "data.path = 'none.tsv'" in ctr_refusal(data='path = "none.tsv"')
+    text = ctr_refusal(data='path = "clicks"\ndense = ["price"]')
+    assert 'data.path = "clicks" is no Parquet: remove it, or set data.format = "parquet"' in text
     Path("clicks.tsv").write_text("1\t" + "\t".join(["1"] * 39) + "\n")
     assert "data.validation_path = 'none.tsv'" in ctr_refusal(
         data='path = "clicks.tsv"\nvalidation_path = "none.tsv"'

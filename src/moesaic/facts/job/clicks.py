@@ -43,12 +43,13 @@ class ClicksConfig(Section):
     """Training samples: a file, a directory or a glob, whose files are days in the order of their
     names (day_2 before day_10). Unset: `data.stream`."""
     format: Literal["auto", "criteo", "parquet"] = "auto"
-    """Format of the files; auto: by file name. criteo: TSV of a label, 13 dense features and 26
-    slots, also gzipped. parquet: columns that `label`, `dense` and `slots` name."""
+    """Format of the files; auto: parquet if `path` ends with .parquet or .pq, else criteo. criteo:
+    TSV of a label, 13 dense features and 26 slots, also gzipped. parquet: columns that `label`,
+    `dense` and `slots` name."""
     label: str = "label"
     """Column of the label, 0 or 1 (parquet)."""
     dense: list[str] = Field(default=[])
-    """Columns of dense features (parquet); missing values are 0."""
+    """Columns of dense features (parquet); missing values and NaN are 0."""
     slots: list[str] = Field(default=[])
     """Columns of slots (parquet): integers, strings, or lists of them. Missing values and empty
     strings are no key. The integer 7 and the string "7" are different keys."""
@@ -92,8 +93,15 @@ class ClicksConfig(Section):
     def _check_unused(self, names: set[str]) -> None:
         found = sorted(self.non_default_fields & names)
         if found:
-            source = "[data.stream]" if self.stream is not None else "Criteo TSV"
-            raise ValueError(f"data.{found[0]} has no effect with {source}: remove it")
+            if self.stream is not None:
+                raise ValueError(f"data.{found[0]} has no effect with [data.stream]: remove it")
+            why = (
+                "" if self.format == "criteo" else f', and data.path = "{self.path}" is no Parquet'
+            )
+            raise ValueError(
+                f"data.{found[0]} has no effect with Criteo TSV{why}: remove it, or set "
+                'data.format = "parquet"'
+            )
 
     @property
     def is_parquet(self) -> bool:

@@ -51,6 +51,8 @@ class BadLines:
     """Malformed lines so far."""
     shown: list[str] = field(default_factory=list)
     """Places and reasons of the first ones."""
+    is_fixed: bool = False
+    """True if `limit` is no setting: none may be left out."""
 
     def add(self, file: Path, count: int, examples: Iterable[tuple[int, str]]) -> None:
         """Count malformed lines of `file`; raise if there are too many.
@@ -64,6 +66,11 @@ class BadLines:
         unit = "line" if self.is_text else "row"
         new = [f"'{file}' {unit} {line}: {reason}" for line, reason in examples]
         self.shown = [*self.shown, *new][:NUM_SHOWN]
+        if self.count and self.is_fixed:
+            raise DataError(
+                f"malformed {unit}s ({'; '.join(self.shown)}): correct or remove them; none is "
+                f"left out here, so that each {unit} has its prediction"
+            )
         if self.count > self.limit:
             raise DataError(
                 f"malformed {unit}s, more than data.max_bad_lines = {self.limit} "

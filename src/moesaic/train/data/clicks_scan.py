@@ -53,7 +53,7 @@ class ClickScan:
         Raises:
             DataError: a line is malformed; then the predictions after it would be of other lines.
         """
-        bad = BadLines(0, is_text=not self.columns.is_parquet)
+        bad = BadLines(0, is_text=not self.columns.is_parquet, is_fixed=True)
         for number, file in enumerate(self.files):
             for block in encode_file(file, self.columns):
                 bad.add(file, block.num_bad, block.examples)
