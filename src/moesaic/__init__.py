@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moesaic.api.job import Job
     from moesaic.api.model import Model, load, save
     from moesaic.api.moe import MoE
+    from moesaic.api.predictor import Predictor
     from moesaic.api.run import Run
     from moesaic.api.table import Table
     from moesaic.api.upcycle import aux_loss, upcycle
@@ -31,6 +32,7 @@ __all__ = [
     "MoE",
     "Model",
     "MoesaicError",
+    "Predictor",
     "Run",
     "Table",
     "TableBag",
@@ -46,8 +48,8 @@ __all__ = [
 _MODULES = {
     "Cluster": "api.cluster", "ConfigError": "base.errors", "Engine": "api.engine",
     "ExpertGroup": "api.expert_group", "Job": "api.job", "MoE": "api.moe",
-    "Model": "api.model", "MoesaicError": "base.errors", "Run": "api.run", "Table": "api.table",
-    "TableBag": "nn.embedding",
+    "Model": "api.model", "MoesaicError": "base.errors", "Predictor": "api.predictor",
+    "Run": "api.run", "Table": "api.table", "TableBag": "nn.embedding",
     "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
     "exclude_experts": "api.experts", "expert_parameters": "api.experts", "load": "api.model",
     "save": "api.model", "upcycle": "api.upcycle",

@@ -13,18 +13,14 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 
-from moesaic.api.table import Table
+from moesaic.api.predictor import Predictor, probabilities
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_replace
 from moesaic.dist.world import World
 from moesaic.facts.job import CtrJob
 from moesaic.facts.job.table import TableConfig
-from moesaic.models.recommender_files import (
-    RecommenderOrigin,
-    open_recommender,
-    predict_logits,
-)
+from moesaic.models.recommender_files import RecommenderOrigin, open_recommender
 from moesaic.ps.records import RecordLayout
 from moesaic.ps.stored_rows import StoredRows
 from moesaic.train.click_metrics import ClickScores
@@ -62,15 +58,14 @@ def predict(
             f"'{data}' has no labels, so there are no metrics: name a file for the probabilities "
             "(--out)"
         )
-    network = origin.load_network()
     scores, best = ClickScores(has_users=origin.job.data.has_users), ClickScores(has_users=False)
     done = 0
     with ExitStack() as stack:
-        table = stack.enter_context(_open_table(origin))
+        predictor = stack.enter_context(Predictor.load(origin))
         began = time.perf_counter()
         writer = None if out is None else stack.enter_context(_Writer(out))
         for batch in samples.batches():
-            logits = predict_logits(network, table, batch.keys, batch.offsets, batch.dense)
+            logits = predictor.logits(batch.keys, batch.offsets, batch.dense)
             if writer is not None:
                 writer.write(logits)
             if samples.has_labels:
@@ -91,14 +86,6 @@ def predict(
         "seconds": seconds, "samples_per_s": done / max(seconds, 1e-9),
         "warnings": origin.warnings,
     }  # fmt: skip
-
-
-def _open_table(origin: RecommenderOrigin) -> Table:
-    """Return the read-only table, with rows beyond memory on the drive of a job that names one."""
-    settings = origin.job.table
-    drive = {"host": settings.host, "ssd": settings.ssd}
-    is_here = origin.checkpoint is not None and settings.ssd is not None
-    return Table.open_stored(origin.rows, origin.path, drive if is_here else {}, read_only=True)
 
 
 def export(source: Path, directory: Path) -> RecommenderOrigin:
@@ -196,9 +183,9 @@ class _Writer:
 
     def write(self, logits: np.ndarray[Any, Any]) -> None:
         """Append the probabilities of logits."""
-        probabilities = pa.array(1 / (1 + np.exp(-logits.astype(np.float64))), pa.float32())
+        column = pa.array(probabilities(logits))
         try:
-            self._file.write(pa.RecordBatch.from_arrays([probabilities], schema=_SCHEMA))
+            self._file.write(pa.RecordBatch.from_arrays([column], schema=_SCHEMA))
         except OSError as error:
             raise write_error(f"--out '{self._out}'", error) from error
 

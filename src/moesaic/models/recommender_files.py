@@ -113,7 +113,7 @@ def predict_logits(
         dense: dense features, [samples, features].
     """
     sums = torch.from_numpy(rows.look_up(keys, offsets, training=False).sums)
-    pooled = sums.view(network.num_slots, len(dense), -1).transpose(0, 1)
+    pooled = sums.view(network.num_slots, len(dense), sums.shape[1]).transpose(0, 1)
     logits: NDArray[Any] = network(pooled, torch.from_numpy(dense).to(sums.dtype)).numpy()
     return logits
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 import pytest
@@ -131,6 +132,35 @@ def test_files_without_labels_have_the_same_probabilities(criteo: Path, tmp_path
     assert unlabelled["metrics"] is None
     with pytest.raises(ConfigError, match="has no labels, so there are no metrics"):
         predict(run, str(criteo / "unlabelled.tsv"))
+
+
+def test_a_predictor_takes_columns(criteo: Path, tmp_path: Path) -> None:
+    """Columns in memory have the probabilities of the same lines in a file."""
+    predict(criteo / "run", str(criteo / "unlabelled.tsv"), tmp_path / "p.parquet")
+    expected = parquet.read_table(tmp_path / "p.parquet")["probability"].to_numpy()
+    lines = (criteo / "unlabelled.tsv").read_text().splitlines()
+    fields = list(zip(*(line.split("\t") for line in lines), strict=True))
+    with moesaic.Predictor.open(criteo / "run") as predictor:
+        names = predictor.columns
+        assert (names[0], names[-1], len(names)) == ("I1", "C26", 39)
+        dense = {name: [int(one) for one in fields[at]] for at, name in enumerate(names[:13])}
+        slots = {name: list(fields[13 + at]) for at, name in enumerate(names[13:])}
+        assert np.array_equal(predictor.predict(dense | slots), expected)
+        assert len(predictor.predict(pa.table(dense | slots).slice(0, 0))) == 0
+        missing = {name: [None] for name in names} | {"C1": [""]}
+        assert 0 < predictor.predict(missing)[0] < 1
+        with pytest.raises(DataError, match=r"'samples' has no column, or several, of that name"):
+            predictor.predict(dense | {name: slots[name] for name in names[13:-1]})
+        with pytest.raises(ConfigError, match="give lists of equal length by column"):
+            predictor.predict(dense | slots | {"I1": [1]})
+
+
+def test_a_predictor_needs_columns(run: moesaic.Run) -> None:
+    with (
+        moesaic.Predictor.open(run.directory) as predictor,
+        pytest.raises(ConfigError, match="trained on the built-in stream"),
+    ):
+        predictor.predict({})
 
 
 def test_a_malformed_line_leaves_no_probabilities(criteo: Path, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pyarrow.parquet as parquet
 from moesaic.base.errors import DataError
 from moesaic.facts.job.clicks import ClicksConfig
 from moesaic.train.data.clicks_batch import ClickBatch
-from moesaic.train.data.clicks_block import Columns
+from moesaic.train.data.clicks_block import Block, Columns
 from moesaic.train.data.clicks_cache import BadLines, encode_file, gather_batch
 from moesaic.train.data.clicks_files import find_files
+from moesaic.train.data.clicks_table import check_schema, encode_rows
 from moesaic.train.data.clicks_text import read_lines
 
 
@@ -57,10 +58,33 @@ class ClickScan:
         for number, file in enumerate(self.files):
             for block in encode_file(file, self.columns):
                 bad.add(file, block.num_bad, block.examples)
-                counts = block.arrays["counts"]
-                starts = np.concatenate(([0], np.cumsum(counts.sum(1, dtype=np.int64))))
-                positions = np.arange(len(counts))
-                yield gather_batch({**block.arrays, "starts": starts}, positions, number)
+                yield to_batch(block, number)
+
+
+def to_batch(block: Block, day: int = 0) -> ClickBatch:
+    """Return all samples of a block, of one day."""
+    counts = block.arrays["counts"]
+    starts = np.concatenate(([0], np.cumsum(counts.sum(1, dtype=np.int64))))
+    return gather_batch({**block.arrays, "starts": starts}, np.arange(len(counts)), day)
+
+
+def sample_columns(samples: pa.Table, columns: Columns) -> Block:
+    """Return the samples of a table in memory, whose columns a job names.
+
+    Raises:
+        DataError: a column is missing or has another type, or a row is malformed.
+    """
+    file = Path("samples")
+    for index, field in enumerate(samples.schema):
+        if pa.types.is_null(field.type):  # All values are missing.
+            kind = pa.float64() if field.name in columns.dense else pa.string()
+            samples = samples.set_column(index, field.name, samples.column(index).cast(kind))
+    check_schema(samples.schema, file, columns)
+    rows = samples.select(columns.names).combine_chunks().to_batches()
+    batch = rows[0] if rows else pa.RecordBatch.from_pylist([], samples.schema)
+    block = encode_rows((batch, 1), columns)
+    BadLines(0, is_text=False, is_fixed=True).add(file, block.num_bad, block.examples)
+    return block
 
 
 def _has_labels(file: Path, columns: Columns) -> bool:

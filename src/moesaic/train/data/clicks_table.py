@@ -38,7 +38,7 @@ _Values = NDArray[np.float64]
 def read_rows(file: Path, columns: Columns) -> Iterator[Rows]:
     """Yield the rows of `file` in blocks."""
     with parquet.ParquetFile(file) as table:
-        _check_schema(table.schema_arrow, file, columns)
+        check_schema(table.schema_arrow, file, columns)
         first = 1
         for rows in table.iter_batches(_BLOCK_ROWS, columns=columns.names):
             yield rows, first
@@ -180,7 +180,7 @@ def _hash_users(ids: _Ids, slot: int) -> NDArray[np.int64]:
     return np.where(ids.valid, ids.keys(slot), 0)
 
 
-def _check_schema(schema: pa.Schema, file: Path, columns: Columns) -> None:
+def check_schema(schema: pa.Schema, file: Path, columns: Columns) -> None:
     """Raise DataError if a column is missing or has another type than its setting allows."""
     if columns.label is not None:
         _check_column(schema, file, "data.label", columns.label, _NUMBERS)
