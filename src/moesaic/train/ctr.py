@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from moesaic.base.decisions import Decision
+from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_bytes
-from moesaic.dist.checkpoint import list_snapshots
+from moesaic.dist.checkpoint import Checkpoint, list_snapshots
 from moesaic.dist.state import Source
 from moesaic.dist.world import World
 from moesaic.facts.job import CtrJob
@@ -62,6 +63,8 @@ class CtrKind:
     def assemble(self, start: RunStart[CtrJob]) -> CtrRun:
         """Return the run, its network and rows from a checkpoint or from first values."""
         job, world, checkpoint = start.loaded.job, start.world, start.checkpoint
+        if checkpoint is not None:
+            _check_added_days(checkpoint, start.data)
         placement = PartPlacement("", start.plan, range(world.size))
         part = _make_part(job, placement, world)
         precision: DType = "float64" if job.train.precision == "fp64" else "float32"
@@ -111,6 +114,17 @@ class CtrKind:
         """Return the parameters of the network, all of which each sample uses."""
         count = run.objective.job.num_network_parameters
         return {"parameters_total": count, "parameters_active": count}
+
+
+def _check_added_days(checkpoint: Checkpoint, data: ClickData) -> None:
+    """Raise if days were added after the first epoch, whose end would move."""
+    old, new = (str(words).count(" ") for words in (checkpoint.facts["data"], data.digest))
+    done = checkpoint.counters["samples"]
+    if old < new and done and data.train.day_of(done - 1) >= old:
+        raise ConfigError(
+            f"resume: data.path has {new} days, and '{checkpoint.path}' has done the {old} days "
+            "that it had: add days before an epoch ends, or start a new run"
+        )
 
 
 def _make_part(job: CtrJob, placement: PartPlacement, world: World) -> Part[Recommender]:

@@ -26,7 +26,7 @@ class KindWords(Protocol):
 
 def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords) -> list[str]:
     """Return a sentence for each harmless change of the job since `checkpoint`; raise if the run
-    would resume on other samples, which have another `digest`, or another model."""
+    would resume on other samples, whose `digest` does not start with its own, or another model."""
     facts, path = checkpoint.facts, checkpoint.path
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
     if before.get("kind", "lm") != job.kind:
@@ -34,7 +34,7 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
             f"resume: '{path}' is of a job of kind = {_format_value(before['kind'])}, the job has "
             f"{_format_value(job.kind)}: resume it with its own job"
         )
-    if facts.get("data") != digest:
+    if not f"{digest} ".startswith(f"{facts.get('data')} "):
         changes = [
             f"{key} = {_format_value(now.get(key))}, was {_format_value(before.get(key))}"
             for key in _changed_keys(before, now)

@@ -70,7 +70,8 @@ class Data(Protocol):
 
     @property
     def digest(self) -> str:
-        """Digest of everything that fixes the samples: a run resumes on the same ones only."""
+        """Digest of everything that fixes the samples: a run resumes on the same ones, or on
+        those and more if the digest has more words."""
 
     def files(self) -> dict[str, bytes]:
         """Return files for the run's directory, by relative path, such as those of a tokenizer."""

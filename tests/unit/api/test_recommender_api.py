@@ -44,6 +44,8 @@ JOB: dict[str, Any] = {
     "log": {"tensorboard": False},
 }  # fmt: skip
 
+CONSTANT = {"kind": "constant"}
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> moesaic.Run:
@@ -132,6 +134,30 @@ def test_files_without_labels_have_the_same_probabilities(criteo: Path, tmp_path
     assert unlabelled["metrics"] is None
     with pytest.raises(ConfigError, match="has no labels, so there are no metrics"):
         predict(run, str(criteo / "unlabelled.tsv"))
+
+
+def test_a_new_day_joins_a_run(criteo: Path, tmp_path: Path) -> None:
+    """A run that is resumed with one more file equals a run over all files."""
+    lines = (criteo / "day.tsv").read_text().splitlines()
+    data = {"path": str(tmp_path / "day-*.tsv"), "cache": str(tmp_path / "cache")}
+
+    def job(steps: int) -> moesaic.Job:
+        train = {"steps": steps, "batch": 20, "device": "cpu"}
+        return moesaic.Job.load({**JOB, "data": data, "train": train, "schedule": CONSTANT})
+
+    (tmp_path / "day-1.tsv").write_text("\n".join(lines[:40]))
+    job(2).train(out=tmp_path / "run", output=None)
+    (tmp_path / "day-2.tsv").write_text("\n".join(lines[40:]))
+    resumed = job(3).train(out=tmp_path / "run", resume="auto", output=None)
+    whole = job(3).train(out=tmp_path / "whole", output=None)
+    assert resumed.steps()["loss"].to_pylist() == whole.steps()["loss"].to_pylist()
+    job(4).train(out=tmp_path / "run", resume="auto", output=None)
+    (tmp_path / "day-3.tsv").write_text(lines[0])
+    with pytest.raises(ConfigError, match="has done the 2 days that it had"):
+        job(5).train(out=tmp_path / "run", resume="auto", output=None)
+    (tmp_path / "day-1.tsv").write_text(lines[0])
+    with pytest.raises(ConfigError, match=r"other samples \(the files of its samples have changed"):
+        job(5).train(out=tmp_path / "run", resume="auto", output=None)
 
 
 def test_a_predictor_takes_columns(criteo: Path, tmp_path: Path) -> None:
