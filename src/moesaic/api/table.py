@@ -45,7 +45,7 @@ class Table:
 
     def __init__(self, rows: Rows) -> None:
         """Take an empty table; `open` makes one."""
-        self._rows = rows
+        self._open_rows: Rows | None = rows
         self.dim = rows.dim
         """Numbers per row."""
         self._path: Path | None = None
@@ -131,6 +131,13 @@ class Table:
             raise
         return table
 
+    @property
+    def _rows(self) -> Rows:
+        """Rows of the table; raise if it is closed, as rows on its drive are gone."""
+        if self._open_rows is None:
+            raise ConfigError("the table is closed: open it again")
+        return self._open_rows
+
     def _watch(self, path: Path, facts: dict[str, dict[str, Any]]) -> None:
         """Lock the directory and note changes for `save`."""
         self._path, self._facts = path, facts
@@ -197,10 +204,11 @@ class Table:
 
     def save(self) -> None:
         """Write what changed since the last save; the directory holds the old or the new table."""
+        read_only = self._rows.read_only
         if self._path is None or self._snapshots is None:
             raise ConfigError(
                 "the table is read-only: open it without read_only"
-                if self._rows.read_only
+                if read_only
                 else "the table is in memory alone: open it with path, a directory"
             )
         number = 1 + max((int(one["step"]) for one in self._facts.values()), default=0)
@@ -220,7 +228,7 @@ class Table:
     def close(self) -> None:
         """Unlock the directory; what was not saved is lost."""
         self._stack.close()
-        self._snapshots = None
+        self._open_rows = self._snapshots = None
 
 
 class _Given(NamedTuple):
