@@ -92,8 +92,8 @@ class KeyBags:
         is_whole = offsets.ndim == 1 and len(offsets) and offsets[0] == 0 and offsets[-1] == length
         if not is_whole or (offsets[1:] < offsets[:-1]).any():
             raise ConfigError(
-                f"offsets of {length} keys are {offsets.tolist()[:8]}...: they rise from 0, and the "
-                f"end of the last bag is {length}"
+                f"offsets of {length} keys are {offsets.tolist()[:8]}...: they rise from 0, and "
+                f"the end of the last bag is {length}"
             )
         distinct, hashes = np.empty(length, np.int64), np.empty(length, np.uint64)
         inverse = np.empty(length, np.int32)
