@@ -26,7 +26,7 @@ WHAT = {
     "layer": "the expert layer and its exchange against peers and limits",
     "balance": "replicas of hot experts against none and against even routing",
     "serve": "inference with less memory than the model, many streams, and a server",
-    "tables": "embedding tables against fbgemm, torch and limits",
+    "tables": "embedding tables by key in memory and on a drive, whole recommenders, click data",
     "memory": "expert state on a drive against limits, DeepSpeed, file mappings and cache policies",
 }
 """What each theme measures."""

@@ -157,3 +157,5 @@ def _stall(samples: ClickSamples, rounds: int) -> Iterator[measure.Row]:
             against=f"seconds of the epoch, batches of {BATCH}, plain PyTorch network",
             interval=measure.bootstrap(values), repeats=rounds,
         )  # fmt: skip
+
+PARTS = {"data": rows}

@@ -137,12 +137,12 @@ def index_select(shape: Shape) -> Arm:
 
 
 @contextmanager
-def fbgemm_training(shape: Shape) -> Iterator[Arm]:
-    """Start fbgemm's process, and end it at the end."""
-    command = [str(PYTHON), "-m", "benchmarks.tables_fbgemm", *map(str, (shape.dim, shape.rows))]
+def peer(module: str, *arguments: int) -> Iterator[Arm]:
+    """Start a module in the peers' environment, and end its process at the end."""
+    command = [str(PYTHON), "-m", module, *map(str, arguments)]
     with subprocess.Popen(
-        [*command, str(THREADS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, cwd=measure.ROOT,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, cwd=measure.ROOT,
     ) as process:  # fmt: skip
         requests, answers = process.stdin, process.stdout
         assert requests is not None
@@ -153,15 +153,15 @@ def fbgemm_training(shape: Shape) -> Iterator[Arm]:
                 if line.startswith("{"):  # Libraries print other lines.
                     found: dict[str, Any] = json.loads(line)
                     return found
-            raise RuntimeError(f"fbgemm ended: run `{' '.join(command)} {THREADS}` to see why")
+            raise RuntimeError(f"a peer ended: run `{' '.join(command)}` to see why")
 
-        def steps(request: dict[str, Any]) -> dict[str, Any]:
+        def ask(request: dict[str, Any]) -> dict[str, Any]:
             requests.write(json.dumps(request) + "\n")
             requests.flush()
             return answer()
 
         answer()
-        yield steps
+        yield ask
         requests.close()
 
 
@@ -230,7 +230,7 @@ def fbgemm(rounds: int) -> Iterator[measure.Row]:
     torch.set_num_threads(THREADS)
     rows = list[measure.Row]()
     for shape in SHAPES:
-        with fbgemm_training(shape) as theirs:
+        with peer("benchmarks.tables_fbgemm", shape.dim, shape.rows, THREADS) as theirs:
             arms = {"moesaic": moesaic_training(table(shape, "rowwise-adagrad"), shape)}
             arms["fbgemm"] = theirs
             rows += cases(arms, shape, rounds, "step over fbgemm", FBGEMM)

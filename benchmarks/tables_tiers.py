@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks import measure
 from benchmarks.memory_group import Arm, can_limit, started
-from benchmarks.tables_tiers_arm import BARE_THREADS, EXPONENT, Settings
+from benchmarks.tables_tiers_arm import BARE_THREADS, EXPONENT, SLOTS, WIDTHS, Settings
 
 LIMIT_BYTES = 1 << 30
 """Limit of the control group, beyond the interpreter."""
@@ -34,7 +34,7 @@ WARM_STEPS = 32
 PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic" / "peers"
 ROCKSDICT = PEERS / "tables" / "bin" / "python"
 READS = "distinct cold 4 KiB blocks per second, uniform keys"
-STEPS = "step of a table of 16 M x 64 with 1 GiB for rows and index"
+STEPS = "training step of a recommender, 16 M rows of 64, 1 GiB for rows and index"
 LIMITS = (
     (f"{READS}, over {BARE_THREADS} bare preadv threads", ">= 0.8"),
     (f"{READS}, over rocksdict", ">= 3"),
@@ -113,7 +113,8 @@ def tiers(
 def table_arm(settings: Settings, limit: int = 0) -> Arm:
     """Start a process with a table."""
     command = [sys.executable, "-m", "benchmarks.tables_tiers_arm", settings.to_json()]
-    return Arm(command, limit)
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return Arm(command, limit, {**os.environ, **threads})
 
 
 def rocksdict_arm(directory: Path) -> Arm:
@@ -163,7 +164,8 @@ def rows_of(found: Rounds, last: dict[str, object], peak: float) -> Iterator[mea
         f"{np.median(found.bare):,.0f} blocks/s of {BARE_THREADS} threads in preadv",
         f"rocksdict 0.3.29, get of 4096 keys, direct reads: {np.median(found.rocksdict):,.0f} "
         f"rows/s; {BARE_THREADS} threads that call it: {np.median(found.rocksdict_threads):,.0f}",
-        f"the step in memory, {np.median(found.memory) * 1e3:.0f} ms, or "
+        f"the step in memory, {np.median(found.memory) * 1e3:.0f} ms with a network of "
+        f"{SLOTS * DIM}-{'-'.join(map(str, WIDTHS))}-1, or "
         f"{np.median(found.ahead_blocks):,.0f} cold blocks at {np.median(found.reads):,.0f}/s, "
         f"whichever takes longer; Zipf {EXPONENT}, hit rate {last['hit_rate']:.2f}, peak "
         f"{peak:.2f} of the limit",

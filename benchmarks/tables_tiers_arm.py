@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ from moesaic.ps.tiers import TableTiers
 
 EXPONENT = 1.05
 """Exponent of the keys' frequencies."""
+SLOTS = 32
+"""Slots of a sample, each with one key."""
+WIDTHS = 256, 128, 64
+"""Widths of the network over the slots of a sample, before its output."""
 BARE_THREADS = 8
 """Threads that read blocks and do nothing else."""
 _LOAD_ROWS = 1 << 16
@@ -66,6 +71,31 @@ def key_of(ranks: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     return ranks * (_MIX % rows | 1) % rows
 
 
+class Network:
+    """Deep stack over the rows of a sample's slots, with a logistic loss."""
+
+    def __init__(self, dim: int) -> None:
+        rng, widths = np.random.default_rng(1), [SLOTS * dim, *WIDTHS, 1]
+        self.weights = [
+            rng.standard_normal((before, after)).astype(np.float32) / np.sqrt(np.float32(before))
+            for before, after in pairwise(widths)
+        ]
+
+    def train(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Update the weights by one batch of samples, and return the gradients of `rows`."""
+        layers = [rows.reshape(-1, len(self.weights[0]))]
+        for weight in self.weights[:-1]:
+            layers.append(np.maximum(layers[-1] @ weight, 0))
+        labels = np.arange(len(layers[0]))[:, None] % 4 == 0
+        chance = 1 / (1 + np.exp(-(layers[-1] @ self.weights[-1])))
+        grads = (chance - labels).astype(np.float32) / np.float32(len(labels))
+        for layer, weight in zip(layers[::-1], self.weights[::-1], strict=True):
+            before = (grads @ weight.T) * (layer > 0 if layer is not layers[0] else 1)
+            weight -= np.float32(0.01) * (layer.T @ grads)
+            grads = before
+        return grads.reshape(rows.shape)
+
+
 class Arm:
     """The table, and what it does on request."""
 
@@ -77,6 +107,7 @@ class Arm:
             self.tiers = TableTiers(
                 self.table, Path(settings.directory), settings.host_bytes, choose_leaving
             )
+        self.network = Network(settings.dim)
         self.rng = np.random.default_rng(0)
         self._load()
 
@@ -101,9 +132,9 @@ class Arm:
             yield key_of(np.minimum(ranks.astype(np.int64), rows) - 1, rows)
 
     def step(self, keys: NDArray[np.int64]) -> None:
-        """Look up, push and update."""
+        """Look up rows, train the network on them, push their gradients, and update the rows."""
         found = self.table.look_up(keys, np.arange(len(keys) + 1), training=True)
-        found.push(found.sums)
+        found.push(self.network.train(found.sums))
         self.table.step()
 
     def due(self, steps: int) -> dict[str, Any]:

@@ -241,7 +241,8 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def crashed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, which crashed after step 13 and so left a checkpoint of step 10."""
     out = tmp_path_factory.mktemp("ctr") / "crashed"
-    ranks.run(2, train_clicks, make_job(steps=20, **RESUMED), str(out), None, 13)
+    saved = {**RESUMED, "checkpoint": {**RESUMED["checkpoint"], "asynchronous": False}}
+    ranks.run(2, train_clicks, make_job(steps=20, **saved), str(out), None, 13)
     return out
 
 
@@ -306,7 +307,8 @@ def test_a_drive_changes_no_bit(ranks: RankPool, tmp_path: Path) -> None:
     """Rows of passes come from the drive, also those that an earlier snapshot does not have."""
     tables: dict[str, Any] = {
         "data": {"stream": {**STREAM, "samples_per_day": 200, "keys": 1500, "zipf": 0.3}},
-        "train": {"batch": 32}, "checkpoint": {"every": 4}, "table": {"evict_days": 1},
+        "train": {"batch": 32}, "table": {"evict_days": 1},
+        "checkpoint": {"every": 4, "asynchronous": False},
     }  # fmt: skip
     ssd = {"evict_days": 1, "ssd": str(tmp_path / "drive"), "host": "2.35MB", "pass_steps": 1}
     job = make_job(steps=12, **tables)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from moesaic.base.errors import MoesaicError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class SamplingParams:
     @cached_property
     def bias(self) -> tuple[Tensor, Tensor]:
         """Tokens of `logit_bias`, and their summands, in memory of the host."""
+        import torch
+
         values = torch.tensor(list(self.logit_bias.values()), dtype=torch.float64)
         return torch.tensor(list(self.logit_bias), dtype=torch.int64), values
 
