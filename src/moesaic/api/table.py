@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_replace
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.base.safetensors_file import sync_directory
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RowDType, TableConfig
 from moesaic.policy.table_rows import choose_leaving
 from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import EXPORT_MANIFEST, StoredRows
@@ -36,8 +36,6 @@ HEAD = "HEAD.json"
 _FORMAT, _VERSION = "moesaic-table", 1
 _OF_MACHINE = ("host", "ssd", "demote_days")
 """Settings that fit the machine, so a stored table does not keep them."""
-
-DType = Literal["float32", "float64"]
 
 
 class Table:
@@ -65,7 +63,7 @@ class Table:
         *,
         dim: int | None = None,
         seed: int | None = None,
-        dtype: DType | None = None,
+        dtype: RowDType | None = None,
         read_only: bool = False,
         **settings: Any,
     ) -> Table:

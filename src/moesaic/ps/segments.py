@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from pydantic import Field
 from moesaic.base import direct_io
 from moesaic.base.config import Section
 from moesaic.base.errors import StoreError, write_error
-from moesaic.facts.job.table import TableOptimizer
+from moesaic.facts.job.table import RowDType, TableOptimizer
 from moesaic.store.checksum import find_damaged, seal_blocks
 
 FORMAT = "moesaic-table-segment"
@@ -68,7 +68,7 @@ class SegmentLayout(Section):
     """Optimizer of the rows."""
     dim: int = Field(default=1, gt=0)
     """Values of a row."""
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: RowDType = "float32"
     """Type of a value."""
     seed: int = 0
     """Seed of first values."""

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moesaic.base.errors import ConfigError, DivergedError
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RecordLayout, RowDType, TableConfig
 from moesaic.ps.first_values import FirstValues
 from moesaic.ps.index import ABSENT, Int64s, KeyIndex, hash_keys
 from moesaic.ps.optimizers import update_rows
-from moesaic.ps.records import DType, Floats, RecordArena, RecordLayout, Tier
+from moesaic.ps.records import Floats, RecordArena, Tier
 from moesaic.ps.update import BagGradients, KeyBags, KeyGradients, combine, gather_rows
 
 _PULL_KEYS = 65_536
@@ -101,7 +101,7 @@ class Table:
         *,
         seed: int = 0,
         name: str = "table",
-        dtype: DType = "float32",
+        dtype: RowDType = "float32",
         capacity: int | None = None,
         read_only: bool = False,
     ) -> None:
@@ -260,14 +260,11 @@ class Table:
         keys, locations = self.index.items()
         order = np.argsort(locations)  # Rows that are neighbours on a drive are read at once.
         scores, idle = np.empty(len(keys), np.float32), np.empty(len(keys), np.int32)
-        place = self.layout.counters
         for start in range(0, len(keys), _PULL_KEYS):
             part = order[start : start + _PULL_KEYS]
             records = self._read(locations[part])
-            counts = records.view(np.float32)[:, place : place + 2].astype(np.float64)
-            days = self.today - records.view(np.int32)[:, place + 2]
-            counts *= (self.config.decay**days)[:, None]
-            scores[part] = self._scores(counts)
+            counts, days = decayed_counts(records, self.layout, self.config, self.today)
+            scores[part] = scores_of(self.config, counts)
             idle[part] = days - 1
         return keys, scores, np.maximum(idle, 0)
 
@@ -395,7 +392,7 @@ class Table:
             counts = found.view(np.float32).reshape(-1, 2)
             total = counts + merged.counts[places, :2]
             admitted = (total[:, 0] >= config.admit_count) & (
-                self._scores(total) >= config.admit_score
+                scores_of(config, total) >= config.admit_score
             )
             self.candidates.remove(keys[admitted])
             self.candidates.set(keys[~admitted], total.view(np.int64)[~admitted, 0])
@@ -420,9 +417,21 @@ class Table:
         self.candidates.remove(keys[~kept])
         self.candidates.set(keys[kept], counts.view(np.int64)[kept, 0])
 
-    def _scores(self, counts: NDArray[np.floating]) -> NDArray[np.floating]:
-        show, click = counts[:, 0], counts[:, 1]
-        return (show - click) * self.config.nonclick_weight + click * self.config.click_weight
+
+def scores_of(config: TableConfig, counts: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Return the scores of shows and clicks, [n, 2]."""
+    show, click = counts[:, 0], counts[:, 1]
+    return (show - click) * config.nonclick_weight + click * config.click_weight
+
+
+def decayed_counts(
+    records: NDArray[np.uint8], layout: RecordLayout, config: TableConfig, today: int
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Return shows and clicks as of today, [n, 2], and days since the last sample."""
+    place = layout.counters
+    days = today - records.view(np.int32)[:, place + 2]
+    counts = records.view(np.float32)[:, place : place + 2].astype(np.float64)
+    return counts * (config.decay**days)[:, None], days
 
 
 def as_keys(keys: ArrayLike) -> Int64s:

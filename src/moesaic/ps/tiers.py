@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.units import format_bytes
-from moesaic.facts.table_rows import LeavingRows, MemoryRows
+from moesaic.facts.table_rows import MemoryRows
 from moesaic.ps.drive_rows import CHANGED_BIT, SEGMENT_BYTES, DriveRows, Records
 from moesaic.ps.index import ABSENT, Int64s, KeyIndex
 from moesaic.ps.records import CHANGED_SINCE_SNAPSHOT, CHANGED_SINCE_WRITE
 from moesaic.ps.segments import SegmentLayout
 from moesaic.ps.table import Table
 
-LeavingChoice = Callable[[MemoryRows], LeavingRows]
-"""Choice of the rows that leave memory."""
+LeavingChoice = Callable[[MemoryRows], Int64s]
+"""Choice of the rows that leave memory: ascending positions among those of the facts."""
 
 READ_ROWS = 2048
 """Rows that are read from the drive at once."""
@@ -422,7 +422,7 @@ class TableTiers:
             num_needed = max(num_needed, arena.capacity // _CHOICE_SHARE)
         rows = np.flatnonzero(able)
         leaves = np.zeros(len(able), np.bool_)
-        leaves[rows[self._choose(self._facts(rows, num_needed)).rows]] = True
+        leaves[rows[self._choose(self._facts(rows, num_needed))]] = True
         keys, rows = table.index.find_keys(leaves)
         self._leaving = (
             (keys[start : start + _LEAVE_ROWS], rows[start : start + _LEAVE_ROWS], newest)

@@ -15,7 +15,6 @@ from moesaic.facts.plan import Plan
 from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender, network_params
 from moesaic.models.recommender_files import TABLE
-from moesaic.ps.records import DType
 from moesaic.ps.sharded import ShardedTable
 from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import StoredRows
@@ -64,8 +63,8 @@ class CtrKind:
         job, world, checkpoint = start.loaded.job, start.world, start.checkpoint
         placement = PartPlacement("", start.plan, range(world.size))
         part = _make_part(job, placement, world)
-        precision: DType = "float64" if job.train.precision == "fp64" else "float32"
-        rows = ShardedTable(Table(job.table, job.model.dim, seed=job.seed, dtype=precision), world)
+        table = Table(job.table, job.model.dim, seed=job.seed, dtype=job.row_dtype)
+        rows = ShardedTable(table, world)
         run: CtrRun = Run(
             job, world, [placement], [part],
             ClickObjective(job, world, part, rows, start.data.train),

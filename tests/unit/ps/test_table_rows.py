@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from moesaic.base.errors import StoreError
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RecordLayout, TableConfig
 from moesaic.ps.index import ABSENT
 from moesaic.ps.records import (
     CHANGED_SINCE_SNAPSHOT,
     CHANGED_SINCE_WRITE,
     RecordArena,
-    RecordLayout,
 )
 from moesaic.ps.table import Table
 
