@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 HEAD = "HEAD.json"
 """File that names the last snapshot of a saved table."""
 _FORMAT, _VERSION = "moesaic-table", 1
-_OF_MACHINE = ("host", "ssd", "demote_days")
-"""Settings that fit the machine, so a stored table does not keep them."""
+_MACHINE_SETTINGS = ("host", "ssd", "demote_days")
+"""Settings of the machine, which a stored table does not keep."""
 
 
 class Table:
@@ -79,7 +79,7 @@ class Table:
             settings: keys of the table [table] of a job, such as `optimizer="adam"` or `lr=0.01`.
                 A stored table keeps those that are not given, except for `host` and `ssd`.
         """
-        given = _Given({"dim": dim, "seed": seed, "dtype": dtype}, settings)
+        given = _OpenArguments({"dim": dim, "seed": seed, "dtype": dtype}, settings)
         if path is None:
             if read_only:
                 raise ConfigError("read_only needs path, the directory of a table")
@@ -96,7 +96,7 @@ class Table:
         return cls._open_saved(place, given, read_only)
 
     @classmethod
-    def _open_saved(cls, path: Path, given: _Given, read_only: bool) -> Table:
+    def _open_saved(cls, path: Path, given: _OpenArguments, read_only: bool) -> Table:
         """Return the table that was saved in a directory, or a new one for it."""
         facts = _read_head(path, read_only)
         if facts:
@@ -117,10 +117,12 @@ class Table:
         cls, stored: StoredRows, path: Path, settings: dict[str, Any], *, read_only: bool
     ) -> Table:
         """Return a table with stored rows, which came from `path`; `settings` as in `open`."""
-        return cls._restore(stored, path, _Given({}, settings), read_only=read_only)
+        return cls._restore(stored, path, _OpenArguments({}, settings), read_only=read_only)
 
     @classmethod
-    def _restore(cls, stored: StoredRows, path: Path, given: _Given, *, read_only: bool) -> Table:
+    def _restore(
+        cls, stored: StoredRows, path: Path, given: _OpenArguments, *, read_only: bool
+    ) -> Table:
         table = cls(given.make_equal_rows(stored, path, read_only=read_only))
         try:
             TableShard(table._rows).restore(stored)
@@ -229,7 +231,7 @@ class Table:
         self._open_rows = self._snapshots = None
 
 
-class _Given(NamedTuple):
+class _OpenArguments(NamedTuple):
     """Arguments of `Table.open`."""
 
     identity: dict[str, Any]
@@ -256,7 +258,7 @@ class _Given(NamedTuple):
                     f"{name} = {value}, but the table in '{path}' has {fixed[name]}: remove "
                     f"{name}, or name another directory"
                 )
-        kept = {name: value for name, value in kept.items() if name not in _OF_MACHINE}
+        kept = {name: value for name, value in kept.items() if name not in _MACHINE_SETTINGS}
         config = parse(TableConfig, {**kept, **self.settings}, "Table.open")
         return Rows(
             config, layout.dim, seed=layout.seed, name=layout.table,

@@ -1,9 +1,9 @@
 """Passes: rows of the coming steps are read from the drive while the present steps train.
 
-A pass is a number of steps. One thread scans the keys of the steps after the next pass, others read
-rows of the next pass. The thread that trains puts the rows into memory between steps, so that it
-alone changes the table. Tasks of threads wait for nothing but data and drive, and their results are
-futures; so no thread can wait for another in a circle, and an error reaches the thread that trains.
+A pass is a number of steps. One thread scans the keys of the steps after the next pass. Others read
+rows of the next pass. The thread that trains puts these rows into memory between steps, so it alone
+changes the table. Tasks wait for data and drive only, so no deadlock is possible. Their results are
+futures, so an error reaches the thread that trains.
 """
 
 from __future__ import annotations

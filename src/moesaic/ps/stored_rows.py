@@ -57,7 +57,7 @@ class StoredSegments:
             for run in self._scan(record):
                 chosen = seen.find(run.keys) == ABSENT
                 yield run.keys[chosen], run.records[chosen]
-                if number:  # No older segment asks.
+                if number:  # Older segments follow.
                     found += [run.keys[chosen], run.removed]
             for keys in found:
                 seen.set(keys, np.zeros(len(keys), np.int64))

@@ -19,7 +19,7 @@ from moesaic.ps.update import BagGradients, KeyBags, KeyGradients, combine, gath
 _PULL_KEYS = 65_536
 """Keys that a pull or a read handles at once, so that a tier raises no more at a time."""
 
-_Given = tuple[ArrayLike, ArrayLike | None, ArrayLike | None]
+_BagValues = tuple[ArrayLike, ArrayLike | None, ArrayLike | None]
 """Gradients, clicks and shows of bags."""
 
 
@@ -330,10 +330,10 @@ class Table:
 
     # Updates.
 
-    def _collect(self, bags: KeyBags, found: _FoundRows, given: _Given) -> None:
+    def _collect(self, bags: KeyBags, found: _FoundRows, given: _BagValues) -> None:
         self._pending.append(_Push(bags, self._merge(bags, given), found))
 
-    def _merge(self, bags: KeyBags, given: _Given) -> KeyGradients:
+    def _merge(self, bags: KeyBags, given: _BagValues) -> KeyGradients:
         """Return the sums of gradients, shows and clicks that were given per bag."""
         if self.read_only:
             raise ConfigError(f"table '{self.name}' is read-only: open it without read_only")

@@ -1,4 +1,4 @@
-"""Table of one rank as snapshots see it: changed rows out, stored rows in."""
+"""Changes of a rank's table for its snapshots, and their restore."""
 
 from __future__ import annotations
 

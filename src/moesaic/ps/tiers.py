@@ -27,7 +27,7 @@ from moesaic.ps.records import CHANGED_SINCE_SNAPSHOT, CHANGED_SINCE_WRITE
 from moesaic.ps.segments import SegmentLayout
 from moesaic.ps.table import Table
 
-LeavingChoice = Callable[[MemoryRows], Int64s]
+DemotionChoice = Callable[[MemoryRows], Int64s]
 """Choice of the rows that leave memory: ascending positions among those of the facts."""
 
 READ_ROWS = 2048
@@ -105,7 +105,7 @@ class TableTiers:
         table: Table,
         directory: Path,
         host_bytes: int,
-        choose: LeavingChoice,
+        choose: DemotionChoice,
         *,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
@@ -215,9 +215,9 @@ class TableTiers:
         if self._day != table.today:
             self._day = table.today
             if table.config.demote_days:
-                self._choose_leaving(0)
+                self._choose_demoted(0)
                 for part in self._leaving:
-                    self._demote(*self._still_leaving(*part))
+                    self._demote(*self._may_demote(*part))
         if arena.extent <= self.memory_rows == arena.capacity:
             return
         self.make_room(0)
@@ -242,8 +242,8 @@ class TableTiers:
         while (lacking := count - arena.num_free) > 0:
             part = next(self._leaving, None)
             if part is not None:
-                self._demote(*self._still_leaving(*part))
-            elif not self._choose_leaving(lacking):
+                self._demote(*self._may_demote(*part))
+            elif not self._choose_demoted(lacking):
                 needed = len(arena) + count
                 raise StoreError(
                     f'table.host = "{format_bytes(self.host_bytes)}" holds {arena.capacity} rows '
@@ -402,7 +402,7 @@ class TableTiers:
         self._demoted += len(keys)
         self._written += len(written)
 
-    def _choose_leaving(self, num_needed: int) -> bool:
+    def _choose_demoted(self, num_needed: int) -> bool:
         """Choose rows that leave memory; return False if none does.
 
         Rows of look-ups stay until the next step. Rows of passes stay as long as others can leave.
@@ -445,7 +445,7 @@ class TableTiers:
             base_score=config.nonclick_weight, num_hot=arena.capacity // _HOT_SHARE,
         )  # fmt: skip
 
-    def _still_leaving(self, keys: Int64s, rows: Int64s, newest: int) -> tuple[Int64s, Int64s]:
+    def _may_demote(self, keys: Int64s, rows: Int64s, newest: int) -> tuple[Int64s, Int64s]:
         """Return those of chosen rows that nothing has used or removed since."""
         table = self.table
         stays = np.zeros(len(self._copies), np.bool_)

@@ -69,7 +69,7 @@ def test_hot_rows_leave_last() -> None:
 def test_idle_rows_leave_though_there_is_room() -> None:
     facts = memory_rows(1, num_needed=0, demote_days=3)
     assert choose_leaving(facts).tolist() == np.flatnonzero(facts.idle_days > 3).tolist()
-    assert len(choose_leaving(facts._replace(demote_days=0)).rows) == 0
+    assert len(choose_leaving(facts._replace(demote_days=0))) == 0
 
 
 @pytest.mark.parametrize(
