@@ -158,4 +158,5 @@ def _stall(samples: ClickSamples, rounds: int) -> Iterator[measure.Row]:
             interval=measure.bootstrap(values), repeats=rounds,
         )  # fmt: skip
 
+
 PARTS = {"data": rows}

@@ -304,10 +304,10 @@ def diverge(world: World, job: CtrJob, out: str) -> str:
 
 
 def test_a_drive_changes_no_bit(ranks: RankPool, tmp_path: Path) -> None:
-    """Rows of passes come from the drive, also those that an earlier snapshot does not have."""
+    """Validations, days and a resume happen between passes, whose rows come from the drive."""
     tables: dict[str, Any] = {
         "data": {"stream": {**STREAM, "samples_per_day": 200, "keys": 1500, "zipf": 0.3}},
-        "train": {"batch": 32}, "table": {"evict_days": 1},
+        "train": {"batch": 32, "validate_every": 3}, "table": {"evict_days": 1},
         "checkpoint": {"every": 4, "asynchronous": False},
     }  # fmt: skip
     ssd = {"evict_days": 1, "ssd": str(tmp_path / "drive"), "host": "2.35MB", "pass_steps": 1}

@@ -19,10 +19,10 @@ from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_replace
 from moesaic.dist.world import World
 from moesaic.facts.job import CtrJob
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RecordLayout, TableConfig
 from moesaic.models.recommender_files import RecommenderOrigin, open_recommender
-from moesaic.ps.records import RecordLayout
 from moesaic.ps.stored_rows import StoredRows
+from moesaic.ps.table import decayed_counts, scores_of
 from moesaic.train.click_metrics import ClickScores
 from moesaic.train.data.clicks import ClickBatch, ClickData
 from moesaic.train.data.clicks_scan import ClickScan
@@ -104,12 +104,9 @@ def describe_rows(rows: StoredRows, num_hottest: int = 10) -> dict[str, Any]:
     record = RecordLayout(layout.dim, layout.dtype, config.optimizer)
     hottest_keys, hottest = np.empty(0, np.int64), np.empty((0, 3))
     for keys, records in rows.live_rows():
-        counts = records.view(np.float32)[:, record.counters : record.counters + 2]
-        days = facts["day"] - records.view(np.int32)[:, record.counters + 2]
-        show, click = (counts * (config.decay**days)[:, None]).astype(np.float64).T
-        score = (show - click) * config.nonclick_weight + click * config.click_weight
+        counts, _ = decayed_counts(records, record, config, facts["day"])
         hottest_keys = np.concatenate([hottest_keys, keys])
-        hottest = np.concatenate([hottest, np.stack([score, show, click], 1)])
+        hottest = np.concatenate([hottest, np.column_stack([scores_of(config, counts), counts])])
         best = np.lexsort([hottest_keys, -hottest[:, 0]])[:num_hottest]
         hottest_keys, hottest = hottest_keys[best], hottest[best]
     return {

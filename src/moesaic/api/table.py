@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_replace
 from moesaic.base.host_memory import free_memory_bytes
 from moesaic.base.safetensors_file import sync_directory
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RowDType, TableConfig
 from moesaic.policy.table_rows import choose_leaving
 from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import EXPORT_MANIFEST, StoredRows
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 HEAD = "HEAD.json"
 """File that names the last snapshot of a saved table."""
 _FORMAT, _VERSION = "moesaic-table", 1
-_OF_MACHINE = ("host", "ssd", "demote_days")
-"""Settings that fit the machine, so a stored table does not keep them."""
-
-DType = Literal["float32", "float64"]
+_MACHINE_SETTINGS = ("host", "ssd", "demote_days")
+"""Settings of the machine, which a stored table does not keep."""
 
 
 class Table:
@@ -45,7 +43,7 @@ class Table:
 
     def __init__(self, rows: Rows) -> None:
         """Take an empty table; `open` makes one."""
-        self._rows = rows
+        self._open_rows: Rows | None = rows
         self.dim = rows.dim
         """Numbers per row."""
         self._path: Path | None = None
@@ -65,7 +63,7 @@ class Table:
         *,
         dim: int | None = None,
         seed: int | None = None,
-        dtype: DType | None = None,
+        dtype: RowDType | None = None,
         read_only: bool = False,
         **settings: Any,
     ) -> Table:
@@ -81,7 +79,7 @@ class Table:
             settings: keys of the table [table] of a job, such as `optimizer="adam"` or `lr=0.01`.
                 A stored table keeps those that are not given, except for `host` and `ssd`.
         """
-        given = _Given({"dim": dim, "seed": seed, "dtype": dtype}, settings)
+        given = _OpenArguments({"dim": dim, "seed": seed, "dtype": dtype}, settings)
         if path is None:
             if read_only:
                 raise ConfigError("read_only needs path, the directory of a table")
@@ -98,7 +96,7 @@ class Table:
         return cls._open_saved(place, given, read_only)
 
     @classmethod
-    def _open_saved(cls, path: Path, given: _Given, read_only: bool) -> Table:
+    def _open_saved(cls, path: Path, given: _OpenArguments, read_only: bool) -> Table:
         """Return the table that was saved in a directory, or a new one for it."""
         facts = _read_head(path, read_only)
         if facts:
@@ -119,10 +117,12 @@ class Table:
         cls, stored: StoredRows, path: Path, settings: dict[str, Any], *, read_only: bool
     ) -> Table:
         """Return a table with stored rows, which came from `path`; `settings` as in `open`."""
-        return cls._restore(stored, path, _Given({}, settings), read_only=read_only)
+        return cls._restore(stored, path, _OpenArguments({}, settings), read_only=read_only)
 
     @classmethod
-    def _restore(cls, stored: StoredRows, path: Path, given: _Given, *, read_only: bool) -> Table:
+    def _restore(
+        cls, stored: StoredRows, path: Path, given: _OpenArguments, *, read_only: bool
+    ) -> Table:
         table = cls(given.make_equal_rows(stored, path, read_only=read_only))
         try:
             TableShard(table._rows).restore(stored)
@@ -130,6 +130,13 @@ class Table:
             table.close()
             raise
         return table
+
+    @property
+    def _rows(self) -> Rows:
+        """Rows of the table; raise if it is closed, as rows on its drive are gone."""
+        if self._open_rows is None:
+            raise ConfigError("the table is closed: open it again")
+        return self._open_rows
 
     def _watch(self, path: Path, facts: dict[str, dict[str, Any]]) -> None:
         """Lock the directory and note changes for `save`."""
@@ -197,10 +204,11 @@ class Table:
 
     def save(self) -> None:
         """Write what changed since the last save; the directory holds the old or the new table."""
+        read_only = self._rows.read_only
         if self._path is None or self._snapshots is None:
             raise ConfigError(
                 "the table is read-only: open it without read_only"
-                if self._rows.read_only
+                if read_only
                 else "the table is in memory alone: open it with path, a directory"
             )
         number = 1 + max((int(one["step"]) for one in self._facts.values()), default=0)
@@ -220,10 +228,10 @@ class Table:
     def close(self) -> None:
         """Unlock the directory; what was not saved is lost."""
         self._stack.close()
-        self._snapshots = None
+        self._open_rows = self._snapshots = None
 
 
-class _Given(NamedTuple):
+class _OpenArguments(NamedTuple):
     """Arguments of `Table.open`."""
 
     identity: dict[str, Any]
@@ -238,8 +246,10 @@ class _Given(NamedTuple):
             raise ConfigError("dim is missing: a new table needs the numbers per row")
         if type(dim) is not int or dim < 1:
             raise ConfigError(f"dim = {dim!r}: a row needs an integer from 1")
-        if dtype not in (None, *get_args(DType)):
-            raise ConfigError(f"dtype = {dtype!r}: use {' or '.join(map(repr, get_args(DType)))}")
+        if dtype not in (None, *get_args(RowDType)):
+            raise ConfigError(
+                f"dtype = {dtype!r}: use {' or '.join(map(repr, get_args(RowDType)))}"
+            )
         config = parse(TableConfig, self.settings, "Table.open")
         return Rows(config, dim, seed=seed or 0, dtype=dtype or "float32")
 
@@ -254,7 +264,7 @@ class _Given(NamedTuple):
                     f"{name} = {value}, but the table in '{path}' has {fixed[name]}: remove "
                     f"{name}, or name another directory"
                 )
-        kept = {name: value for name, value in kept.items() if name not in _OF_MACHINE}
+        kept = {name: value for name, value in kept.items() if name not in _MACHINE_SETTINGS}
         config = parse(TableConfig, {**kept, **self.settings}, "Table.open")
         return Rows(
             config, layout.dim, seed=layout.seed, name=layout.table,

@@ -18,7 +18,7 @@ from moesaic.api.step_callback import remote_callback
 from moesaic.train.job_file import holds_checkpoint, load_job
 
 if TYPE_CHECKING:
-    from moesaic.train.trainer import StepCallback
+    from moesaic.train.trainer import JobKind, StepCallback
 
 MEMORY_HINT = (
     "use smaller batches or sequences, or more ranks (moesaic train JOB.toml --dry-run shows the "
@@ -65,13 +65,12 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
     """
     with exit_on_interrupt() if is_torchrun() else nullcontext():
         from moesaic.dist.world import World
-        from moesaic.train.job_kind import job_kind
         from moesaic.train.trainer import collective_timeout, train
 
         job, plan = (Path(one) if isinstance(one, str) else one for one in (task.job, task.plan))
         assert job is not None
         loaded = load_job(job, task.sets, resumed_run(task.out, task.resume), plan)
-        kind = job_kind(loaded.job.kind)
+        kind = _job_kind(loaded.job.kind)
         world = World.from_launcher(loaded.job.train.device, collective_timeout(loaded.job))
     if task.callback is not None:
         on_step = remote_callback(task.callback)
@@ -87,6 +86,17 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
         raise
     world.leave()
     return out
+
+
+def _job_kind(name: str) -> JobKind[Any]:
+    """Return the kind of job that `kind = name` means; another one is not imported."""
+    if name == "ctr":
+        from moesaic.train.ctr import CtrKind
+
+        return CtrKind()
+    from moesaic.train.lm import LanguageModelKind
+
+    return LanguageModelKind()
 
 
 def default_out(job: Path | Mapping[str, Any]) -> Path:

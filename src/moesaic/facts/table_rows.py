@@ -29,15 +29,6 @@ class MemoryRows(NamedTuple):
     """Hot rows that memory keeps at most."""
 
 
-class LeavingRows(NamedTuple):
-    """Rows that leave memory."""
-
-    rows: NDArray[np.int64]
-    """Positions of the rows among those of the facts, in ascending order."""
-    hot_shows: float
-    """Shows above which a row was hot."""
-
-
 class PassNeeds(NamedTuple):
     """Memory for rows, and the rows that coming steps use."""
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from moesaic.models.hf.config import RECOMMENDER
 from moesaic.models.hf.origin import find_checkpoint
 from moesaic.models.hf.shards import atomic_directory
 from moesaic.models.recommender import Recommender, network_params
+from moesaic.nn.embedding import Rows
 from moesaic.ps.stored_rows import StoredRows, export_rows
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -79,26 +80,10 @@ class RecommenderOrigin:
             (partial / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-class PooledRows(Protocol):
-    """Sums of rows that a batch has looked up."""
-
-    sums: NDArray[Any]
-    """Sums of rows, [bags, dim]."""
-
-
-class ReadRows(Protocol):
-    """Rows of a table to predict with."""
-
-    def look_up(
-        self, keys: NDArray[np.int64], offsets: NDArray[np.int64], *, training: bool
-    ) -> PooledRows:
-        """Return the sums of rows in bags."""
-
-
 @torch.no_grad()
 def predict_logits(
     network: Recommender,
-    rows: ReadRows,
+    rows: Rows,
     keys: NDArray[np.int64],
     offsets: NDArray[np.int64],
     dense: NDArray[np.float32],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.facts.table_rows import LeavingRows, MemoryRows, PassLength, PassNeeds
+from moesaic.facts.table_rows import MemoryRows, PassLength, PassNeeds
 
 HOT_DAYS = 1
 """Idle days of a hot row at most."""
@@ -17,8 +17,8 @@ MAX_PASS_STEPS = 64
 """Steps of a pass at most, where the job does not say."""
 
 
-def choose_leaving(facts: MemoryRows) -> LeavingRows:
-    """Return the rows that leave memory.
+def choose_leaving(facts: MemoryRows) -> NDArray[np.int64]:
+    """Return the rows that leave memory: ascending positions among those of the facts.
 
     Rows that were idle for too long leave. If more must, those that are not hot leave first: by
     last pass, then by score, then by position. If there are too few rows, all leave."""
@@ -26,13 +26,12 @@ def choose_leaving(facts: MemoryRows) -> LeavingRows:
     leaves = np.zeros(num_rows, np.bool_)
     if facts.demote_days:
         leaves |= facts.idle_days > facts.demote_days
-    hot_shows = _hot_shows(facts)
-    is_hot = _may_be_hot(facts) & (facts.shows > hot_shows)
+    is_hot = _may_be_hot(facts) & (facts.shows > _hot_shows(facts))
     for group in (~is_hot & ~leaves, is_hot & ~leaves):
         lacking = facts.num_needed - int(np.count_nonzero(leaves))
         if lacking > 0:
             leaves[_first(np.flatnonzero(group), lacking, facts.last_pass, facts.scores)] = True
-    return LeavingRows(np.flatnonzero(leaves), hot_shows)
+    return np.flatnonzero(leaves)
 
 
 def choose_pass_length(facts: PassNeeds) -> PassLength:

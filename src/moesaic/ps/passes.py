@@ -1,9 +1,9 @@
 """Passes: rows of the coming steps are read from the drive while the present steps train.
 
-A pass is a number of steps. One thread scans the keys of the steps after the next pass, others read
-rows of the next pass. The thread that trains puts the rows into memory between steps, so that it
-alone changes the table. Tasks of threads wait for nothing but data and drive, and their results are
-futures; so no thread can wait for another in a circle, and an error reaches the thread that trains.
+A pass is a number of steps. One thread scans the keys of the steps after the next pass. Others read
+rows of the next pass. The thread that trains puts these rows into memory between steps, so it alone
+changes the table. Tasks wait for data and drive only, so no deadlock is possible. Their results are
+futures, so an error reaches the thread that trains.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +72,21 @@ class _Scan(NamedTuple):
     """First step of each distinct key."""
     step_rows: tuple[int, ...]
     """Distinct keys of the first step, of the first two, and so on."""
+
+
+class Batches:
+    """Keys of coming steps, some of which were scanned for a pass that was too long."""
+
+    def __init__(self, source: Iterator[Int64s]) -> None:
+        self._source, self._scanned = source, deque[Int64s]()
+
+    def put_back(self, batches: list[Int64s]) -> None:
+        """Return scanned batches, which come again next."""
+        self._scanned.extendleft(reversed(batches))
+
+    def next(self) -> Int64s | None:
+        """Return the keys of the next step; None at the end."""
+        return self._scanned.popleft() if self._scanned else next(self._source, None)
 
 
 class _PassReads:
@@ -135,7 +149,7 @@ class TablePasses:
         self.tiers, self._choose_length, self._pass_steps = tiers, choose_length, pass_steps
         self.stats: PassStats | None = None
         """Figures of the present pass."""
-        self._batches: Iterator[Int64s] = iter(batches)
+        self._batches = Batches(iter(batches))
         self._scanner = ThreadPoolExecutor(1, "table-scan")
         self._readers = ThreadPoolExecutor(_READERS, "table-read")
         self._coming: _PassReads | None = None
@@ -217,7 +231,7 @@ class TablePasses:
         length = self._choose_length(needs)
         if not length.steps:
             raise self._too_small(needs, length)
-        self._batches = chain(scan.batches[length.steps :], self._batches)
+        self._batches.put_back(scan.batches[length.steps :])
         self._scan = self._start_scan()
         keys = scan.keys[scan.first_steps < length.steps]
         self.tiers.follow_moves(True)
@@ -234,10 +248,10 @@ class TablePasses:
         )
 
 
-def _scan_steps(batches: Iterator[Int64s], most_steps: int, most_rows: int | None) -> _Scan:
+def _scan_steps(batches: Batches, most_steps: int, most_rows: int | None) -> _Scan:
     """Scan keys of coming steps, as many as are wanted or as have so many rows."""
     scanned, step_rows, index = list[Int64s](), list[int](), KeyIndex()
-    for batch in islice(batches, most_steps):
+    while len(scanned) < most_steps and (batch := batches.next()) is not None:
         keys = as_keys(batch)
         new = keys[index.find(keys) == ABSENT]
         index.set(new, np.full(len(new), len(scanned), np.int64))

@@ -1,21 +1,19 @@
-"""Records of rows: values, optimizer state, counts and day of one key, contiguous in an arena."""
+"""Arena of records, and the tier below it. `facts.job.table` has the layout of a record."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.errors import StoreError
 from moesaic.base.host_memory import reserve_memory, total_memory_bytes
-from moesaic.facts.job.table import TableOptimizer
+from moesaic.facts.job.table import RecordLayout
 from moesaic.ps.index import Int64s
 
-DType = Literal["float32", "float64"]
 Floats = NDArray[Any]
 """Array of the table's dtype."""
 
@@ -25,40 +23,6 @@ CHANGED_SINCE_SNAPSHOT = np.uint8(2)
 """Flag of a record that differs from the last snapshot."""
 CHANGED = np.uint8(3)
 """Both flags."""
-
-
-@dataclass(frozen=True)
-class RecordLayout:
-    """Places of the fields in a record: values, optimizer state, show, click, last day, steps."""
-
-    dim: int
-    """Numbers of a row."""
-    dtype: DType
-    """Type of values and optimizer state."""
-    optimizer: TableOptimizer
-    """Optimizer, which decides the state of a row."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one number."""
-        return 4 if self.dtype == "float32" else 8
-
-    @property
-    def numbers(self) -> int:
-        """Values and optimizer state of a record."""
-        state = {"rowwise-adagrad": 1, "adagrad": self.dim, "adam": 2 * self.dim, "sgd": 0}
-        return self.dim + state[self.optimizer]
-
-    @property
-    def counters(self) -> int:
-        """Index of show among the record's 4-byte words; click, last day and steps follow."""
-        return self.numbers * self.itemsize // 4
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of a record, a multiple of `itemsize`."""
-        words = self.counters + (4 if self.optimizer == "adam" else 3)
-        return -(-words * 4 // self.itemsize) * self.itemsize
 
 
 class RecordArena:

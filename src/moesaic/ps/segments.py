@@ -14,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,8 @@ from pydantic import Field
 from moesaic.base import direct_io
 from moesaic.base.config import Section
 from moesaic.base.errors import StoreError, write_error
-from moesaic.facts.job.table import TableOptimizer
-from moesaic.store.block_sums import find_damaged, seal_blocks
+from moesaic.facts.job.table import RowDType, TableOptimizer
+from moesaic.store.checksum import find_damaged, seal_blocks
 
 FORMAT = "moesaic-table-segment"
 VERSION = 1
@@ -68,7 +68,7 @@ class SegmentLayout(Section):
     """Optimizer of the rows."""
     dim: int = Field(default=1, gt=0)
     """Values of a row."""
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: RowDType = "float32"
     """Type of a value."""
     seed: int = 0
     """Seed of first values."""
@@ -110,8 +110,6 @@ class Run(NamedTuple):
     """Keys of rows, [rows]."""
     records: NDArray[np.uint8]
     """Records of the keys, [rows, record_bytes]."""
-    positions: NDArray[np.int64]
-    """Positions of the rows in the file, [rows]."""
     removed: NDArray[np.int64]
     """Keys of blocks of removed keys."""
 
@@ -282,22 +280,9 @@ class SegmentReader:
             count = min(blocks.num_blocks, self.num_blocks - start)
             self._read_blocks(blocks, start, count)
             found.update(blocks.memory[:count, :8].tobytes())
-            yield blocks.run(start, count)
+            yield blocks.run(count)
         if digest is not None and found.hexdigest() != digest:
             raise self._damaged("is another file than the one of the snapshot")
-
-    def read(self, positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return the records at `positions`, [positions, record_bytes], one block at a time."""
-        numbers, slots = np.divmod(np.asarray(positions, np.int64), self.layout.records_per_block)
-        records = np.empty((len(numbers), self.layout.record_bytes), np.uint8)
-        blocks = _Blocks(self.layout, 1)
-        for number in np.unique(numbers):
-            self._read_blocks(blocks, int(number), 1)
-            chosen = numbers == number
-            if blocks.kinds[0] != BlockKind.ROWS or slots[chosen].max() >= blocks.counts[0]:
-                raise ValueError(f"'{self.path}' has no such row in block {number}")
-            records[chosen] = blocks.rows["record"][0, slots[chosen]]
-        return records
 
     def _read_header(self, expected: SegmentLayout | None, size: int) -> SegmentLayout:
         page = direct_io.aligned_buffer(_PAGE_BYTES)
@@ -427,14 +412,11 @@ class _Blocks:
         """Return the first of `count` blocks whose checksum is wrong, or -1."""
         return int(find_damaged(self._words(count)))
 
-    def run(self, start: int, count: int) -> Run:
-        """Return the content of `count` blocks, the first of which is block `start` of the file."""
+    def run(self, count: int) -> Run:
+        """Return the content of the first `count` blocks."""
         kinds, counts = self.kinds[:count], self.counts[:count]
-        per_block = self.layout.records_per_block
-        has_rows = kinds == BlockKind.ROWS
-        mask = (np.arange(per_block) < counts[:, None]) & has_rows[:, None]
-        numbers, slots = np.nonzero(mask)
-        rows = self.rows[:count][mask]
+        slots, has_rows = np.arange(self.layout.records_per_block), kinds == BlockKind.ROWS
+        rows = self.rows[:count][(slots < counts[:, None]) & has_rows[:, None]]
         removed = [
             self.memory[block, PREFIX_BYTES:].view("<i8")[: counts[block]].copy()
             for block in np.flatnonzero(kinds == BlockKind.REMOVED)
@@ -442,7 +424,6 @@ class _Blocks:
         return Run(
             np.ascontiguousarray(rows["key"]),
             np.ascontiguousarray(rows["record"]),
-            (start + numbers) * per_block + slots,
             np.concatenate([np.zeros(0, np.int64), *removed]),
         )
 

@@ -19,7 +19,7 @@ from moesaic.dist.collectives import all_reduce_
 from moesaic.dist.world import World
 from moesaic.ps.index import Int64s, hash_keys
 from moesaic.ps.records import Floats
-from moesaic.ps.table import Lookup, Table, as_keys, evict_by
+from moesaic.ps.table import Lookup, Table, as_keys
 from moesaic.ps.update import BagGradients, KeyBags
 
 _OWNER_SHIFT = np.uint64(24)
@@ -172,33 +172,7 @@ class ShardedTable:
 
         Which rows are evicted does not depend on the ranks.
         """
-        return self._sum(self.table.end_day(self._choose_evicted))
-
-    def _choose_evicted(
-        self, keys: Int64s, scores: NDArray[np.float32], idle_days: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
-        """Choose rows by score and idle days, then those with the lowest scores beyond
-        `max_rows`."""
-        config = self.table.config
-        chosen = evict_by(config.model_copy(update={"max_rows": 0}))(keys, scores, idle_days)
-        left = ~chosen
-        excess = self._sum(int(left.sum())) - config.max_rows
-        if config.max_rows and excess > 0:
-            order = eviction_order(keys[left], scores[left])
-            chosen[left] = order <= self._find_smallest(np.sort(order), excess)
-        return chosen
-
-    def _find_smallest(self, values: NDArray[np.uint64], count: int) -> np.uint64:
-        """Return the `count`-th smallest of all ranks' sorted values."""
-        low, high = 0, (1 << 64) - 1
-        while low < high:
-            middle = (low + high) // 2
-            below = int(np.searchsorted(values, np.uint64(middle), side="right"))
-            if self._sum(below) >= count:
-                high = middle
-            else:
-                low = middle + 1
-        return np.uint64(low)
+        return self._sum(self.table.end_day(self._sum))
 
     def _sum(self, number: int) -> int:
         """Return the sum of a number over all ranks."""
@@ -209,9 +183,3 @@ class ShardedTable:
 def owners_of(hashes: NDArray[np.uint64], ranks: int) -> NDArray[np.uint16]:
     """Return the rank that owns each key, by the keys' hashes."""
     return ((hashes >> _OWNER_SHIFT) % np.uint64(ranks)).astype(np.uint16)
-
-
-def eviction_order(keys: Int64s, scores: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """Return numbers whose order is that of scores, then of the keys' hashes."""
-    bits = np.maximum(scores, np.float32(0)).view(np.uint32).astype(np.uint64)
-    return (bits << np.uint64(32)) | (hash_keys(keys) >> np.uint64(32))

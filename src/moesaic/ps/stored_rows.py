@@ -57,7 +57,7 @@ class StoredSegments:
             for run in self._scan(record):
                 chosen = seen.find(run.keys) == ABSENT
                 yield run.keys[chosen], run.records[chosen]
-                if number:  # No older segment asks.
+                if number:  # Older segments follow.
                     found += [run.keys[chosen], run.removed]
             for keys in found:
                 seen.set(keys, np.zeros(len(keys), np.int64))
@@ -114,13 +114,9 @@ class StoredRows:
         return cls([(path.parent, manifest) for path, manifest in shards])
 
     @classmethod
-    def open_export(cls, directory: Path, layout: SegmentLayout | None = None) -> Self:
+    def open_export(cls, directory: Path) -> Self:
         """Open the table that `export_rows` wrote into a directory."""
-        path = directory / EXPORT_MANIFEST
-        manifest = read_manifest(path)
-        if layout is not None:
-            _check_layout(path, manifest.table_layout, layout)
-        return cls([(directory, manifest)])
+        return cls([(directory, read_manifest(directory / EXPORT_MANIFEST))])
 
     @property
     def num_rows(self) -> int:
@@ -149,7 +145,6 @@ class StoredRows:
                 yield Run(
                     run.keys[chosen],
                     run.records[chosen],
-                    run.positions[chosen],
                     run.removed[is_owned(run.removed)],
                 )
 

@@ -9,21 +9,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moesaic.base.errors import ConfigError, DivergedError
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RecordLayout, RowDType, TableConfig
 from moesaic.ps.first_values import FirstValues
-from moesaic.ps.index import ABSENT, Int64s, KeyIndex
+from moesaic.ps.index import ABSENT, Int64s, KeyIndex, hash_keys
 from moesaic.ps.optimizers import update_rows
-from moesaic.ps.records import DType, Floats, RecordArena, RecordLayout, Tier
+from moesaic.ps.records import Floats, RecordArena, Tier
 from moesaic.ps.update import BagGradients, KeyBags, KeyGradients, combine, gather_rows
 
 _PULL_KEYS = 65_536
 """Keys that a pull or a read handles at once, so that a tier raises no more at a time."""
 
-EvictionChoice = Callable[[Int64s, NDArray[np.float32], NDArray[np.int32]], NDArray[np.bool_]]
-"""Choice of rows to evict, by their keys, scores, and days that ended since their last sample."""
-
-
-_Given = tuple[ArrayLike, ArrayLike | None, ArrayLike | None]
+_BagValues = tuple[ArrayLike, ArrayLike | None, ArrayLike | None]
 """Gradients, clicks and shows of bags."""
 
 
@@ -105,7 +101,7 @@ class Table:
         *,
         seed: int = 0,
         name: str = "table",
-        dtype: DType = "float32",
+        dtype: RowDType = "float32",
         capacity: int | None = None,
         read_only: bool = False,
     ) -> None:
@@ -231,36 +227,44 @@ class Table:
             self._apply(bags, self._checked(bags, merged), self._find(bags))
         self._pinned.clear()
 
-    def end_day(self, choose: EvictionChoice | None = None) -> int:
+    def end_day(self, sum_over_ranks: Callable[[int], int] = int) -> int:
         """End the day: counts decay, and rows are evicted.
 
         Args:
-            choose: choice of rows to evict; None: `evict_by` of the settings.
+            sum_over_ranks: function that sums a number over the ranks that share the table. Their
+                rows count for `max_rows` together. Default: one rank.
 
         Returns:
-            Evicted rows.
+            Evicted rows of this rank.
         """
         self.today += 1
         self._decay_candidates()
+        config = self.config
+        if not (config.evict_score or config.evict_days or config.max_rows):
+            return 0
         keys, scores, idle_days = self.ages()
-        chosen = (choose or evict_by(self.config))(keys, scores, idle_days)
-        self.remove(keys[chosen])
-        self._evicted += int(chosen.sum())
-        return int(chosen.sum())
+        evicted = scores < config.evict_score
+        if config.evict_days:
+            evicted |= idle_days >= config.evict_days
+        excess = sum_over_ranks(int(np.count_nonzero(~evicted))) - config.max_rows
+        if config.max_rows and excess > 0:
+            order = _eviction_order(keys[~evicted], scores[~evicted])
+            evicted[~evicted] = order <= _find_smallest(np.sort(order), excess, sum_over_ranks)
+        self.remove(keys[evicted])
+        count = int(np.count_nonzero(evicted))
+        self._evicted += count
+        return count
 
     def ages(self) -> tuple[Int64s, NDArray[np.float32], NDArray[np.int32]]:
         """Return keys, scores and idle days of all rows, in an order that the keys decide."""
         keys, locations = self.index.items()
         order = np.argsort(locations)  # Rows that are neighbours on a drive are read at once.
         scores, idle = np.empty(len(keys), np.float32), np.empty(len(keys), np.int32)
-        place = self.layout.counters
         for start in range(0, len(keys), _PULL_KEYS):
             part = order[start : start + _PULL_KEYS]
             records = self._read(locations[part])
-            counts = records.view(np.float32)[:, place : place + 2].astype(np.float64)
-            days = self.today - records.view(np.int32)[:, place + 2]
-            counts *= (self.config.decay**days)[:, None]
-            scores[part] = self._scores(counts)
+            counts, days = decayed_counts(records, self.layout, self.config, self.today)
+            scores[part] = scores_of(self.config, counts)
             idle[part] = days - 1
         return keys, scores, np.maximum(idle, 0)
 
@@ -326,10 +330,10 @@ class Table:
 
     # Updates.
 
-    def _collect(self, bags: KeyBags, found: _FoundRows, given: _Given) -> None:
+    def _collect(self, bags: KeyBags, found: _FoundRows, given: _BagValues) -> None:
         self._pending.append(_Push(bags, self._merge(bags, given), found))
 
-    def _merge(self, bags: KeyBags, given: _Given) -> KeyGradients:
+    def _merge(self, bags: KeyBags, given: _BagValues) -> KeyGradients:
         """Return the sums of gradients, shows and clicks that were given per bag."""
         if self.read_only:
             raise ConfigError(f"table '{self.name}' is read-only: open it without read_only")
@@ -388,7 +392,7 @@ class Table:
             counts = found.view(np.float32).reshape(-1, 2)
             total = counts + merged.counts[places, :2]
             admitted = (total[:, 0] >= config.admit_count) & (
-                self._scores(total) >= config.admit_score
+                scores_of(config, total) >= config.admit_score
             )
             self.candidates.remove(keys[admitted])
             self.candidates.set(keys[~admitted], total.view(np.int64)[~admitted, 0])
@@ -413,9 +417,21 @@ class Table:
         self.candidates.remove(keys[~kept])
         self.candidates.set(keys[kept], counts.view(np.int64)[kept, 0])
 
-    def _scores(self, counts: NDArray[np.floating]) -> NDArray[np.floating]:
-        show, click = counts[:, 0], counts[:, 1]
-        return (show - click) * self.config.nonclick_weight + click * self.config.click_weight
+
+def scores_of(config: TableConfig, counts: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Return the scores of shows and clicks, [n, 2]."""
+    show, click = counts[:, 0], counts[:, 1]
+    return (show - click) * config.nonclick_weight + click * config.click_weight
+
+
+def decayed_counts(
+    records: NDArray[np.uint8], layout: RecordLayout, config: TableConfig, today: int
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Return shows and clicks as of today, [n, 2], and days since the last sample."""
+    place = layout.counters
+    days = today - records.view(np.int32)[:, place + 2]
+    counts = records.view(np.float32)[:, place : place + 2].astype(np.float64)
+    return counts * (config.decay**days)[:, None], days
 
 
 def as_keys(keys: ArrayLike) -> Int64s:
@@ -430,20 +446,22 @@ def as_keys(keys: ArrayLike) -> Int64s:
     return np.ascontiguousarray(array, np.int64).reshape(-1)
 
 
-def evict_by(config: TableConfig) -> EvictionChoice:
-    """Return the choice of rows to evict by score, by idle days and by `max_rows` of one rank."""
+def _eviction_order(keys: Int64s, scores: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """Return numbers whose order is that of scores, then of the keys' hashes."""
+    bits = np.maximum(scores, np.float32(0)).view(np.uint32).astype(np.uint64)
+    return (bits << np.uint64(32)) | (hash_keys(keys) >> np.uint64(32))
 
-    def choose(
-        keys: Int64s, scores: NDArray[np.float32], idle_days: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
-        del keys
-        chosen = scores < config.evict_score
-        if config.evict_days:
-            chosen |= idle_days >= config.evict_days
-        excess = len(scores) - int(chosen.sum()) - config.max_rows
-        if config.max_rows and excess > 0:
-            left = np.flatnonzero(~chosen)
-            chosen[left[np.argsort(scores[left], kind="stable")[:excess]]] = True
-        return chosen
 
-    return choose
+def _find_smallest(
+    values: NDArray[np.uint64], count: int, sum_over_ranks: Callable[[int], int]
+) -> np.uint64:
+    """Return the `count`-th smallest of all ranks' sorted values."""
+    low, high = 0, (1 << 64) - 1
+    while low < high:
+        middle = (low + high) // 2
+        below = int(np.searchsorted(values, np.uint64(middle), side="right"))
+        if sum_over_ranks(below) >= count:
+            high = middle
+        else:
+            low = middle + 1
+    return np.uint64(low)

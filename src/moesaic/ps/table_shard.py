@@ -1,24 +1,21 @@
-"""Table of one rank as snapshots see it: changed rows out, stored rows in."""
+"""Changes of a rank's table for its snapshots, and their restore."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.host_memory import free_memory_bytes
-from moesaic.facts.job.table import TableConfig
 from moesaic.kernels.threads import run_ranges
 from moesaic.ps.drive_rows import CHANGED_BIT
 from moesaic.ps.index import ABSENT, MIN_THREADED_KEYS, Int64s
 from moesaic.ps.records import CHANGED_SINCE_SNAPSHOT
 from moesaic.ps.segments import SegmentLayout
 from moesaic.ps.snapshots import TableChanges
-from moesaic.ps.stored_rows import KeysAndRecords, StoredRows, export_rows
+from moesaic.ps.stored_rows import KeysAndRecords, StoredRows
 from moesaic.ps.table import Table
 
 _BLOCK_BYTES = 1 << 16
@@ -95,12 +92,6 @@ class TableShard:
         self._set_changed(False)
         self._removed.clear()
 
-    def export(self, directory: Path, step: int = 0) -> None:
-        """Write all rows into a new directory, which `StoredRows.open_export` opens."""
-        export_rows(
-            directory, self.segment_layout, self._read_all(), step=step, facts=self._facts()
-        )
-
     def _facts(self) -> dict[str, Any]:
         return {"day": self.table.today, "config": self.table.config.model_dump(mode="json")}
 
@@ -145,30 +136,11 @@ class TableShard:
         if self.table.tier is not None:
             yield from self.table.tier.take_changes()
 
-    def _read_all(self) -> Iterator[KeysAndRecords]:
-        """Yield all rows, those on the drive in the order of the drive."""
-        keys, locations = self.table.index.items()
-        keys = keys[np.argsort(np.where(locations < 0, ~(locations | CHANGED_BIT), locations))]
-        for start in range(0, len(keys), _CHUNK_ROWS):
-            part = keys[start : start + _CHUNK_ROWS]
-            yield part, self.table.read(part)
-
     def _drop(self, keys: Int64s) -> None:
         """Remove the rows of those `keys` that have one."""
         found = self.table.index.find(keys) != ABSENT
         if found.any():
             self.table.remove(keys[found])
-
-
-def open_read_only(stored: StoredRows) -> Table:
-    """Return a read-only table with all stored rows."""
-    layout = stored.layout
-    config = TableConfig.model_validate_json(json.dumps(stored.manifests[0].facts["config"]))
-    table = Table(
-        config, layout.dim, seed=layout.seed, name=layout.table, dtype=layout.dtype, read_only=True
-    )
-    TableShard(table).restore(stored)
-    return table
 
 
 def _owned_share(is_owned: Callable[[Int64s], NDArray[np.bool_]] | None) -> float:

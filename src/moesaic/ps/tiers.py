@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.base.units import format_bytes, format_larger_bytes
-from moesaic.facts.table_rows import LeavingRows, MemoryRows
+from moesaic.facts.table_rows import MemoryRows
 from moesaic.ps.drive_rows import CHANGED_BIT, SEGMENT_BYTES, DriveRows, Records
 from moesaic.ps.index import ABSENT, Int64s, KeyIndex
 from moesaic.ps.records import CHANGED_SINCE_SNAPSHOT, CHANGED_SINCE_WRITE
 from moesaic.ps.segments import SegmentLayout
 from moesaic.ps.table import Table
 
-LeavingChoice = Callable[[MemoryRows], LeavingRows]
-"""Choice of the rows that leave memory."""
+DemotionChoice = Callable[[MemoryRows], Int64s]
+"""Choice of the rows that leave memory: ascending positions among those of the facts."""
 
 READ_ROWS = 2048
 """Rows that are read from the drive at once."""
@@ -105,7 +105,7 @@ class TableTiers:
         table: Table,
         directory: Path,
         host_bytes: int,
-        choose: LeavingChoice,
+        choose: DemotionChoice,
         *,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
@@ -215,9 +215,9 @@ class TableTiers:
         if self._day != table.today:
             self._day = table.today
             if table.config.demote_days:
-                self._choose_leaving(0)
+                self._choose_demoted(0)
                 for part in self._leaving:
-                    self._demote(*self._still_leaving(*part))
+                    self._demote(*self._may_demote(*part))
         if arena.extent <= self.memory_rows == arena.capacity:
             return
         self.make_room(0)
@@ -242,8 +242,8 @@ class TableTiers:
         while (lacking := count - arena.num_free) > 0:
             part = next(self._leaving, None)
             if part is not None:
-                self._demote(*self._still_leaving(*part))
-            elif not self._choose_leaving(lacking):
+                self._demote(*self._may_demote(*part))
+            elif not self._choose_demoted(lacking):
                 needed = len(arena) + count
                 raise StoreError(
                     f'table.host = "{format_bytes(self.host_bytes)}" holds {arena.capacity} rows '
@@ -402,7 +402,7 @@ class TableTiers:
         self._demoted += len(keys)
         self._written += len(written)
 
-    def _choose_leaving(self, num_needed: int) -> bool:
+    def _choose_demoted(self, num_needed: int) -> bool:
         """Choose rows that leave memory; return False if none does.
 
         Rows of look-ups stay until the next step. Rows of passes stay as long as others can leave.
@@ -422,7 +422,7 @@ class TableTiers:
             num_needed = max(num_needed, arena.capacity // _CHOICE_SHARE)
         rows = np.flatnonzero(able)
         leaves = np.zeros(len(able), np.bool_)
-        leaves[rows[self._choose(self._facts(rows, num_needed)).rows]] = True
+        leaves[rows[self._choose(self._facts(rows, num_needed))]] = True
         keys, rows = table.index.find_keys(leaves)
         self._leaving = (
             (keys[start : start + _LEAVE_ROWS], rows[start : start + _LEAVE_ROWS], newest)
@@ -445,7 +445,7 @@ class TableTiers:
             base_score=config.nonclick_weight, num_hot=arena.capacity // _HOT_SHARE,
         )  # fmt: skip
 
-    def _still_leaving(self, keys: Int64s, rows: Int64s, newest: int) -> tuple[Int64s, Int64s]:
+    def _may_demote(self, keys: Int64s, rows: Int64s, newest: int) -> tuple[Int64s, Int64s]:
         """Return those of chosen rows that nothing has used or removed since."""
         table = self.table
         stays = np.zeros(len(self._copies), np.bool_)

@@ -20,6 +20,7 @@ from moesaic.base.compiled import (
     sum_squares_block,
 )
 from moesaic.base.compiled import prefetch as prefetch_line
+from moesaic.base.errors import ConfigError
 from moesaic.kernels.threads import run_ranges
 from moesaic.ps.index import MIN_THREADED_KEYS, Int64s, hash_key
 from moesaic.ps.records import Floats
@@ -82,8 +83,18 @@ class KeyBags:
 
     @staticmethod
     def of(keys: Int64s, offsets: Int64s) -> KeyBags:
-        """Return bags of `keys`; `offsets` are those of `KeyBags`."""
+        """Return bags of `keys`; `offsets` are those of `KeyBags`.
+
+        Raises:
+            ConfigError: the offsets do not rise from 0 to the number of keys.
+        """
         length = len(keys)
+        is_whole = offsets.ndim == 1 and len(offsets) and offsets[0] == 0 and offsets[-1] == length
+        if not is_whole or (offsets[1:] < offsets[:-1]).any():
+            raise ConfigError(
+                f"offsets of {length} keys are {offsets.tolist()[:8]}...: they rise from 0, and "
+                f"the end of the last bag is {length}"
+            )
         distinct, hashes = np.empty(length, np.int64), np.empty(length, np.uint64)
         inverse = np.empty(length, np.int32)
         slots = np.full(_SLOTS_PER_KEY << max(length - 1, 1).bit_length(), -1, np.int32)

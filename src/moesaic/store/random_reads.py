@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moesaic.base import direct_io
 from moesaic.base.compiled import cached_loop
 from moesaic.base.errors import StoreError
-from moesaic.store.block_sums import block_sum
+from moesaic.store.checksum import block_sum
 
 _MIN_SHARE = 16
 """Blocks of a thread below which waking another one takes longer than it saves."""

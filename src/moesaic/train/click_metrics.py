@@ -76,16 +76,18 @@ def click_metrics(
     """Return the metrics of samples with labels 0 or 1; unset weights are 1."""
     y, x = np.asarray(labels, np.float64), np.asarray(logits, np.float64)
     w = np.ones_like(x) if weights is None else np.asarray(weights, np.float64)
-    clicks, weight = float(w @ y), float(w.sum())
+    # Each is exactly 0 if its class is missing, however the other one is rounded.
+    clicks, others = float(w @ y), float(w @ (1 - y))
+    weight = clicks + others
     if weight == 0 or not np.isfinite(x).all():
         return ClickMetrics(len(y), weight)
     log_loss = float(w @ (np.logaddexp(0, x) - y * x)) / weight
     predicted = float(w @ _sigmoid(x))
     calibration = predicted / clicks if clicks > 0 else None
-    if not 0 < clicks < weight:
+    if not clicks or not others:
         return ClickMetrics(len(y), weight, log_loss, calibration=calibration)
     rate = clicks / weight
-    entropy = -rate * math.log(rate) - (1 - rate) * math.log1p(-rate)
+    entropy = -rate * math.log(rate) - others / weight * math.log(others / weight)
     order = np.argsort(x)
     x, y, w = x[order], y[order], w[order]
     (auc,), _ = _auc_by_group(np.zeros(1, np.int64), x, w * y, w - w * y)

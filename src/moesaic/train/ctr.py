@@ -16,7 +16,6 @@ from moesaic.facts.plan import Plan
 from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender, network_params
 from moesaic.models.recommender_files import TABLE
-from moesaic.ps.records import DType
 from moesaic.ps.sharded import ShardedTable
 from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import StoredRows
@@ -67,8 +66,8 @@ class CtrKind:
             _check_added_days(checkpoint, start.data)
         placement = PartPlacement("", start.plan, range(world.size))
         part = _make_part(job, placement, world)
-        precision: DType = "float64" if job.train.precision == "fp64" else "float32"
-        rows = ShardedTable(Table(job.table, job.model.dim, seed=job.seed, dtype=precision), world)
+        table = Table(job.table, job.model.dim, seed=job.seed, dtype=job.row_dtype)
+        rows = ShardedTable(table, world)
         run: CtrRun = Run(
             job, world, [placement], [part],
             ClickObjective(job, world, part, rows, start.data.train),

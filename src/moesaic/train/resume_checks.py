@@ -11,8 +11,8 @@ from moesaic.dist.checkpoint import Checkpoint
 from moesaic.train.assemble import DTYPES
 from moesaic.train.kinds import AnyJob
 
-_FIXED_KEYS = frozenset({"seed", "optimizer.moments", "table.optimizer"})
-"""Keys that decide which state a run stores, or the values of state that it does not store."""
+_FIXED_KEYS = frozenset({"seed", "optimizer.moments", "table.optimizer", "table.init_std"})
+"""Keys that decide which state a run stores, or the values of rows that it does not store."""
 
 
 class KindWords(Protocol):

@@ -152,6 +152,8 @@ def test_rows_beyond_memory_are_on_the_drive(tmp_path: Path) -> None:
     with moesaic.Table.open(tmp_path / "rows", read_only=True, **drive) as table:
         assert len(table) == 20_000 > 2 * table.stats().rows_in_memory
         check(table)
+    with pytest.raises(ConfigError, match="the table is closed: open it again"):
+        table.pull(keys)
     with moesaic.Table.open(tmp_path / "rows") as table:
         check(table)
 

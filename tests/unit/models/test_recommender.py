@@ -12,7 +12,6 @@ from moesaic.dist.state import TensorShard
 from moesaic.facts.job import CtrJob, RecommenderConfig
 from moesaic.models.init import InitialSource
 from moesaic.models.recommender import Recommender, network_params
-from moesaic.ps.records import RecordLayout
 
 SLOTS, DENSE, DIM, BATCH = 3, 2, 4, 5
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -102,18 +101,6 @@ def test_the_job_counts_the_parameters(family: str) -> None:
     )
     network = make_network(family)
     assert job.num_network_parameters == sum(one.numel() for one in network.parameters())
-
-
-@pytest.mark.parametrize("optimizer", ["rowwise-adagrad", "adagrad", "adam", "sgd"])
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("fp64", "float64")])
-def test_the_job_knows_the_bytes_of_a_row(optimizer: Any, precision: str, dtype: Any) -> None:
-    raw = {
-        "kind": "ctr", "model": {"family": "ctr-dnn", "dim": 5}, "data": {"stream": {}},
-        "table": {"optimizer": optimizer},
-        "train": {"steps": 1, "batch": 1, "precision": precision},
-    }  # fmt: skip
-    expected = RecordLayout(5, dtype, optimizer).record_bytes
-    assert CtrJob.model_validate(raw).row_bytes == expected
 
 
 def test_first_values_depend_on_seed_and_name_alone() -> None:

@@ -16,7 +16,7 @@ from moesaic.policy.table_rows import choose_leaving, choose_pass_length
 from moesaic.ps import tiers
 from moesaic.ps.drive_rows import DriveRows
 from moesaic.ps.index import Int64s
-from moesaic.ps.passes import PassStats, TablePasses
+from moesaic.ps.passes import Batches, PassStats, TablePasses
 from moesaic.ps.table import Table
 from moesaic.ps.tiers import TableTiers
 
@@ -228,6 +228,16 @@ def test_a_row_that_moves_while_it_is_read_is_not_read_again(
         pair.step(one)
     passes.close()
     pair.check()
+
+
+def test_batches_come_in_order_over_any_number_of_passes() -> None:
+    source = (np.array([number]) for number in range(100_000))
+    coming, found = Batches(source), list[Int64s]()
+    while (batch := coming.next()) is not None:
+        after = coming.next()
+        found.append(batch)
+        coming.put_back([] if after is None else [after])
+    assert np.array_equal(np.concatenate(found), np.arange(100_000))
 
 
 def test_an_error_of_the_batches_reaches_training(pair: Pair) -> None:

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from moesaic.base.errors import StoreError
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RecordLayout, TableConfig
 from moesaic.ps.index import ABSENT
 from moesaic.ps.records import (
     CHANGED_SINCE_SNAPSHOT,
     CHANGED_SINCE_WRITE,
     RecordArena,
-    RecordLayout,
 )
 from moesaic.ps.table import Table
 
@@ -96,25 +95,35 @@ def test_rows_with_the_lowest_scores_are_evicted_beyond_a_number() -> None:
     assert has_row(table, [1, 2, 3, 4, 5]) == [False, True, True, True, False]
 
 
-def test_a_choice_and_a_listener_see_the_rows() -> None:
+def test_rows_have_scores_and_idle_days() -> None:
     table = Table(TableConfig(), DIM)
     push(table, [1, 2, 3], [0, 1, 0])
     table.end_day()
     push(table, [3])
+    table.end_day()
+    keys, scores, idle_days = table.ages()
+    by_key = dict(zip(keys.tolist(), zip(scores, idle_days, strict=True), strict=True))
+    assert by_key[1] == (pytest.approx(0.1 * 0.98**2), 1)
+    assert by_key[2] == (pytest.approx(0.98**2), 1)
+    assert by_key[3] == (pytest.approx((0.1 * 0.98 + 0.1) * 0.98), 0)
+
+
+def test_a_listener_sees_evicted_keys_which_start_anew() -> None:
+    table = Table(TableConfig(max_rows=2), DIM)
+    push(table, [1, 2, 3], [1, 0, 1])
     removed = []
     table.on_remove = removed.append
-
-    def choose(keys: np.ndarray, scores: np.ndarray, idle_days: np.ndarray) -> np.ndarray:
-        by_key = dict(zip(keys.tolist(), zip(scores, idle_days, strict=True), strict=True))
-        assert by_key[1] == (pytest.approx(0.1 * 0.98**2), 1)
-        assert by_key[2] == (pytest.approx(0.98**2), 1)
-        assert by_key[3] == (pytest.approx((0.1 * 0.98 + 0.1) * 0.98), 0)
-        return keys == 2
-
-    assert table.end_day(choose) == 1
+    assert table.end_day() == 1
     assert [keys.tolist() for keys in removed] == [[2]]
-    first = Table(TableConfig(), DIM).pull([2])
-    assert (table.pull([2]) == first).all()  # An evicted key starts anew.
+    assert (table.pull([2]) == Table(TableConfig(), DIM).pull([2])).all()
+
+
+def test_a_day_without_evictions_reads_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(TableConfig(), DIM)
+    push(table, [1])
+    monkeypatch.delattr(Table, "ages")
+    assert table.end_day() == 0
+    assert table.today == 1
 
 
 def test_records_move_to_another_table() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from shards import rows_of
 
-from moesaic.base.errors import ConfigError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, list_committed, list_snapshots
 from moesaic.dist.state import State
 from moesaic.dist.world import World
@@ -20,7 +19,7 @@ from moesaic.ps import table_shard
 from moesaic.ps.snapshots import TableSnapshots
 from moesaic.ps.stored_rows import StoredRows
 from moesaic.ps.table import Table
-from moesaic.ps.table_shard import TableShard, open_read_only
+from moesaic.ps.table_shard import TableShard
 from moesaic.ps.tiers import TableTiers
 from moesaic.testing.states import whole_shard
 
@@ -135,21 +134,3 @@ def all_changes(shard: TableShard) -> tuple[list[Any], list[int]]:
     changes = shard.copy_changes(everything=False)
     assert not changes.is_live
     return [*changes.chunks], changes.removed.tolist()
-
-
-def test_an_exported_table_is_read_only(tmp_path: Path) -> None:
-    table = make_table()
-    train(table, np.random.default_rng(3), days=3)
-    shard = TableShard(table)
-    shard.export(tmp_path / "out", step=3)
-    opened = open_read_only(StoredRows.open_export(tmp_path / "out"))
-    assert (opened.num_rows, opened.config, opened.today) == (table.num_rows, CONFIG, 3)
-    keys = np.arange(-450, 450)
-    np.testing.assert_array_equal(opened.pull(keys), table.pull(keys))
-    with pytest.raises(ConfigError, match="table 'ads' is read-only"):
-        opened.push(keys[:1], np.ones((1, 6), np.float32))
-    assert len(all_changes(shard)[0][0][0]) == table.num_rows, "an export is no snapshot"
-    with pytest.raises(StoreError, match="optimizer = adam, not sgd"):
-        StoredRows.open_export(
-            tmp_path / "out", shard.segment_layout.model_copy(update={"optimizer": "sgd"})
-        )

@@ -251,6 +251,9 @@ def test_bad_arguments_are_named() -> None:
         table.pull([1.0])
     with pytest.raises(ConfigError, match=r"shape \(2, 3\).*pass \(2, 19\)"):
         table.push([1, 2], np.ones((2, 3)))
+    for offsets in ([], [1, 2], [0, 1], [0, 3], [0, 2, 1, 2], [0, -1, 2], [[0, 2]]):
+        with pytest.raises(ConfigError, match=r"offsets of 2 keys are .*the last bag is 2$"):
+            table.look_up([1, 2], offsets, training=False)
     with pytest.raises(ConfigError, match="'served' is read-only: open it"):
         Table(TableConfig(), DIM, name="served", read_only=True).push([1], np.ones((1, DIM)))
 

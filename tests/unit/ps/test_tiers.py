@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moesaic.base import direct_io
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.facts.job.table import TableConfig
-from moesaic.facts.table_rows import LeavingRows, MemoryRows
+from moesaic.facts.table_rows import MemoryRows
 from moesaic.policy.table_rows import choose_leaving
 from moesaic.ps.drive_rows import DriveRows
 from moesaic.ps.segments import SegmentLayout
@@ -211,7 +211,7 @@ def test_the_index_takes_memory_from_rows(table: Table, tiers: TableTiers) -> No
 def test_a_choice_gets_the_rows_that_may_leave(table: Table, tmp_path: Path) -> None:
     asked: list[MemoryRows] = []
 
-    def choose(facts: MemoryRows) -> LeavingRows:
+    def choose(facts: MemoryRows) -> np.ndarray:
         asked.append(facts)
         return choose_leaving(facts)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moesaic.base import direct_io
 from moesaic.base.errors import StoreError
-from moesaic.store.block_sums import block_sum
+from moesaic.store.checksum import block_sum
 from moesaic.store.random_reads import RandomReads
 
 BLOCK = 4096

@@ -131,5 +131,14 @@ def test_undefined_metrics_are_none_and_say_why(
     assert [remark in line for line in found.remarks(has_users=True)] == [True]
 
 
+@pytest.mark.parametrize("label", [0, 1])
+def test_rounded_weights_make_no_second_class(label: int) -> None:
+    for seed in range(40):
+        weights = np.random.default_rng(seed).random(1000)
+        found = click_metrics(np.full(1000, label), np.zeros(1000), weights)
+        assert (found.auc, found.normalized_entropy) == (None, None)
+        assert found.log_loss == pytest.approx(math.log(2))
+
+
 def test_defined_metrics_need_no_remark() -> None:
     assert not list(click_metrics(*make_samples(5)).remarks(has_users=True))

@@ -55,6 +55,7 @@ def test_a_recommender_keeps_its_rows_on_resume() -> None:
         r"trained with table\.optimizer = .*, the job has \"adam\".* start a new run$": ctr_job(
             table={"optimizer": "adam"}
         ),
+        r"trained with table\.init_std = 0\.01, the job has 0\.1": ctr_job(table={"init_std": 0.1}),
         r"trained with seed = 0, the job has 4": ctr_job().model_copy(update={"seed": 4}),
         r"trained with train\.precision = \"fp32\"": ctr_job(
             train={"steps": 2, "batch": 2, "precision": "fp64"}

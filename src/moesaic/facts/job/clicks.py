@@ -56,7 +56,7 @@ class ClicksConfig(Section):
     weight: str | None = None
     """Column of sample weights (parquet); unset or missing: 1."""
     user: str | None = None
-    """Column of users, for GAUC (parquet); unset: no GAUC."""
+    """Column of users, for GAUC (parquet); unset: no GAUC. Missing users count as one user."""
     log_dense: bool = True
     """Replace each dense feature x by the sign of x times log(1 + |x|)."""
     max_bad_lines: int = Field(default=0, ge=0)

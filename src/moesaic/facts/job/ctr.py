@@ -12,7 +12,7 @@ from moesaic.base.config import Section
 from moesaic.facts.job.balance import no_effect
 from moesaic.facts.job.clicks import ClicksConfig
 from moesaic.facts.job.recommender import RecommenderConfig
-from moesaic.facts.job.table import TableConfig
+from moesaic.facts.job.table import RecordLayout, RowDType, TableConfig
 from moesaic.facts.job.train import (
     CheckpointConfig,
     LogConfig,
@@ -116,13 +116,14 @@ class CtrJob(Section):
         return found
 
     @property
+    def row_dtype(self) -> RowDType:
+        """Type of values and optimizer state of rows."""
+        return "float64" if self.train.precision == "fp64" else "float32"
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row with its optimizer state, counts and day."""
-        itemsize, dim = 8 if self.train.precision == "fp64" else 4, self.model.dim
-        state = {"rowwise-adagrad": 1, "adagrad": dim, "adam": 2 * dim, "sgd": 0}
-        counts = 16 if self.table.optimizer == "adam" else 12
-        num_bytes = (dim + state[self.table.optimizer]) * itemsize + counts
-        return -(-num_bytes // itemsize) * itemsize
+        return RecordLayout(self.model.dim, self.row_dtype, self.table.optimizer).record_bytes
 
     @property
     def num_network_parameters(self) -> int:

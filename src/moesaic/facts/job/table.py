@@ -1,7 +1,10 @@
-"""Settings of an embedding table: optimizer, admission and eviction of keys, memory and drive."""
+"""Settings of an embedding table: optimizer, admission and eviction of keys, memory and drive.
+
+With them, the layout of a row's record."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +14,8 @@ from moesaic.base.units import parse_bytes
 
 TableOptimizer = Literal["rowwise-adagrad", "adagrad", "adam", "sgd"]
 """Optimizers of embedding rows; each key has a state of its own."""
+RowDType = Literal["float32", "float64"]
+"""Types of values and optimizer state of rows."""
 
 
 class TableConfig(Section):
@@ -28,7 +33,8 @@ class TableConfig(Section):
     init_std: float = Field(default=0.01, ge=0)
     """Standard deviation of first values, each a function of seed, key and column."""
     admit_count: int = Field(default=1, ge=1)
-    """Samples with a key until the key gets a row. Earlier gradients of the key are dropped."""
+    """Samples with a key until the key gets a row. Earlier gradients of the key are dropped. The
+    number decays by day; below 1, the key starts anew."""
     admit_score: float = Field(default=0.0, ge=0)
     """Score that a key needs to get a row; 0: any."""
     click_weight: float = Field(default=1.0, ge=0)
@@ -83,3 +89,37 @@ class TableConfig(Section):
     def host_bytes(self) -> int | None:
         """Bytes of the budget; None: auto."""
         return None if self.host == "auto" else parse_bytes(self.host)
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Places of the fields in a record: values, optimizer state, show, click, last day, steps."""
+
+    dim: int
+    """Numbers of a row."""
+    dtype: RowDType
+    """Type of values and optimizer state."""
+    optimizer: TableOptimizer
+    """Optimizer, which decides the state of a row."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return 4 if self.dtype == "float32" else 8
+
+    @property
+    def numbers(self) -> int:
+        """Values and optimizer state of a record."""
+        state = {"rowwise-adagrad": 1, "adagrad": self.dim, "adam": 2 * self.dim, "sgd": 0}
+        return self.dim + state[self.optimizer]
+
+    @property
+    def counters(self) -> int:
+        """Index of show among the record's 4-byte words; click, last day and steps follow."""
+        return self.numbers * self.itemsize // 4
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record, a multiple of `itemsize`."""
+        words = self.counters + (4 if self.optimizer == "adam" else 3)
+        return -(-words * 4 // self.itemsize) * self.itemsize

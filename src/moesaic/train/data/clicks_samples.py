@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moesaic.base.errors import DataError
 from moesaic.train.data.clicks_batch import ClickBatch, Day, concatenate
 from moesaic.train.data.read_ahead import ReadAhead
 from moesaic.train.data.shuffle import Shuffle
@@ -79,16 +77,6 @@ class ClickSamples:
             parts.append(self._days[day].load(positions, number))
             start = stop
         return concatenate(parts)
-
-    def true_probabilities(self, indices: range, *, shuffled: bool = False) -> NDArray[np.float64]:
-        """Return the click probabilities from which the built-in stream draws the labels of
-        `indices`."""
-        probabilities = self.read(indices, shuffled=shuffled).probabilities
-        if probabilities is None:
-            raise DataError(
-                "the true probabilities of samples from files are unknown: use [data.stream]"
-            )
-        return probabilities
 
     def _day_at(self, position: int) -> int:
         """Return the day, from 0, of a position in the epoch."""

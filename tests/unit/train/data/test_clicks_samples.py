@@ -93,11 +93,6 @@ def test_bags_over_several_days_are_ordered_by_slot() -> None:
     assert (len(empty), empty.offsets.tolist(), len(empty.keys)) == (0, [0], 0)
 
 
-def test_true_probabilities_of_files_are_unknown() -> None:
-    with pytest.raises(DataError, match=r"unknown: use \[data.stream\]"):
-        make_samples().true_probabilities(range(3))
-
-
 def test_loads_equal_reads_in_any_pattern() -> None:
     samples = make_samples()
     steps = [*range(0, 40, 4), *range(100, 120, 4), 3, 3, 50, 54, 58, 5, 9, 13]

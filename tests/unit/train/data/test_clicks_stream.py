@@ -81,7 +81,8 @@ def test_samples_equal_plain_ones(settings: dict[str, Any]) -> None:
     assert data.validation is not None
     for samples, first in ((data.train, 0), (data.validation, 3)):
         batch = samples.load(range(len(samples)), shuffled=False)
-        probabilities = samples.true_probabilities(range(len(samples)))
+        probabilities = batch.probabilities
+        assert probabilities is not None
         for index, one in enumerate(unpack(batch, config.slots)):
             day = first + index // 20
             label, dense, slots, user, probability = plain_sample(config, 5, day, index % 20)
@@ -126,7 +127,8 @@ def test_the_teacher_is_as_good_as_it_says() -> None:
     data = open_stream(samples_per_day=50_000)
     assert data.validation is not None
     batch = data.validation.load(range(50_000), shuffled=False)
-    chances = data.validation.true_probabilities(range(50_000))
+    chances = batch.probabilities
+    assert chances is not None
     order = np.argsort(chances)
     # Labels are as frequent as the probabilities say, in each tenth of the samples.
     for part in np.array_split(order, 10):
