@@ -150,7 +150,7 @@ def test_a_failed_step_raises_and_logs_nothing(ranks: RankPool) -> None:
     assert ranks.run(2, fail, job) == [(DataError, [])] * 2
 
 
-def validate(world: World, job: Job, limits: list[int]) -> list[tuple[float, int]]:
+def validate(world: World, job: Job, limits: list[int]) -> list[tuple[float, int, dict[str, float]]]:
     """Return validation losses before, between and after steps."""
     run = start_run(job, world)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
@@ -174,6 +174,6 @@ def test_validation_on_a_pipeline(ranks: RankPool) -> None:
         (4, {"pp": 2, "embedding": "columns"}),
     ):
         for found in ranks.run(size, validate, tiny_job(**tables(name, layout=layout)), limits):
-            for (loss, targets), (expected, counted) in zip(found, one, strict=True):
+            for (loss, targets, _), (expected, counted, _) in zip(found, one, strict=True):
                 assert targets == counted
                 assert loss == pytest.approx(expected, rel=1e-9)
