@@ -150,8 +150,10 @@ def test_a_failed_step_raises_and_logs_nothing(ranks: RankPool) -> None:
     assert ranks.run(2, fail, job) == [(DataError, [])] * 2
 
 
-def validate(world: World, job: Job, limits: list[int]) -> list[tuple[float, int, dict[str, float]]]:
-    """Return validation losses before, between and after steps."""
+def validate(
+    world: World, job: Job, limits: list[int]
+) -> list[tuple[float, int, dict[str, float]]]:
+    """Return losses and figures of validations before, between and after steps."""
     run = start_run(job, world)
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     found = []
