@@ -6,7 +6,6 @@ import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import numpy as np
@@ -153,12 +152,7 @@ class Table:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def pull(self, keys: ArrayLike | Tensor) -> Any:

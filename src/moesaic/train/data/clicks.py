@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,11 +25,10 @@ from moesaic.train.data.clicks_cache import (
 from moesaic.train.data.clicks_files import find_files
 from moesaic.train.data.clicks_samples import ClickSamples
 from moesaic.train.data.clicks_stream import Stream, StreamDay
-from moesaic.train.data.rank_zero_first import run_rank_zero_first
+from moesaic.train.data.rank_zero_first import make_progress_log, run_rank_zero_first
 
 __all__ = ["ClickBatch", "ClickData", "ClickSamples"]
 
-_MESSAGE_S = 2.0
 _MAX_MAPPED = 16
 """Days of files that are mapped at once; each takes about six file descriptors."""
 
@@ -90,7 +88,11 @@ def _open_files(
 ) -> ClickData:
     assert config.path is not None
     bad = BadLines(config.max_bad_lines, is_text=not config.is_parquet)
-    on_progress = _make_progress_callback(heartbeat, log)
+    report = make_progress_log(heartbeat, log)
+
+    def on_progress(file: Path, num_samples: int) -> None:
+        report(f"reading '{file}' into the cache: {num_samples:,} samples")
+
     cached_map = lru_cache(_MAX_MAPPED)(map_day)
     days = _open_days("data.path", config.path, config, cached_map, bad, on_progress)
     held_out = list[FileDay]()
@@ -130,22 +132,6 @@ def _open_days(
         return [open_day(file, columns, cache, map_day, bad, on_progress) for file in files]
     except DataError as error:
         raise DataError(f"{key} = '{path}': {error}") from None
-
-
-def _make_progress_callback(
-    heartbeat: Callable[[], None], log: Callable[[str], None]
-) -> ProgressCallback:
-    last = time.monotonic()
-
-    def watch(file: Path, num_samples: int) -> None:
-        nonlocal last
-        heartbeat()
-        now = time.monotonic()
-        if now - last > _MESSAGE_S:
-            last = now
-            log(f"reading '{file}' into the cache: {num_samples:,} samples")
-
-    return watch
 
 
 def _digest(*facts: object) -> str:

@@ -24,6 +24,25 @@ Work = Callable[[Callable[[], None]], T]
 """Function to run, which calls its argument now and then as a heartbeat."""
 
 _VERDICT = "verdict"
+_MESSAGE_S = 2.0
+"""Seconds between messages about progress."""
+
+
+def make_progress_log(
+    heartbeat: Callable[[], None], log: Callable[[str], None]
+) -> Callable[[str], None]:
+    """Return a function that sends a heartbeat, and logs its text unless it did so just before."""
+    last = time.monotonic()
+
+    def report(text: str) -> None:
+        nonlocal last
+        heartbeat()
+        now = time.monotonic()
+        if now - last > _MESSAGE_S:
+            last = now
+            log(text)
+
+    return report
 
 
 def run_rank_zero_first(

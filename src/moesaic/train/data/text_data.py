@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,10 @@ from moesaic.train.data.batch import PackedSamples, Samples
 from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
-from moesaic.train.data.rank_zero_first import run_rank_zero_first
+from moesaic.train.data.rank_zero_first import make_progress_log, run_rank_zero_first
 from moesaic.train.data.sources import TextSource, find_sources
 
 _CHUNK = 1 << 20
-_MESSAGE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,9 @@ def _open(
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
     sources = find_sources(config)
     chat = ChatEncoder(config, tokenizer) if config.format == "chat" else None
+    report = make_progress_log(heartbeat, log)
     corpora = [
-        open_corpus(source, tokenizer, cache, _make_progress_callback(source, heartbeat, log), chat)
+        open_corpus(source, tokenizer, cache, _progress_callback(source, report), chat)
         for source in sources
     ]
     samples = [
@@ -92,18 +91,9 @@ def _open(
     return TextData(tokenizer, samples[0], validation, digest)
 
 
-def _make_progress_callback(
-    source: TextSource, heartbeat: Callable[[], None], log: Callable[[str], None]
-) -> ProgressCallback:
-    last = time.monotonic()
-
+def _progress_callback(source: TextSource, report: Callable[[str], None]) -> ProgressCallback:
     def watch(num_documents: int, num_tokens: int) -> None:
-        nonlocal last
-        heartbeat()
-        now = time.monotonic()
-        if now - last > _MESSAGE_S:
-            last = now
-            log(f"tokenising '{source.path}': {num_documents:,} documents, {num_tokens:,} tokens")
+        report(f"tokenising '{source.path}': {num_documents:,} documents, {num_tokens:,} tokens")
 
     return watch
 

@@ -107,7 +107,7 @@ def test_digest_covers_what_determines_samples(tmp_path: Path) -> None:
 
 def test_progress_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.jsonl")
-    monkeypatch.setattr("moesaic.train.data.text_data._MESSAGE_S", -1.0)
+    monkeypatch.setattr("moesaic.train.data.rank_zero_first._MESSAGE_S", -1.0)
     log: list[str] = []
     TextData.open(configure(tmp_path), 0, World.solo(), log.append)
     assert log == [f"tokenising '{tmp_path}/a.jsonl': 200 documents, 1,600 tokens"]
