@@ -144,6 +144,39 @@ def subtract_scaled_block(
 
 
 @_typed_intrinsic
+def adagrad_block(
+    typing: Any,
+    target: Any,
+    at: Any,
+    squares: Any,
+    squares_at: Any,
+    source: Any,
+    start: Any,
+    factor: Any,
+    epsilon: Any,
+) -> Any:
+    """Add the squares of source[start : start + BLOCK] to squares[squares_at : ...], and subtract
+    factor * source / (sqrt(squares) + epsilon) from target[at : at + BLOCK]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        blocks = _Blocks(context, builder, signature, arguments)
+        grads = blocks.load(2)
+        total = builder.fadd(blocks.load(1), builder.fmul(grads, grads))
+        blocks.store(1, total)
+        name = f"llvm.sqrt.v{BLOCK}{blocks.block.element.intrinsic_name}"
+        sqrt = builder.module.globals.get(name) or ir.Function(
+            builder.module, ir.FunctionType(blocks.block, [blocks.block]), name
+        )
+        root = builder.fadd(builder.call(sqrt, [total]), blocks.repeat(arguments[7]))
+        change = builder.fdiv(builder.fmul(blocks.repeat(arguments[6]), grads), root)
+        blocks.store(0, builder.fsub(blocks.load(0), change))
+        return context.get_dummy_value()
+
+    number = target.dtype
+    return types.void(target, at, squares, squares_at, source, start, number, number), generate
+
+
+@_typed_intrinsic
 def sum_squares_block(typing: Any, source: Any, start: Any) -> Any:
     """Return the sum of squares of source[start : start + BLOCK], of a flat array."""
 

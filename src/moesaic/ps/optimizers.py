@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.base.compiled import BLOCK, cached_loop, prefetch, subtract_scaled_block
+from moesaic.base.compiled import (
+    BLOCK,
+    adagrad_block,
+    cached_loop,
+    prefetch,
+    subtract_scaled_block,
+)
 from moesaic.facts.job.table import TableConfig
 from moesaic.kernels.threads import run_ranges
 from moesaic.ps.index import MIN_THREADED_KEYS, Int64s
@@ -115,10 +121,15 @@ def _rowwise_adagrad(
 def _adagrad(
     record: Floats, at: int, grads: Floats, start: int, lr: float, epsilon: float, dim: int
 ) -> None:
-    for column in range(dim):
+    whole, state = dim - dim % BLOCK, at + dim
+    for column in range(0, whole, BLOCK):
+        adagrad_block(
+            record, at + column, record, state + column, grads, start + column, lr, epsilon
+        )
+    for column in range(whole, dim):
         grad = grads[start + column]
-        total = record[at + dim + column] + grad * grad
-        record[at + dim + column] = total
+        total = record[state + column] + grad * grad
+        record[state + column] = total
         record[at + column] -= lr * grad / (np.sqrt(total) + epsilon)
 
 
