@@ -1,8 +1,8 @@
 """Texts with their attributes: from files and labellers to tokens behind prompts.
 
-A document of the corpus is the prompt's segments for topic, keywords, sentiment and length, each of
-which may be empty, then the text and the end token. Beside it are its genre, -1 for none, and the
-lengths of the four segments.
+A document of the corpus begins with the prompt's segments for topic, keywords, sentiment and length;
+each may be empty. The text and the end token follow. The document's genre (-1 for none) and the
+lengths of the four segments are beside it.
 """
 
 from __future__ import annotations
