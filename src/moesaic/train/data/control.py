@@ -1,8 +1,8 @@
 """Texts with their attributes: from files and labellers to tokens behind prompts.
 
-A document of the corpus begins with the prompt's segments for topic, keywords, sentiment and length;
-each may be empty. The text and the end token follow. The document's genre (-1 for none) and the
-lengths of the four segments are beside it.
+A document of the corpus begins with the segments of its prompt for topic, keywords, sentiment and
+length; each may be empty. The text and the end token follow. The genre (-1 for none) and the lengths
+of the four segments are beside it.
 """
 
 from __future__ import annotations
