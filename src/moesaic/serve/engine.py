@@ -140,7 +140,11 @@ class InferenceEngine:
     """
 
     def __init__(
-        self, model: LanguageModel, limits: EngineLimits, reads: ExpertReads | None = None
+        self,
+        model: LanguageModel,
+        limits: EngineLimits,
+        reads: ExpertReads | None = None,
+        masked_ids: Sequence[int] = (),
     ) -> None:
         """Make an engine.
 
@@ -148,6 +152,7 @@ class InferenceEngine:
             model: the model, whole, on one device.
             limits: sizes of the engine.
             reads: how experts are read; None: all of them are in memory.
+            masked_ids: tokens that are never generated, such as soft prompts.
         """
         self.model, self.limits, self._reads = model.eval(), limits, reads
         weight, num_pages = model.embed.weight, limits.cache_tokens // limits.page_tokens
@@ -155,6 +160,9 @@ class InferenceEngine:
             weight.device,
             PagedCache(model.config, num_pages, limits.page_tokens, weight.detach()),
         )
+        self._masked = None
+        if masked_ids:
+            self._masked = torch.tensor(masked_ids, dtype=torch.int64, device=weight.device)
         cpu_attention.prepare(weight.dtype, weight.device)  # Else the first token waits for it.
         self._pages = self._cache.pages
         self._lock, self._ids = Lock(), count(1)
@@ -384,7 +392,8 @@ class InferenceEngine:
             states = [state for state, finite in zip(states, is_finite, strict=True) if finite]
         if not states:
             return
-        for state, event in zip(states, choose_tokens(logits, states), strict=True):
+        events = choose_tokens(logits, states, self._masked)
+        for state, event in zip(states, events, strict=True):
             state.tokens.append(event.token)
             state.generated.append(event.token)
             state.on_event(event._replace(cached_tokens=state.num_found or 0))
