@@ -468,7 +468,7 @@ def refuse_placements(world: World) -> None:
         run = Run(job, world, [placement], [], objective, walk, world.group)
         with pytest.raises(ValueError, match=r"rank 1 does not hold the part, ranks \[0, 2\] do"):
             _ = run.part
-    for prefix in ("", "head.", "head.new."):
+    for prefix in ("head.", "head.new."):
         placements = [placement, place_part(prefix, [0])]
         with pytest.raises(
             ValueError, match=r'the prefix "head\..*" of a part starts with that of'

@@ -198,7 +198,7 @@ def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
         return
     for part in run.placements:
         ranks = ", ".join(map(str, part.ranks))
-        yield f'plan of part "{part.prefix}" on ranks {ranks}: {describe_plan(part.plan)}'
+        yield f"plan of {part.label} on ranks {ranks}: {describe_plan(part.plan)}"
 
 
 def _open_checkpoint(
