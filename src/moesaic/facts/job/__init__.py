@@ -4,8 +4,9 @@ from moesaic.facts.job.balance import BalanceConfig, BalanceCosts
 from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.data import DataConfig
+from moesaic.facts.job.distill import DistillConfig, StudentConfig, students_in_order
 from moesaic.facts.job.finetune import FinetuneConfig
-from moesaic.facts.job.job import Job
+from moesaic.facts.job.job import Job, student_job, teacher_job
 from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import ModelConfig, Preset
 from moesaic.facts.job.recommender import RecommenderConfig
@@ -28,6 +29,7 @@ __all__ = [
     "ClicksConfig",
     "CtrJob",
     "DataConfig",
+    "DistillConfig",
     "FinetuneConfig",
     "Job",
     "KernelsConfig",
@@ -41,6 +43,10 @@ __all__ = [
     "RoutingConfig",
     "ScheduleConfig",
     "StreamConfig",
+    "StudentConfig",
     "TableConfig",
     "TrainConfig",
+    "student_job",
+    "students_in_order",
+    "teacher_job",
 ]
