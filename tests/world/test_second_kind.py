@@ -263,7 +263,11 @@ class VectorsKind:
     unit = "samples"
     data_change = "the vectors have changed"
     new_run = "start a new run"
-    learning_rates = "optimizer.lr"
+
+    def learning_rates(self, job: VectorsJob) -> str:
+        """Return the key."""
+        del job
+        return "optimizer.lr"
 
     def units_per_step(self, job: VectorsJob) -> int:
         """Return the samples of a step."""

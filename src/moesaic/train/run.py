@@ -117,9 +117,7 @@ class Run(Generic[ObjectiveT, StatsT]):
             self._reduce_gradients()
         with phases("clip"):
             # All ranks get the same norms, whichever overflowed.
-            norms = {
-                prefix: norm / context.scale for prefix, norm in self._grad_norms().items()
-            }
+            norms = {prefix: norm / context.scale for prefix, norm in self._grad_norms().items()}
             is_finite = all(map(math.isfinite, norms.values()))
         with phases("optimizer"):
             if is_finite:
@@ -202,9 +200,7 @@ class Run(Generic[ObjectiveT, StatsT]):
         limit = self.job.train.clip
         for part in self.parts:
             clip = min(1.0, limit / (norms[part.prefix] + 1e-6)) if limit else 1.0
-            part.update(
-                self._update_number(part, number), lr=rates[part.prefix], clip=clip / scale
-            )
+            part.update(self._update_number(part, number), lr=rates[part.prefix], clip=clip / scale)
         loss_scale.record_update(self.counters)
 
     def _update_number(self, part: Part[Any], number: int) -> int:
