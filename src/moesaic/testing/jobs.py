@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,12 +49,12 @@ tensorboard = false
 """Job file of a tiny run on the CPU."""
 
 
-def tiny_job(student: Sequence[Mapping[str, Any]] = (), **tables: dict[str, Any]) -> Job:
-    """Return the tiny job with the given keys of its tables changed, and with students."""
+def tiny_job(**tables: Any) -> Job:
+    """Return the tiny job with the given keys of its tables changed, or lists of tables set."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     for table, changes in tables.items():
-        raw[table] = {**raw.get(table, {}), **changes}
-    return parse(Job, {**raw, "student": list(student)}, "tiny job")
+        raw[table] = {**raw.get(table, {}), **changes} if isinstance(changes, dict) else changes
+    return parse(Job, raw, "tiny job")
 
 
 class RandomSamples:
