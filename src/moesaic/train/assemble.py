@@ -19,7 +19,7 @@ from moesaic.base.decisions import Decision
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
-from moesaic.facts.job.distill import StudentConfig, students_in_order
+from moesaic.facts.job.distill import StudentConfig, student_prefix, students_in_order
 from moesaic.facts.plan import Plan, student_plan
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import check_backend
@@ -129,11 +129,6 @@ def place_parts(job: Job, plan: Plan) -> list[PartPlacement]:
         )
         for one in students_in_order(job.student)
     ]  # fmt: skip
-
-
-def student_prefix(name: str) -> str:
-    """Return the start of the logical names of a student's tensors."""
-    return f"students.{name}."
 
 
 def _make_student(

@@ -12,7 +12,7 @@ from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import PARAMETER, Source, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import BalanceCosts, Job
-from moesaic.facts.job.distill import StudentConfig, students_in_order
+from moesaic.facts.job.distill import StudentConfig, student_prefix, students_in_order
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import A, B, describe_trainable
@@ -23,7 +23,7 @@ from moesaic.models.student import AUXILIARY
 from moesaic.models.tokenizer import check_vocabulary
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.policy.balance import reason_not_to_balance
-from moesaic.train.assemble import LMRun, assemble, place_parts, student_prefix
+from moesaic.train.assemble import LMRun, assemble, place_parts
 from moesaic.train.data.text_data import TextData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.parts import find_prefix, parts_source
