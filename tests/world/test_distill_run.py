@@ -160,10 +160,8 @@ def test_a_resumed_run_has_the_same_bits(
     ranks: RankPool, text: Path, tmp_path: Path, size: int, layout: dict[str, Any]
 ) -> None:
     """Also of moments in eight bits, a student with an interval, and routers with a bias."""
-    biased = {
-        "name": "biased", "model": {**SPARSE, **SIGMOID["model"], "layers": 1, "dense_layers": 0, "experts": 8},
-        "losses": {"logits": 1.0, "hidden": 1.0},
-    }  # fmt: skip
+    sizes = {**SPARSE, **SIGMOID["model"], "layers": 1, "dense_layers": 0, "experts": 8}
+    biased = {"name": "biased", "model": sizes, "losses": {"logits": 1.0, "hidden": 1.0}}
     students = [{**SMALL, "interval": 3}, ASSISTANT, biased]
     changes = {
         "layout": layout, "optimizer": {"moments": "8bit"}, "train": {"precision": "bf16"},
