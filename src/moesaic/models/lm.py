@@ -16,17 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import BlockSpec, block_specs
-from moesaic.nn.attention import Attention, FeedForward, linear
+from moesaic.nn.attention import Attention, AuxiliaryLayer, FeedForward, linear
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.places import Places
 from moesaic.nn.inputs import Inputs, Rotary, compute_dtype
 from moesaic.nn.latent_attention import LatentAttention
-from moesaic.nn.loss import HeadLoss
+from moesaic.nn.loss import head_loss
 from moesaic.nn.moe import BalancePass, MoE
 from moesaic.nn.norm import RMSNorm, TensorParallelRMSNorm
-from moesaic.nn.reports import BlockReport, Reports
+from moesaic.nn.reports import BlockReport, FollowerLosses, Reports
 from moesaic.nn.router import Router, SigmoidRouter
 from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
@@ -75,6 +75,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width, epsilon)
+        assert isinstance(attention, Attention | LatentAttention)
         self.attention = attention
         self.ffn_norm = RMSNorm(width, epsilon)
         self.moe = ffn if isinstance(ffn, MoE) else None
@@ -106,12 +107,16 @@ class DecoderLayer(nn.Module):
             assert self.ffn is not None
             out = self.ffn(normed)
         x = x + out
-        hidden_states = x if "hidden_states" in inputs.keep else None
+        keep = inputs.keeps("hidden_states", self.attention.layer)
+        hidden_states = x if keep else None
         return x, BlockReport(attention_report, moe_report, hidden_states)
 
 
 class LMHead(nn.Module):
-    """Final norm and projection onto the vocabulary; with targets, the loss instead of logits."""
+    """Final norm and projection onto the vocabulary; with targets, the loss instead of logits.
+
+    Students that follow have their logits and losses computed with those of the model.
+    """
 
     def __init__(
         self,
@@ -127,23 +132,29 @@ class LMHead(nn.Module):
         self.weight, self.tp, self.column_shard = weight, tp, column_shard
 
     def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
-        """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses, and an
-        empty report."""
-        return self._compute(self.tp.gather_tokens(self.norm(x)), inputs), BlockReport()
-
-    def _compute(self, x: Tensor, inputs: Inputs) -> Tensor:
+        """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses, and a
+        report of the followers' losses."""
+        x = self.norm(x)
+        if not inputs.project:
+            return x, BlockReport()
+        x = self.tp.gather_tokens(x)
         if inputs.targets is None:
             multiply = linear if torch.is_inference_mode_enabled() else F.linear
-            return multiply(x, self.column_shard.gather_table(to_local(self.weight)))
-        tokens = x.flatten(0, 1).to(compute_dtype(x))
+            return multiply(x, self.column_shard.gather_table(to_local(self.weight))), BlockReport()
+        loss, follower_losses = self._losses(x, inputs.targets, inputs)
+        return loss, BlockReport(follower_losses=follower_losses)
+
+    def _losses(
+        self, x: Tensor, targets: Tensor, inputs: Inputs
+    ) -> tuple[Tensor, FollowerLosses | None]:
+        dtype = compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
-            targets = inputs.targets.flatten()
             weight = to_local(self.weight if torch.is_grad_enabled() else self.weight.detach())
             # Only the loss refers to the gathered table, so it is freed together with the loss.
-            loss: Tensor = HeadLoss.apply(
-                tokens, self.column_shard.gather_table(weight), targets, inputs.loss_scale, self.tp
-            )
-        return loss
+            return head_loss(
+                x.flatten(0, 1).to(dtype), self.column_shard.gather_table(weight),
+                targets.flatten(), inputs.loss_scale, self.tp, inputs.followers,
+            )  # fmt: skip
 
 
 class LanguageModel(nn.Module):
@@ -296,6 +307,20 @@ class LanguageModel(nn.Module):
         for name, block in self.blocks():
             x, reports[name] = block(x, inputs)
         return x, reports
+
+
+def auxiliary_layer(
+    student: ModelConfig, teacher: ModelConfig, projected: int | None = None
+) -> AuxiliaryLayer:
+    """Return the auxiliary layer of a student, with the teacher's numbers of heads.
+
+    `projected` is the width onto which it projects hidden states; None: no projection.
+    """
+    config = student.model_copy(update={"heads": teacher.heads, "kv_heads": teacher.kv_heads})
+    return AuxiliaryLayer(
+        config.hidden, config.heads, config.kv_heads, config.head_dim, config.norm_epsilon,
+        norms=_qk_norms(config, NO_TP), clip=config.clip_qkv, projected=projected,
+    )  # fmt: skip
 
 
 def _qk_norms(config: ModelConfig, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:

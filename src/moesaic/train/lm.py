@@ -55,8 +55,8 @@ class LanguageModelKind:
 
     def open_data(self, job: Job, world: World, log: Callable[[str], None]) -> TextData:
         """Open the text, and tokenise it first if the cache lacks it."""
-        data = TextData.open(job.data, job.seed, world, log)
-        check_vocabulary(job.model.vocab, data.tokenizer)
+        data = TextData.open(job.data, job.seed, world, log, job.control)
+        check_vocabulary(job.model.vocab, data.tokenizer, has_control=job.control is not None)
         return data
 
     def assemble(self, start: RunStart[Job]) -> LMRun:

@@ -38,7 +38,7 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
         changes = [
             f"{key} = {_format_value(now.get(key))}, was {_format_value(before.get(key))}"
             for key in _changed_keys(before, now)
-            if key == "seed" or (key.startswith("data.") and key != "data.cache")
+            if key == "seed" or (key.startswith(("data.", "control")) and key != "data.cache")
         ]
         reason = "; ".join(changes) or kind.data_change
         raise ConfigError(

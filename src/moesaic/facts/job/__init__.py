@@ -2,10 +2,12 @@
 
 from moesaic.facts.job.balance import BalanceConfig, BalanceCosts
 from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
+from moesaic.facts.job.control import ControlConfig, ControlValues
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.data import DataConfig
+from moesaic.facts.job.distill import DistillConfig, StudentConfig, students_in_order
 from moesaic.facts.job.finetune import FinetuneConfig
-from moesaic.facts.job.job import Job
+from moesaic.facts.job.job import Job, student_job, teacher_job
 from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import ModelConfig, Preset
 from moesaic.facts.job.recommender import RecommenderConfig
@@ -26,8 +28,11 @@ __all__ = [
     "BalanceCosts",
     "CheckpointConfig",
     "ClicksConfig",
+    "ControlConfig",
+    "ControlValues",
     "CtrJob",
     "DataConfig",
+    "DistillConfig",
     "FinetuneConfig",
     "Job",
     "KernelsConfig",
@@ -41,6 +46,10 @@ __all__ = [
     "RoutingConfig",
     "ScheduleConfig",
     "StreamConfig",
+    "StudentConfig",
     "TableConfig",
     "TrainConfig",
+    "student_job",
+    "students_in_order",
+    "teacher_job",
 ]
