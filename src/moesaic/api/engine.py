@@ -28,6 +28,7 @@ from moesaic.serve.requests import (
 )
 
 if TYPE_CHECKING:
+    from moesaic.api.evaluation import Evaluation
     from moesaic.facts.job import ModelConfig
     from moesaic.models.hf.origin import Origin
     from moesaic.serve.engine import InferenceEngine
@@ -162,8 +163,8 @@ class TextEngine:
     ) -> Iterator[tuple[int, TokenScores]]:
         """Yield the index and the scores of each pair of token ids, as they arrive.
 
-        Pairs that differ in the last token alone are computed once. Of pairs with equal contexts,
-        the first one is computed before the others, which find the context in the prefix cache.
+        Pairs that differ in the last token alone are computed once. If contexts are equal, the
+        first pair is computed before the others, which find the context in the prefix cache.
         """
         pairs_of: dict[tuple[int, ...], list[int]] = {}
         for index, (context, continuation) in enumerate(pairs):
@@ -187,6 +188,20 @@ class TextEngine:
             if one.error is not None:
                 raise one.error
             yield from zip(indices_of[one], one.scores, strict=True)
+
+    def evaluate(
+        self, tasks: Sequence[str | Path], *, scores: Sequence[str] = (), **settings: Any
+    ) -> Evaluation:
+        """Return the results on local tasks, by lm-eval.
+
+        Args:
+            tasks: directories with task files, or single .yaml and .jsonl files.
+            scores: scoring functions of multiple-choice tasks; "all": all five.
+            settings: shots, limit, chat and on_progress, as in `run_evaluation`.
+        """
+        from moesaic.api.evaluation import run_evaluation
+
+        return run_evaluation(self, tasks, scores=scores, **settings)
 
     def generate_texts(
         self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], *, is_chat: bool = False

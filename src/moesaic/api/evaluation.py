@@ -15,7 +15,7 @@ from moesaic.serve.config import EvalConfig
 from moesaic.serve.eval_scores import SCORE_NAMES, ScoreName
 
 if TYPE_CHECKING:
-    from moesaic.api.engine import TextEngine
+    from moesaic.serve.harness import ScoringEngine
 
 _RESAMPLES = 200
 """Resamples of the documents for the standard error of a metric that is no mean."""
@@ -64,7 +64,7 @@ def check_harness() -> None:
 
 
 def run_evaluation(
-    engine: TextEngine,
+    engine: ScoringEngine,
     tasks: Sequence[str | Path],
     *,
     scores: Sequence[str] = (),

@@ -88,6 +88,7 @@ class LocalTask(ConfigurableTask):
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **settings: Any) -> None:
         """Read the data of the task."""
         config = self.config
+        self.dataset: Mapping[str, Any]
         metadata: dict[str, Any] = config.metadata or {}
         if _ROWS in metadata:
             self.dataset = {"test": datasets.Dataset.from_list(metadata.pop(_ROWS))}

@@ -102,7 +102,7 @@ def engine(directory: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def found(engine: Engine, tasks: Path) -> Evaluation:
-    return run_evaluation(engine, [tasks], scores=["all"])
+    return engine.evaluate([tasks], scores=["all"])
 
 
 @pytest.fixture(scope="module")
