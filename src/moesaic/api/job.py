@@ -367,6 +367,6 @@ def _check_weights(job: LanguageModelJob) -> list[str]:
     """Compare the headers of the initial weights with the model; return notes on unused tensors."""
     if job.source is None:
         return []
-    from moesaic.models.hf.reader import HFSource
+    from moesaic.models.hf.reader import PretrainedSource
 
-    return HFSource(Path(job.source), job.model).notes
+    return PretrainedSource(Path(job.source), job.model).notes

@@ -17,7 +17,7 @@ from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
-from moesaic.models.hf.reader import HFSource
+from moesaic.models.hf.reader import PretrainedSource
 from moesaic.models.init import InitialSource
 from moesaic.models.student import AUXILIARY
 from moesaic.models.tokenizer import check_vocabulary
@@ -194,14 +194,17 @@ class InitialWeights:
             groups[find_prefix(shard.name, models) or ""].append(shard)
         for prefix, group in groups.items():
             source, model = models[prefix]
+            initial = InitialSource(self.job.seed, model.init_std)
             stored = [one for one in group if source is not None and _is_pretrained(one, prefix)]
             kept = {id(one) for one in stored}
-            initial = InitialSource(self.job.seed, model.init_std)
             initial.fill([one for one in group if id(one) not in kept])
             if source is not None and stored:
-                HFSource(Path(source), model).fill(
-                    [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
-                )
+                pretrained = PretrainedSource(Path(source), model)
+                named = [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
+                # A row's first values depend on the name in the run.
+                partial = [i for i, one in enumerate(named) if pretrained.is_partial(one)]
+                initial.fill([stored[i] for i in partial])
+                pretrained.fill(named)
 
 
 def _is_pretrained(shard: TensorShard, prefix: str) -> bool:

@@ -15,6 +15,8 @@ from moesaic.facts.workload import Parameter, parameters
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+BY_WORD = ("embed.weight", "head.weight")
+"""Logical names of parameters with one row for each token id."""
 
 _OUTER = {"embed.weight": EMBEDDING, "head.norm.weight": "model.norm.weight", "head.weight": HEAD}
 _INNER = {
