@@ -371,11 +371,12 @@ def _drive_warnings(key: str, directory: str | None) -> list[str]:
 
 
 def _check_weights(job: LanguageModelJob) -> list[str]:
-    """Compare the headers of the initial weights with the models; return notes on unused tensors."""
+    """Compare the headers of initial weights with the models; return notes on unused tensors."""
+    models = [(job.source, job.model), *((one.source, one.model) for one in job.student)]
     found = list[str]()
-    for one in (job, *job.student):
-        if one.source is not None:
+    for source, model in models:
+        if source is not None:
             from moesaic.models.hf.reader import HFSource
 
-            found += HFSource(Path(one.source), one.model).notes
+            found += HFSource(Path(source), model).notes
     return found
