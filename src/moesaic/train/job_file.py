@@ -32,6 +32,7 @@ from moesaic.base.config import (
 )
 from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
+from moesaic.facts.job.credibility import LABELS
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
@@ -125,6 +126,7 @@ def _resolve(
     notes: list[str] = []
     raw = fill_tokenizer(raw, origin, notes, run)
     raw = fill_preset(fill_pretrained(raw, origin, notes, run), origin)
+    raw = _fill_labels(raw)
     job = parse(Job, raw, origin, sets)
     if job.finetune is not None and job.source is None:
         raise ConfigError(
@@ -241,6 +243,15 @@ def fill_pretrained(
             "beside it)"
         )
     return {**raw, "model": {**config_model, **rest}, "source": source}
+
+
+def _fill_labels(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return `raw` with a classifier of texts in its model if the job trains one; else without."""
+    model = raw.get("model")
+    if not isinstance(model, dict):
+        return raw
+    labels = len(LABELS) if "credibility" in raw else 0
+    return {**raw, "model": {**model, "labels": labels}}
 
 
 def _source_hint(path: Path) -> str:

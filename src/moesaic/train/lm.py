@@ -13,9 +13,10 @@ from moesaic.dist.world import World
 from moesaic.facts.job import BalanceCosts, Job
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
-from moesaic.facts.workload.parameters import A, B, describe_trainable
+from moesaic.facts.workload.parameters import SCORE, A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
-from moesaic.models.hf.reader import HFSource
+from moesaic.models.hf import names
+from moesaic.models.hf.reader import HFSource, scan_weights
 from moesaic.models.init import InitialSource
 from moesaic.models.tokenizer import check_vocabulary
 from moesaic.nn.inputs import LOW_PRECISION
@@ -153,12 +154,18 @@ def _initial_source(job: Job) -> Source:
     initial = InitialSource(job.seed, job.model.init_std)
     if job.source is None:
         return initial
-    return SplitSource(HFSource(Path(job.source), job.model), initial, _lacks_pretrained)
+    directory, model = Path(job.source), job.model
+    has_score = model.labels > 0 and names.SCORE in scan_weights(directory)
+    if not has_score:
+        model = model.model_copy(update={"labels": 0})
 
+    def lacks_pretrained(shard: TensorShard) -> bool:
+        """Return whether the directory has no values of `shard`: of a moment, adapter or new
+        classifier."""
+        is_new = shard.name == SCORE and not has_score
+        return is_new or shard.kind != PARAMETER or shard.name.endswith((A, B))
 
-def _lacks_pretrained(shard: TensorShard) -> bool:
-    """Return whether a Hugging Face directory has no values of `shard`: of a moment or adapter."""
-    return shard.kind != PARAMETER or shard.name.endswith((A, B))
+    return SplitSource(HFSource(directory, model), initial, lacks_pretrained)
 
 
 def _restore_decisions(plan: Plan, checkpoint: Checkpoint, has_fixed_placement: bool) -> Plan:

@@ -2,6 +2,7 @@
 
 from moesaic.facts.job.balance import BalanceConfig, BalanceCosts
 from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
+from moesaic.facts.job.credibility import CredibilityConfig
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
@@ -26,6 +27,7 @@ __all__ = [
     "BalanceCosts",
     "CheckpointConfig",
     "ClicksConfig",
+    "CredibilityConfig",
     "CtrJob",
     "DataConfig",
     "FinetuneConfig",

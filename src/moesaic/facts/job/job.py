@@ -12,6 +12,7 @@ from moesaic.base import keys
 from moesaic.base.config import Section, parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.balance import BalanceConfig, no_effect
+from moesaic.facts.job.credibility import CredibilityConfig, check_credibility
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.device_name import is_gpu
 from moesaic.facts.job.finetune import FinetuneConfig
@@ -55,6 +56,8 @@ class Job(Section):
     """Balancing of expert loads over the `ep` ranks."""
     finetune: FinetuneConfig | None = None
     """Weights that a run trains; without this table all of them."""
+    credibility: CredibilityConfig | None = None
+    """Head that tells original from generated text; without this table there is none."""
     data: DataConfig
     """Text, tokenizer and packing."""
     train: TrainConfig
@@ -82,6 +85,7 @@ class Job(Section):
         self._check_router()
         self._check_finetune()
         self._check_block_order()
+        check_credibility(self)
         error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
         if error and self.model.experts:
             raise ValueError(f"kernels.{error}")
