@@ -27,6 +27,7 @@ from moesaic.train import balancing
 from moesaic.train.expert_migration import ExpertMigration
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.micro_batches import BlockWalk
+from moesaic.train.objectives.credibility import CredibilityObjective
 from moesaic.train.objectives.lm import LanguageModelObjective
 from moesaic.train.parts import PartPlacement, make_part
 from moesaic.train.run import Run
@@ -112,8 +113,11 @@ def _make_run(
     )  # fmt: skip
     part.tiers = tiers
     part.tied_weight_group = _tied_weight_group(job, plan, world)
+    objective = LanguageModelObjective(job, world, part)
+    if job.credibility is not None:
+        objective = CredibilityObjective(job, world, part)
     return Run(
-        job, world, [placement], [part], LanguageModelObjective(job, world, part), walk,
+        job, world, [placement], [part], objective, walk,
         unit_group=world.partition(plan.stage_groups()), counters=counters,
     )  # fmt: skip
 

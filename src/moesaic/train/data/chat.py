@@ -59,6 +59,8 @@ class EncodedDocuments(NamedTuple):
     """Tokens per document."""
     loss_mask: NDArray[np.bool_] | None
     """True for tokens that are trained; None for all."""
+    labels: NDArray[np.int8] | None = None
+    """Label of each document, -1 for none; None without labels."""
 
 
 class ChatEncoder:

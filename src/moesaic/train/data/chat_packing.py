@@ -1,4 +1,4 @@
-"""Samples of whole conversations: best-fit packing without splits.
+"""Samples of whole documents, such as conversations: best-fit packing without splits.
 
 A conversation ends with its last answer, because nothing after it is trained. Longer ones are
 truncated to a sample, and dropped if no answer remains. Best fit, longest first, leaves little
@@ -22,26 +22,20 @@ from moesaic.train.data.shuffle import Shuffle
 _NONE = np.int8(0)
 
 
-class ConversationSamples:
-    """`Samples` of the conversations of a corpus for which `selected` is true; None selects all."""
+class WholeDocuments:
+    """`Samples` of whole documents, several in each."""
 
     def __init__(
-        self, corpus: Corpus, selected: NDArray[np.bool_] | None, sequence: int, seed: int
+        self, corpus: Corpus, starts: Integers, lengths: Integers, sequence: int, seed: int
     ) -> None:
-        assert corpus.loss_mask is not None, "a corpus of conversations"
+        """Pack documents with `lengths` inputs from token `starts` of the corpus on."""
+        assert corpus.loss_mask is not None, "a corpus with a loss mask"
         self._tokens, self._loss_mask, self._sequence = corpus.tokens, corpus.loss_mask, sequence
-        index = np.arange(corpus.num_documents) if selected is None else np.flatnonzero(selected)
-        starts, lengths, cut = _truncate_to_answers(corpus.bounds, corpus.loss_mask, sequence)
-        starts, lengths, cut = starts[index], lengths[index], cut[index]
-        kept = lengths > 0
-        self.num_conversations, self.num_truncated, self.num_dropped = (
-            len(index), int((cut & kept).sum()), int((~kept).sum()),
-        )  # fmt: skip
-        rows = best_fit_pack(lengths[kept], sequence)
-        order = np.argsort(rows, kind="stable")
-        self._starts, self._lengths = starts[kept][order], lengths[kept][order]
-        # Sample i holds conversations [bounds[i], bounds[i + 1]) of these.
-        self._bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
+        rows = best_fit_pack(lengths, sequence)
+        self._order = np.argsort(rows, kind="stable")
+        self._starts, self._lengths = starts[self._order], lengths[self._order]
+        # Sample i holds documents [bounds[i], bounds[i + 1]) of these.
+        self._bounds = np.searchsorted(rows[self._order], np.arange(rows.max(initial=-1) + 2))
         self._shuffle = Shuffle(max(1, len(self)), seed)
 
     def __len__(self) -> int:
@@ -50,7 +44,7 @@ class ConversationSamples:
 
     @property
     def fill_ratio(self) -> float:
-        """Fraction of the samples' tokens that belongs to conversations."""
+        """Fraction of the samples' tokens that belongs to documents."""
         return float(self._lengths.sum()) / (self._sequence * max(1, len(self)))
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
@@ -59,9 +53,9 @@ class ConversationSamples:
         first = self._bounds[windows]
         counts = self._bounds[windows + 1] - first
         row, number = enumerate_segments(counts)
-        conversation = first[row] + number
-        part, position = enumerate_segments(self._lengths[conversation])
-        token_index = self._starts[conversation][part] + position
+        document = first[row] + number
+        part, position = enumerate_segments(self._lengths[document])
+        token_index = self._starts[document][part] + position
         # From here on [B, S]: column c of a row with `used` tokens is its token c % used.
         used = np.bincount(row[part], minlength=len(samples))[:, None]
         column = np.arange(self._sequence)
@@ -76,6 +70,23 @@ class ConversationSamples:
             documents=to_tensor(documents.astype(np.int32)),
             positions=to_tensor(position[source]),
         )
+
+
+class ConversationSamples(WholeDocuments):
+    """`Samples` of the conversations of a corpus for which `selected` is true; None selects all."""
+
+    def __init__(
+        self, corpus: Corpus, selected: NDArray[np.bool_] | None, sequence: int, seed: int
+    ) -> None:
+        assert corpus.loss_mask is not None, "a corpus of conversations"
+        index = np.arange(corpus.num_documents) if selected is None else np.flatnonzero(selected)
+        starts, lengths, cut = _truncate_to_answers(corpus.bounds, corpus.loss_mask, sequence)
+        starts, lengths, cut = starts[index], lengths[index], cut[index]
+        kept = lengths > 0
+        self.num_conversations, self.num_truncated, self.num_dropped = (
+            len(index), int((cut & kept).sum()), int((~kept).sum()),
+        )  # fmt: skip
+        super().__init__(corpus, starts[kept], lengths[kept], sequence, seed)
 
 
 def _truncate_to_answers(

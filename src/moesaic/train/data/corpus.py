@@ -2,7 +2,7 @@
 
 A corpus is a directory of the cache: `tokens.bin` (all documents, concatenated), `bounds.bin`
 (start of each, and the end) and `corpus.json` (metadata). Conversations also have `loss_mask.bin`,
-their loss mask. The directory's name is a hash of the files, their sizes and times, the tokenizer,
+their loss mask, and labelled texts `labels.bin`. The directory's name is a hash of the files, their sizes and times, the tokenizer,
 and the column or chat template. It is written under another name and renamed when complete; a lock
 serialises writers on one machine.
 """
@@ -26,7 +26,7 @@ from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.data.cache_directory import write_once
 from moesaic.train.data.chat import ChatEncoder, EncodedDocuments
 from moesaic.train.data.sources import TextSource, fingerprint
-from moesaic.train.data.text import read_text
+from moesaic.train.data.text import read_labelled, read_text
 
 FORMAT = 3
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"
@@ -36,7 +36,9 @@ ProgressCallback = Callable[[int, int], None]
 """Callback that receives the documents and tokens done so far, repeatedly."""
 
 _BATCH_CHARACTERS = 1 << 22
-_FILES = ("tokens.bin", "bounds.bin", "loss_mask.bin")
+_FILES = ("tokens.bin", "bounds.bin", "loss_mask.bin", "labels.bin")
+_NUM_FILES = {"chat": 3, "labelled": 4}
+"""Files of a corpus by the kind of its source; 2 for others."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Corpus:
     digest: str
     """Hash of tokens, bounds and loss mask."""
     loss_mask: NDArray[np.bool_] | None = None
-    """True for tokens that are trained, in conversations; None for text."""
+    """True for tokens that are trained, in conversations and labelled texts; None for text."""
+    labels: NDArray[np.int8] | None = None
+    """Label of each document, -1 for none; None without labels."""
 
     @property
     def num_documents(self) -> int:
@@ -109,9 +113,11 @@ def _build(
     if chat is None:
         datasets = directory.parent / "datasets"
         documents = _encode_text(read_text(source, datasets), tokenizer)
+        if source.kind == "labelled":
+            documents = _encode_labelled(read_labelled(source), tokenizer)
     else:
         documents = _encode_chat(source, chat)
-    names = _FILES[: 2 if chat is None else 3]
+    names = _FILES[: _NUM_FILES.get(source.kind, 2)]
     facts = _write(directory, documents, tokenizer.size, on_progress, names)
     facts |= {"format": FORMAT, "path": source.path, "files": names}
     if not facts["documents"]:
@@ -127,6 +133,18 @@ def _build(
 def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
     for texts in _batches(documents, len, _BATCH_CHARACTERS):
         yield EncodedDocuments(*tokenizer.encode_documents(texts), None)
+
+
+def _encode_labelled(
+    documents: Iterable[tuple[str, int]], tokenizer: Tokenizer
+) -> Iterator[EncodedDocuments]:
+    """Yield texts with labels; the tokens of generated ones are not trained."""
+    for batch in _batches(documents, lambda one: len(one[0]), _BATCH_CHARACTERS):
+        tokens, lengths = tokenizer.encode_documents([text for text, _ in batch])
+        labels = np.array([label for _, label in batch], np.int8)
+        loss_mask = np.repeat(labels != 0, lengths)
+        loss_mask[np.cumsum(lengths) - lengths] = False  # Nothing predicts a first token.
+        yield EncodedDocuments(tokens, lengths, loss_mask, labels)
 
 
 def _encode_chat(source: TextSource, chat: ChatEncoder) -> Iterator[EncodedDocuments]:
@@ -156,6 +174,8 @@ def _write(
             _append(files[1], hashes[1], (num_tokens + np.cumsum(chunk.lengths)).astype("<i8"))
             if chunk.loss_mask is not None:
                 _append(files[2], hashes[2], chunk.loss_mask)
+            if chunk.labels is not None:
+                _append(files[3], hashes[3], chunk.labels)
             num_documents += len(chunk.lengths)
             num_tokens += len(chunk.tokens)
             on_progress(num_documents, num_tokens)
@@ -191,10 +211,13 @@ def _open(directory: Path) -> Corpus:
         tokens = np.memmap(directory / "tokens.bin", np.dtype(facts["dtype"]), "r")
         bounds = np.memmap(directory / "bounds.bin", np.dtype("<i8"), "r")
         is_complete = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
-        digest, loss_mask = str(facts["digest"]), None
+        digest, loss_mask, labels = str(facts["digest"]), None, None
         if _FILES[2] in facts["files"]:
             loss_mask = np.asarray(np.memmap(directory / _FILES[2], np.bool_, "r"))
             is_complete = is_complete and len(loss_mask) == len(tokens)
+        if _FILES[3] in facts["files"]:
+            labels = np.asarray(np.memmap(directory / _FILES[3], np.int8, "r"))
+            is_complete = is_complete and len(labels) == facts["documents"]
         if not is_complete:
             raise ValueError("files shorter or longer than they were written")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -202,4 +225,4 @@ def _open(directory: Path) -> Corpus:
             f"tokenised text in '{directory}' is damaged ({error}): remove it, and it is made anew"
         ) from None
     # Plain arrays over the same pages: slicing a memmap object is slow.
-    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask)
+    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, labels)

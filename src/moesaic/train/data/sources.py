@@ -13,13 +13,18 @@ from typing import Literal, cast
 from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
 
-Kind = Literal["text", "jsonl", "parquet", "dataset", "chat"]
+Kind = Literal["text", "jsonl", "parquet", "dataset", "chat", "labelled"]
 
 SUFFIXES: dict[str, Kind] = {
     ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
-ACCEPTED_KINDS = {"auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"}}
+ACCEPTED_KINDS = {
+    "auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"},
+    "labelled": {"jsonl", "parquet"},
+}  # fmt: skip
 """Suffix-based formats that each value of data.format accepts."""
+_RECORD_KINDS = ("chat", "labelled")
+"""Formats of records in JSON lines or Parquet, which file names do not tell."""
 COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 """Suffixes of compressed text and JSON lines, which are decompressed while reading."""
 
@@ -130,7 +135,7 @@ def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
         return cast(Kind, kind)
     kinds: dict[Kind, Path] = {}
     for file in files:
-        if kind == "chat":
+        if kind in _RECORD_KINDS:
             file_kind: Kind | None = "parquet" if is_table(file) else "jsonl"
         else:
             file_kind = SUFFIXES.get(_suffix(file))
@@ -146,7 +151,7 @@ def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
             f"{label} mixes {one} ('{first.name}') and {other} ('{second.name}'): give a glob of "
             f"one of them{', or set data.format' if kind == 'auto' else ''}"
         )
-    return "chat" if kind == "chat" else next(iter(kinds))
+    return cast(Kind, kind) if kind in _RECORD_KINDS else next(iter(kinds))
 
 
 def _suffix(file: Path) -> str:
