@@ -58,7 +58,9 @@ def full_table(dim: int, num_rows: int, random: np.random.Generator) -> Table:
     size = table.layout.record_bytes
     for start in range(0, num_rows, LOADED):
         keys = np.arange(start, min(start + LOADED, num_rows))
-        table.load(keys, random.integers(0, 60, (len(keys), size), np.uint8))
+        records = random.integers(0, 60, (len(keys), size), np.uint8)
+        records.view(np.int32)[:, table.layout.counters :] = 0  # Of today, without samples.
+        table.load(keys, records)
     return table
 
 

@@ -50,12 +50,14 @@ def ids(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def table(shape: Shape, optimizer: TableOptimizer) -> Table:
-    """Return moesaic's table with all rows."""
+    """Return moesaic's table with all rows; all are read once, see `tables.md`."""
     made = Table(TableConfig(optimizer=optimizer, lr=LR, epsilon=EPSILON), shape.dim)
     for numbers, values in shape.chunks():
         records = np.zeros((len(numbers), made.layout.record_bytes), np.uint8)
         records.view(np.float32)[:, : shape.dim] = values
         made.load(ids(numbers), records)
+    for start in range(0, shape.rows, REQUEST_KEYS):
+        made.pull(ids(np.arange(start, min(start + REQUEST_KEYS, shape.rows))))
     return made
 
 
@@ -64,6 +66,7 @@ def weight(shape: Shape) -> torch.Tensor:
     rows = torch.empty(shape.rows, shape.dim)
     for numbers, values in shape.chunks():
         rows[numbers[0] : numbers[-1] + 1] = torch.from_numpy(values)
+    rows.sum()
     return rows
 
 
@@ -93,6 +96,7 @@ def torch_training(shape: Shape) -> Arm:
         weight(shape), freeze=False, mode="sum", sparse=True, include_last_offset=True
     )
     optimizer = torch.optim.Adagrad(bag.parameters(), lr=LR, eps=EPSILON)
+    optimizer.state[bag.weight]["sum"].add_(0).sum()
 
     def steps(request: dict[str, Any]) -> dict[str, Any]:
         work = [

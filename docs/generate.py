@@ -82,7 +82,7 @@ def _sections(kind: type[BaseModel]) -> list[str]:
     """Return a table of the section's own keys, then a heading and a table for each subsection."""
     parts: list[str] = []
     rows: list[keys.Key] = []
-    repeated = _repeated_keys(kind) if kind is CtrJob else set()
+    repeated = _repeated_keys(kind) if kind is CtrJob else _model_keys(kind)
     for entry in _grouped(kind):
         if entry.path in repeated:
             continue
@@ -93,6 +93,11 @@ def _sections(kind: type[BaseModel]) -> list[str]:
         else:
             rows.append(entry)
     return [*parts, *_table(rows)]
+
+
+def _model_keys(kind: type[BaseModel]) -> set[str]:
+    """Return the keys of a student's model, which are those of [model]."""
+    return {one.path for one in keys.walk(kind) if one.path.startswith("student.model.")}
 
 
 def _repeated_keys(kind: type[BaseModel]) -> set[str]:

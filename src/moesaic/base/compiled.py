@@ -145,35 +145,30 @@ def subtract_scaled_block(
 
 @_typed_intrinsic
 def adagrad_block(
-    typing: Any,
-    target: Any,
-    at: Any,
-    squares: Any,
-    squares_at: Any,
-    source: Any,
-    start: Any,
-    factor: Any,
+    typing: Any, target: Any, at: Any, distance: Any, source: Any, start: Any, factor: Any,
     epsilon: Any,
-) -> Any:
-    """Add the squares of source[start : start + BLOCK] to squares[squares_at : ...], and subtract
-    factor * source / (sqrt(squares) + epsilon) from target[at : at + BLOCK]."""
+) -> Any:  # fmt: skip
+    """Add the squares of source[start : start + BLOCK] to the block `distance` after target[at],
+    and subtract factor * source / (sqrt(sum) + epsilon) from target[at : at + BLOCK]."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         blocks = _Blocks(context, builder, signature, arguments)
-        grads = blocks.load(2)
-        total = builder.fadd(blocks.load(1), builder.fmul(grads, grads))
-        blocks.store(1, total)
+        sums_at = builder.add(arguments[1], arguments[2])
+        sums = _Blocks(context, builder, signature, [arguments[0], sums_at, *arguments[2:]])
+        grads = blocks.load(1)
+        total = builder.fadd(sums.load(0), builder.fmul(grads, grads))
+        sums.store(0, total)
         name = f"llvm.sqrt.v{BLOCK}{blocks.block.element.intrinsic_name}"
         sqrt = builder.module.globals.get(name) or ir.Function(
             builder.module, ir.FunctionType(blocks.block, [blocks.block]), name
         )
-        root = builder.fadd(builder.call(sqrt, [total]), blocks.repeat(arguments[7]))
-        change = builder.fdiv(builder.fmul(blocks.repeat(arguments[6]), grads), root)
+        root = builder.fadd(builder.call(sqrt, [total]), blocks.repeat(arguments[6]))
+        change = builder.fdiv(builder.fmul(blocks.repeat(arguments[5]), grads), root)
         blocks.store(0, builder.fsub(blocks.load(0), change))
         return context.get_dummy_value()
 
     number = target.dtype
-    return types.void(target, at, squares, squares_at, source, start, number, number), generate
+    return types.void(target, at, at, source, start, number, number), generate
 
 
 @_typed_intrinsic

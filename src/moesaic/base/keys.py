@@ -110,6 +110,10 @@ def _table_kind(field: FieldInfo) -> str:
     return "list of tables" if typing.get_origin(field.annotation) is list else "table"
 
 
+def _is_list_of_tables(field: FieldInfo) -> bool:
+    return section_of(field.annotation) is not None and _table_kind(field) == "list of tables"
+
+
 def explain(root: type[BaseModel], key: str) -> str:
     """Return the meaning, type and default of `key` in a few lines; for a table, its keys."""
     field = locate(root, key)
@@ -196,8 +200,13 @@ def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:
     *_, word = parts
     above, known = ".".join(parts[:-1]), _names_and_parents(root)
     siblings = {name: parent for name, parent in known if parent == above}
+    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
+    # A key of a list of tables is meant only if no other key has its name.
+    known = sorted(known, key=lambda one: not f"{one[1]}.".startswith(lists))
     elsewhere = dict(known)
     same = [parent for name, parent in known if name == word]
+    outside = [parent for parent in same if not f"{parent}.".startswith(lists)]
+    same = outside or same
     if len(same) == 1 and not difflib.get_close_matches(word, siblings, n=1, cutoff=0.85):
         return f"{same[0]}.{word}".removeprefix(".")
     for places, cutoff in ((siblings, 0.6), (elsewhere, 0.8)):

@@ -31,12 +31,20 @@ Out = Annotated[
         help="Always: directory to write, which must not exist yet.",
     ),
 ]  # fmt: skip
+Packed = Annotated[
+    bool,
+    typer.Option(
+        "--packed",
+        help="Write each expert in one piece, for serving from a drive: short for to=packed.",
+    ),
+]
 
 
 def convert(
     source: Source = None,
     sets: Sets = None,
     out: Out = None,
+    packed: Packed = False,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
@@ -49,6 +57,10 @@ def convert(
         return 0
     path = flags.require(source, "SOURCE", "convert")
     config = flags.parse_settings(ConvertConfig, sets)
+    if packed:
+        if config.to not in ("huggingface", "packed"):
+            raise ConfigError(f'--packed with to = "{config.to}": leave out one of them')
+        config = config.model_copy(update={"to": "packed"})
     if out is None:
         raise ConfigError("--out is missing: name a directory that does not exist yet")
     if ".." in out.parts:  # The directory is renamed at the end; resolve it now.

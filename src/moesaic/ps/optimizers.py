@@ -123,9 +123,7 @@ def _adagrad(
 ) -> None:
     whole, state = dim - dim % BLOCK, at + dim
     for column in range(0, whole, BLOCK):
-        adagrad_block(
-            record, at + column, record, state + column, grads, start + column, lr, epsilon
-        )
+        adagrad_block(record, at + column, dim, grads, start + column, lr, epsilon)
     for column in range(whole, dim):
         grad = grads[start + column]
         total = record[state + column] + grad * grad

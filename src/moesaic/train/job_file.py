@@ -32,9 +32,11 @@ from moesaic.base.config import (
 )
 from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
-from moesaic.facts.job.credibility import LABELS
+from moesaic.facts.job.credibility import fill_labels
+from moesaic.facts.job.distill import TEACHER
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
+from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
 
@@ -125,15 +127,44 @@ def _resolve(
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
     notes: list[str] = []
     raw = fill_tokenizer(raw, origin, notes, run)
-    raw = fill_preset(fill_pretrained(raw, origin, notes, run), origin)
-    raw = _fill_labels(raw)
-    job = parse(Job, raw, origin, sets)
+    raw = _fill_students(fill_pretrained(raw, origin, notes, run), origin, notes, run)
+    job = parse(Job, fill_labels(fill_preset(raw, origin)), origin, sets)
     if job.finetune is not None and job.source is None:
         raise ConfigError(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
             "Face model directory (model.from = DIR), or remove [finetune]"
         )
-    return job, [*notes, *_export_warnings(job)]
+    return job, [*notes, *_export_warnings(job), *_size_warnings(job)]
+
+
+def _fill_students(
+    raw: dict[str, Any], origin: str, notes: list[str], run: Path | None
+) -> dict[str, Any]:
+    """Return `raw` with `model.from = DIR` of each `[[student]]` replaced, as in `[model]`."""
+    students = raw.get("student")
+    if not isinstance(students, list):
+        return raw
+    filled = list[Any]()
+    for index, student in enumerate(students):
+        where = f"{origin}: student[{index}]"
+        if isinstance(student, dict):
+            if "source" in student:
+                raise ConfigError(f"{where}.source is not a key of a job: write model.from = DIR")
+            student = fill_pretrained(student, where, notes, run)
+        filled.append(student)
+    return {**raw, "student": filled}
+
+
+def _size_warnings(job: Job) -> list[str]:
+    """Return a warning for each student with more parameters than its teacher."""
+    counts = {TEACHER: count_parameters(job.model).total}
+    counts |= {one.name: count_parameters(one.model).total for one in job.student}
+    return [
+        f'student "{one.name}" has {counts[one.name]:,} parameters, more than its teacher '
+        f'"{one.teacher}" with {counts[one.teacher]:,}: it costs more than it can learn'
+        for one in job.student
+        if counts[one.name] > counts[one.teacher]
+    ]
 
 
 @contextmanager
@@ -242,16 +273,7 @@ def fill_pretrained(
             f"directory defines the model, remove one of the two (only {allowed} may stand "
             "beside it)"
         )
-    return {**raw, "model": {**config_model, **rest}, "source": source}
-
-
-def _fill_labels(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` with a classifier of texts in its model if the job trains one; else without."""
-    model = raw.get("model")
-    if not isinstance(model, dict):
-        return raw
-    labels = len(LABELS) if "credibility" in raw else 0
-    return {**raw, "model": {**model, "labels": labels}}
+    return {**raw, "model": {**config_model, **rest, "labels": 0}, "source": source}
 
 
 def _source_hint(path: Path) -> str:
@@ -312,7 +334,14 @@ def _initial_tokenizer(source: str, run: Path | None) -> str | None:
 
 def _initial_model(source: str, run: Path | None) -> dict[str, Any] | None:
     job = _initial_job(source, run)
-    return None if job is None else dict(job["model"])
+    if job is None:
+        return None
+    return next(dict(one["model"]) for one in _with_students(job) if one["source"] == source)
+
+
+def _with_students(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tables of a job with a model and its source: the job and its students."""
+    return [job, *job.get("student", ())]
 
 
 def _initial_job(source: str, run: Path | None) -> dict[str, Any] | None:
@@ -320,20 +349,24 @@ def _initial_job(source: str, run: Path | None) -> dict[str, Any] | None:
     if run is not None:
         with suppress(OSError, ValueError, TypeError, KeyError):
             job: dict[str, Any] = json.loads((run / "job.json").read_text(encoding="utf-8"))
-            if job["source"] == source and {*job["model"], *job["data"]} >= {"vocab", "tokenizer"}:
+            is_source = any(one["source"] == source for one in _with_students(job))
+            if is_source and {*job["model"], *job["data"]} >= {"vocab", "tokenizer"}:
                 return job
     return None
 
 
 def _export_warnings(job: Job) -> list[str]:
-    model = job.model
-    if job.routing.router == "gshard":  # It renormalises for any model.
-        model = model.model_copy(update={"renormalise": True})
-    try:
-        to_huggingface(model, "float32")
-    except ConfigError as error:
-        return [f"this model cannot be exported to a Hugging Face directory: {error}"]
-    return []
+    found = list[str]()
+    models = {"this model": job.model}
+    models |= {f'student "{one.name}"': one.model for one in job.student}
+    for name, model in models.items():
+        if job.routing.router == "gshard" and model.experts:  # It renormalises for any model.
+            model = model.model_copy(update={"renormalise": True})
+        try:
+            to_huggingface(model, "float32")
+        except ConfigError as error:
+            found.append(f"{name} cannot be exported to a Hugging Face directory: {error}")
+    return found
 
 
 def holds_checkpoint(run: Path) -> bool:

@@ -119,6 +119,7 @@ VERBS = [
     ("convert nowhere --out old", "'old' is not empty"),
     ("convert adapter --out new", "'adapter' is an adapter, which holds no model of its own: give"),
     ("convert nowhere --out new --set dtype=int8", 'dtype = "int8" is not known'),
+    ("convert nowhere --out new --packed --set to=adapter", '--packed with to = "adapter"'),
     ("inspect", "PATH is missing"),
     ("inspect nowhere", "'nowhere' is not there"),
     ("inspect file", "'file' is none of these"),

@@ -199,6 +199,8 @@ def test_a_model_is_converted(commands: Commands) -> None:
     assert facts["bytes"] < sum(path.stat().st_size for path in Path("hf").iterdir())
     assert "wrote back from hf" in commands.output("convert hf --out back --set to=checkpoint")
     assert commands.facts("inspect back")["kind"] == "checkpoint"
+    assert commands.output("convert hf --out pieces --packed").endswith("packed\n")
+    assert "experts" in commands.output("inspect pieces")
     assert ConvertConfig().max_shard_bytes == SHARD_BYTES
 
 

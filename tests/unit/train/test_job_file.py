@@ -368,3 +368,48 @@ def test_settings_of_a_ctr_job_without_effect_are_named() -> None:
         "train.validate_every", "schedule.final", "table.betas", "checkpoint.every",
     ]  # fmt: skip
     assert not load_job(write_ctr()).warnings
+
+
+STUDENT = """preset = "tiny-mixtral"
+[[student]]
+name = "small"
+[student.model]
+{model}"""
+
+
+def test_a_student_starts_from_a_directory_or_a_preset(place: Path) -> None:
+    model = write_model(layers=2)
+    loaded = load_job(write(STUDENT.format(model='from = "hf"\ninit_std = 0.5')))
+    (student,) = loaded.job.student
+    assert student.model == model.model_copy(update={"init_std": 0.5})
+    assert student.source == str(place / "hf")
+    assert loaded.job.source is None
+    assert loaded.warnings == []
+    run = place / "run"
+    run.mkdir()
+    (run / "job.json").write_text(loaded.job.to_json())
+    Path("hf").rename("elsewhere")
+    again = load_job(Path("job.toml"), run=run)
+    assert again.job.student == loaded.job.student
+    (student,) = load_job(write(STUDENT.format(model='preset = "tiny-dense"'))).job.student
+    assert student.source is None
+
+
+def test_mistakes_in_the_model_of_a_student() -> None:
+    write_model()
+    where = "job.toml: student[0]"
+    for model, sentence in (
+        ('from = "there"', ': model.from = "there" is no directory: give a Hugging Face'),
+        ('from = "hf"\nhidden = 64', ': model.from = "hf" and model.hidden = 64: the directory'),
+        ('preset = "tiny"', ': model.preset = "tiny" is not known'),
+        ('preset = "tiny-dense"\nheads = 3', ".model: model.kv_heads = 2 does not divide"),
+    ):
+        assert refusal(model=STUDENT.format(model=model)).startswith(f"{where}{sentence}")
+    source = STUDENT.format(model='preset = "tiny-dense"').replace("small", 'small"\nsource = "hf')
+    assert refusal(model=source) == f"{where}.source is not a key of a job: write model.from = DIR"
+
+
+def test_a_student_larger_than_its_teacher_warns() -> None:
+    (warning,) = load_job(write(STUDENT.format(model='preset = "tiny-dense"\nffn = 9999'))).warnings
+    assert warning.startswith('student "small" has 15,')
+    assert 'parameters, more than its teacher "model" with 3,' in warning

@@ -5,8 +5,9 @@ from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
 from moesaic.facts.job.credibility import CredibilityConfig
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.data import DataConfig
+from moesaic.facts.job.distill import DistillConfig, StudentConfig, students_in_order
 from moesaic.facts.job.finetune import FinetuneConfig
-from moesaic.facts.job.job import Job
+from moesaic.facts.job.job import Job, student_job, teacher_job
 from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import ModelConfig, Preset
 from moesaic.facts.job.recommender import RecommenderConfig
@@ -30,6 +31,7 @@ __all__ = [
     "CredibilityConfig",
     "CtrJob",
     "DataConfig",
+    "DistillConfig",
     "FinetuneConfig",
     "Job",
     "KernelsConfig",
@@ -43,6 +45,10 @@ __all__ = [
     "RoutingConfig",
     "ScheduleConfig",
     "StreamConfig",
+    "StudentConfig",
     "TableConfig",
     "TrainConfig",
+    "student_job",
+    "students_in_order",
+    "teacher_job",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -25,35 +25,44 @@ class CredibilityConfig(Section):
     the model then forgets how to write."""
 
 
+def fill_labels(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return `raw` with the classifier of [credibility] in its model, if the job has that table."""
+    model = raw.get("model")
+    if "credibility" not in raw or not isinstance(model, dict):
+        return raw
+    return {**raw, "model": {**model, "labels": len(LABELS)}}
+
+
 def check_credibility(job: Job) -> None:
     """Raise ValueError for settings that do not go with [credibility], or need it."""
-    is_labelled = job.data.format == "labelled"
+    is_labelled, labels = job.data.format == "labelled", job.model.labels
     if job.credibility is None:
         if is_labelled:
             raise ValueError(
                 'data.format = "labelled" is for jobs that learn the labels: add [credibility], or '
                 'set data.format = "auto" to read the text alone'
             )
+        if labels:
+            raise ValueError(f"model.labels = {labels} without [credibility]: remove it")
         return
     if not is_labelled:
         raise ValueError(
             f'data.format = "{job.data.format}" with [credibility], which learns labels: set '
             'data.format = "labelled", with files of moesaic generate --adversarial'
         )
-    if job.model.labels != len(LABELS):
-        raise ValueError(
-            f"model.labels = {job.model.labels} with [credibility], whose head has "
-            f"{len(LABELS)} classes: remove model.labels"
-        )
-    layout = job.layout
-    for name in ("tp", "etp", "pp"):
-        if getattr(layout, name) > 1:
-            raise ValueError(
-                f"layout.{name} = {getattr(layout, name)} with [credibility], which works with "
-                f"data, expert and FSDP parallelism only: set layout.{name} = 1"
-            )
-    if job.is_by_block:
-        key = "[memory]" if job.memory is not None else 'train.micro_batch_order = "by_block"'
-        raise ValueError(
-            f"{key} with [credibility], which needs whole passes of a micro-batch: remove one"
-        )
+    if labels != len(LABELS):
+        raise ValueError(f"model.labels = {labels} with [credibility]: set it to {len(LABELS)}")
+    for setting, is_refused in _refused(job).items():
+        if is_refused:
+            raise ValueError(f"{setting} does not work with [credibility]: remove one of them")
+
+
+def _refused(job: Job) -> dict[str, bool]:
+    """Return for each setting that needs other passes if the job has it."""
+    layout = {name: getattr(job.layout, name) for name in ("tp", "etp", "pp")}
+    return {
+        **{f"layout.{name} = {size}": size > 1 for name, size in layout.items()},
+        "[memory]": job.memory is not None,
+        'train.micro_batch_order = "by_block"': job.is_by_block,
+        "[[student]]": bool(job.student),
+    }

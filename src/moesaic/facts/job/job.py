@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from moesaic.base import keys
 from moesaic.base.config import Section, parse
@@ -15,6 +16,7 @@ from moesaic.facts.job.balance import BalanceConfig, no_effect
 from moesaic.facts.job.credibility import CredibilityConfig, check_credibility
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.device_name import is_gpu
+from moesaic.facts.job.distill import TEACHER, DistillConfig, StudentConfig, student_errors
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import PRESETS, ModelConfig
@@ -58,6 +60,10 @@ class Job(Section):
     """Weights that a run trains; without this table all of them."""
     credibility: CredibilityConfig | None = None
     """Head that tells original from generated text; without this table there is none."""
+    student: list[StudentConfig] = Field(default_factory=list)
+    """Smaller models that learn from the model in the same steps."""
+    distill: DistillConfig = DistillConfig()
+    """Distillation into the students."""
     data: DataConfig
     """Text, tokenizer and packing."""
     train: TrainConfig
@@ -86,6 +92,7 @@ class Job(Section):
         self._check_finetune()
         self._check_block_order()
         check_credibility(self)
+        self._check_students()
         error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
         if error and self.model.experts:
             raise ValueError(f"kernels.{error}")
@@ -199,6 +206,39 @@ class Job(Section):
             if is_refused:
                 raise ValueError(f"{setting} does not work with [memory]: remove one of them")
 
+    def _check_students(self) -> None:
+        """Raise ValueError if the students cannot learn beside the model."""
+        if not self.student:
+            if self.distill.frozen:
+                raise ValueError(
+                    "distill.frozen = true without [[student]] trains nothing: add a student, or "
+                    "remove it"
+                )
+            return
+        refused = {
+            "[memory]": self.memory is not None,
+            "[finetune]": self.finetune is not None,
+            'train.micro_batch_order = "by_block"': self.is_by_block,
+            'train.precision = "fp16"': self.train.precision == "fp16",
+        }
+        for setting, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(f"{setting} does not work with [[student]]: remove one of them")
+        for error in student_errors(self.model, self.student):
+            raise ValueError(error)
+        for student in self.student:
+            try:
+                student_job(self, student)
+            except ValidationError as error:
+                sentence = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f'student "{student.name}": {sentence}') from None
+
+    def model_of(self, name: str) -> ModelConfig:
+        """Return the model of a student, or the job's own for the name "model"."""
+        if name == TEACHER:
+            return self.model
+        return next(one.model for one in self.student if one.name == name)
+
     def ineffective_settings(self, layout_keys: AbstractSet[str] | None = None) -> list[str]:
         """Return one sentence for each setting that was given, is not a default, and has no effect.
 
@@ -219,6 +259,7 @@ class Job(Section):
                     f"finetune.targets names {keys.join_words(sorted(targets - available), 'and')},"
                     f" which the model lacks: set it to {keys.show(sorted(targets & available))}"
                 )
+        found += [text for one in self.student for text in one.ineffective_settings()]
         if self.checkpoint.every > self.train.steps:
             found.append(
                 f"checkpoint.every = {self.checkpoint.every} is more than train.steps = "
@@ -270,6 +311,33 @@ class Job(Section):
         return unused
 
 
+def teacher_job(job: Job) -> Job:
+    """Return `job` without its students."""
+    return job.model_copy(update={"student": [], "distill": DistillConfig()})
+
+
+def student_job(job: Job, student: StudentConfig) -> Job:
+    """Return the job that trains `student` alone, on the text of `job`, without a teacher.
+
+    Its expert parallelism is the largest that both models divide, and its dense parameters are
+    whole on every rank. It has no auxiliary layer."""
+    model, layout = student.model, job.layout
+    ep = math.gcd(model.experts, layout.ep) if model.experts else 1
+    hosts = layout.dispatch_hosts
+    changes: dict[str, Any] = {
+        "model": model, "source": student.source, "student": [], "distill": DistillConfig(),
+        "layout": LayoutConfig(
+            ep=ep, dispatch=layout.dispatch,
+            dispatch_hosts=hosts if hosts and ep % hosts == 0 else None,
+        ),
+        "routing": job.routing.model_copy(update={"record": None, "replay": None})
+        if model.experts else RoutingConfig(),
+        "balance": BalanceConfig(policy="none"),
+        "optimizer": job.optimizer.model_copy(update={"lr": student.lr or job.optimizer.lr}),
+    }  # fmt: skip
+    return Job.model_validate({**dict(job), **changes}, by_name=True, by_alias=False)
+
+
 def _available_targets(model: ModelConfig) -> set[str]:
     """Return the adapter targets that `model` has."""
     experts = len(model.expert_layers)
@@ -281,13 +349,31 @@ def _available_targets(model: ModelConfig) -> set[str]:
 
 
 def fill_preset(raw: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return `raw` with `[model] preset = NAME` replaced by its sizes; the user's own keys win."""
+    """Return `raw` with `[model] preset = NAME` replaced by its sizes; the user's own keys win.
+
+    Models of students are resolved too, with the vocabulary of the job's model by default."""
+    filled = _fill_model(raw, origin, {})
+    students, model = raw.get("student"), filled.get("model")
+    if not isinstance(students, list) or not isinstance(model, dict):
+        return filled
+    shared = {key: model[key] for key in ("vocab",) if key in model}
+    found = [
+        _fill_model(one, f"{origin}: student[{index}]", shared) if isinstance(one, dict) else one
+        for index, one in enumerate(students)
+    ]
+    return {**filled, "student": found}
+
+
+def _fill_model(raw: dict[str, Any], origin: str, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table `raw` with its model's preset replaced; its own keys win, then `shared`."""
     model = raw.get("model")
-    if not isinstance(model, dict) or "preset" not in model:
+    if not isinstance(model, dict):
         return raw
-    chosen = dict(model)
-    name = keys.check_choice(f"{origin}: model.preset", chosen.pop("preset"), list(PRESETS))
-    return {**raw, "model": {**PRESETS[name], **chosen}}
+    own, sizes = {**shared, **model}, dict[str, Any]()
+    if "preset" in own:
+        name = keys.check_choice(f"{origin}: model.preset", own.pop("preset"), list(PRESETS))
+        sizes = PRESETS[name]
+    return {**raw, "model": {**sizes, **own}}
 
 
 def parse_language_model(raw: Mapping[str, Any], origin: str) -> Job:

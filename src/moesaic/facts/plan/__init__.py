@@ -20,6 +20,7 @@ from moesaic.facts.plan.layout import (
     job_under_plan,
     plan_from_job,
     plan_from_layout,
+    student_plan,
 )
 from moesaic.facts.plan.pipeline_order import (
     Action,
@@ -62,4 +63,5 @@ __all__ = [
     "prediction_digest",
     "round_digits",
     "stage_blocks",
+    "student_plan",
 ]

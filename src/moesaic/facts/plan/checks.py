@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from moesaic.base import keys
 from moesaic.base.config import parse, read_json
@@ -34,6 +35,7 @@ def check_plan(plan: Plan, job: Job, origin: str) -> None:
         _model_error(plan, job)
         or _tensor_parallel_error(plan, job)
         or _stages_error(plan, job)
+        or _student_error(plan, job)
         or pipeline_error(plan, job)
         or embedding_shard_error(plan, job)
         or (grouped_mm_fault(plan.grouped_mm, job.train) if job.model.experts else None)
@@ -126,6 +128,17 @@ def _column_shards(plan: Plan, job: Job) -> Iterator[tuple[str, str, int, int]]:
     yield "experts", "the output of experts", plan.etp, model.ffn
 
 
+def _student_error(plan: Plan, job: Job) -> str | None:
+    """Return which split of the teacher's layers does not work with students, or None."""
+    for key, value in (("tp", plan.tp), ("etp", plan.etp), ("pp", plan.pp)):
+        if job.student and value > 1:
+            return (
+                f"{key} = {value} with [[student]]: students need the teacher's whole layers on "
+                f"each rank, set {key} = 1 (ep and dp_shard may be larger)"
+            )
+    return None
+
+
 def _stages_error(plan: Plan, job: Job) -> str | None:
     """Return where the plan's stages differ from the model's blocks in order, or None."""
     if plan.stages is None:
@@ -193,7 +206,7 @@ def prediction_digest(job: Job, plan: Plan) -> str:
     """Return a digest of what predictions depend on, except machines: the job's work and the plan's
     decisions."""
     decided = plan.model_dump(exclude={"places", "predictions", "balance_costs", "grouped_mm"})
-    work = {
+    work: dict[str, Any] = {
         "model": job.model.model_dump(exclude={"extras", "init_std", "max_positions"}),
         "routing": job.routing.router,
         "data": job.data.model_dump(include={"sequence", "packing"}),
@@ -204,6 +217,9 @@ def prediction_digest(job: Job, plan: Plan) -> str:
         "asynchronous": job.checkpoint.asynchronous,
         "plan": decided,
     }
+    if job.student:
+        students = [one.model_dump(exclude={"source", "lr"}) for one in job.student]
+        work |= {"students": students, "distill": job.distill.model_dump()}
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGEST_DIGITS]
 
 

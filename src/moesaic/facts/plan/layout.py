@@ -7,7 +7,7 @@ from typing import Any
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import Job, LayoutConfig, ModelConfig
+from moesaic.facts.job import Job, LayoutConfig, ModelConfig, StudentConfig, student_job
 from moesaic.facts.plan.checks import check_plan
 from moesaic.facts.plan.plan import Plan, stage_blocks
 
@@ -69,6 +69,13 @@ def plan_from_job(job: Job, ranks: int, origin: str = "the job") -> Plan:
         named = _PLAN_NAMES.sub(lambda found: _JOB_NAMES[found[0]], sentence)
         raise ConfigError(f"{origin}: {named}") from None
     return complete_plan(plan, job)
+
+
+def student_plan(plan: Plan, job: Job, student: StudentConfig) -> tuple[Job, Plan]:
+    """Return the job of `student` alone and its plan, on the ranks of `plan`, which rules `job`."""
+    alone = student_job(job_under_plan(job, plan), student)
+    own = plan_from_job(alone, plan.ranks, f'student "{student.name}"')
+    return alone, own.model_copy(update={"places": plan.places})
 
 
 def job_under_plan(job: Job, plan: Plan) -> Job:

@@ -1,0 +1,190 @@
+"""Settings of distillation: students that learn beside the model, and what each learns from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from moesaic.base import keys
+from moesaic.base.config import Section
+from moesaic.facts.job.balance import no_effect
+from moesaic.facts.job.model import ModelConfig
+
+TEACHER = "model"
+"""Name of the job's own model among teachers."""
+Divergence = Literal["forward", "reverse", "jensen"]
+"""Divergences between the next-token distributions of teacher and student."""
+
+
+class StudentLosses(Section):
+    """Weights of a student's losses; a loss with weight 0 is not computed."""
+
+    text: float = Field(default=0.0, ge=0)
+    """Weight of the cross-entropy of next tokens, as without a teacher."""
+    logits: float = Field(default=0.0, ge=0)
+    """Weight of the divergence between the next-token distributions of teacher and student."""
+    attention: float = Field(default=0.0, ge=0)
+    """Weight of the divergence between the attention probabilities of the last layers, head by
+    head."""
+    relations: float = Field(default=0.0, ge=0)
+    """Weight of the divergence between query-query and key-key relations of the last layers, for
+    unlike numbers of heads."""
+    hidden: float = Field(default=0.0, ge=0)
+    """Weight of the mean squared distance between the normalised last hidden states."""
+
+    @property
+    def needs_attention(self) -> bool:
+        """True if a loss reads queries and keys."""
+        return self.attention > 0 or self.relations > 0
+
+    @model_validator(mode="after")
+    def _learns(self) -> StudentLosses:
+        if not any(getattr(self, name) for name in type(self).model_fields):
+            raise ValueError("all weights are 0: give one of them a value above 0")
+        return self
+
+
+def _needs_layer(given: Mapping[str, Any]) -> bool:
+    """Return the default of `auxiliary_layer` beside the values that were given."""
+    losses = given.get("losses")
+    return losses is None or losses.needs_attention
+
+
+class StudentConfig(Section):
+    """A model that learns from the job's model, or from another student, in the same steps."""
+
+    resolved_keys: ClassVar[frozenset[str]] = frozenset({"source"})
+
+    name: str
+    """Name of the student, for figures, checkpoints and `moesaic convert --student`."""
+    model: ModelConfig
+    """Model of the student, with the keys of `[model]`; its `vocab` defaults to the teacher's."""
+    source: str | None = None
+    """Hugging Face model directory with the initial weights (`model.from` in the file)."""
+    teacher: str = TEACHER
+    """Name of the student that this one learns from; "model": the job's own model."""
+    losses: StudentLosses = StudentLosses(text=1.0, attention=1.0)
+    """Weights of the losses. Without this table `text` and `attention` are 1; with it, a loss that
+    is not named is 0."""
+    auxiliary_layer: bool = Field(default_factory=_needs_layer)
+    """Compare attention in an auxiliary layer on top of the student, which exports leave out. It
+    has as many heads as the teacher, and trains all weights of the layers below. Default: true if
+    `losses.attention` or `losses.relations` is above 0."""
+    divergence: Divergence = "forward"
+    """Divergence of the `logits` loss. forward: KL(teacher || student). reverse: KL(student ||
+    teacher). jensen: Jensen-Shannon, between both and their mean."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature of both distributions in the `logits` loss; above 1 it raises small
+    probabilities."""
+    interval: int = Field(default=1, ge=1)
+    """Steps from one with all losses to the next; steps between them have the `text` loss alone."""
+    lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the student; unset: `optimizer.lr`."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_plain(cls, name: str) -> str:
+        if not re.fullmatch(r"[a-z0-9_-]+", name) or name == TEACHER:
+            raise ValueError(
+                f'{keys.show(name)} cannot name a student: give lower-case letters, digits, "_" '
+                f'and "-", and not "{TEACHER}", the name of the teacher'
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StudentConfig:
+        if self.auxiliary_layer and not self.losses.needs_attention:
+            raise ValueError(
+                "auxiliary_layer = true without losses.attention and losses.relations learns "
+                "nothing: remove it, or give one of these losses a weight"
+            )
+        if self.interval > 1 and not self.losses.text:
+            raise ValueError(
+                f"interval = {self.interval} with losses.text = 0 leaves steps without a loss: set "
+                "interval = 1, or give losses.text a weight"
+            )
+        return self
+
+    def ineffective_settings(self) -> list[str]:
+        """Return one sentence for each given setting that has no effect."""
+        if self.losses.logits:
+            return []
+        given = self.non_default_fields & {"divergence", "temperature"}
+        return no_effect(f"student.{self.name}", given, "losses.logits is 0")
+
+
+class DistillConfig(Section):
+    """Settings of distillation that all students share."""
+
+    frozen: bool = False
+    """Keep the teacher (the job's model) as it is: it has no gradient and no optimizer state, and
+    only the students learn."""
+
+
+def students_in_order(students: Sequence[StudentConfig]) -> list[StudentConfig]:
+    """Return students with each after its teacher, otherwise in the given order.
+
+    Students whose teachers form a ring, or are unknown, are left out.
+    """
+    placed: dict[str, StudentConfig] = {}
+    while True:
+        ready = [
+            one for one in students
+            if one.name not in placed and (one.teacher == TEACHER or one.teacher in placed)
+        ]  # fmt: skip
+        if not ready:
+            return list(placed.values())
+        placed.update((one.name, one) for one in ready)
+
+
+def student_errors(model: ModelConfig, students: Sequence[StudentConfig]) -> Iterator[str]:
+    """Yield a sentence for each reason why `students` cannot learn from `model`."""
+    models = {TEACHER: model, **{one.name: one.model for one in students}}
+    names = [one.name for one in students]
+    for index, student in enumerate(students):
+        if student.name in names[:index]:
+            yield (
+                f'student.name = "{student.name}" stands twice: give each student a name of its own'
+            )
+        if student.teacher not in models:
+            yield (
+                f'student "{student.name}": teacher = {keys.show(student.teacher)} is not known: '
+                + keys.suggest_choice(student.teacher, list(models), keys.join_words(list(models)))
+            )
+        else:
+            error = _model_error(student, models[student.teacher])
+            if error is not None:
+                yield f'student "{student.name}": {error}'
+    ring = set(names) - {one.name for one in students_in_order(students)}
+    if ring:
+        found = [f'"{name}"' for name in names if name in ring]
+        yield (
+            f"the teachers of {keys.join_words(found, 'and')} form a ring: let one of them learn "
+            f'from "{TEACHER}"'
+        )
+
+
+def _model_error(student: StudentConfig, teacher: ModelConfig) -> str | None:
+    """Return why the model of `student` cannot learn from `teacher`, or None."""
+    own, losses = student.model, student.losses
+    if own.vocab != teacher.vocab:
+        return (
+            f"model.vocab = {own.vocab}, and its teacher has {teacher.vocab}: both read the same "
+            "tokens, make them equal"
+        )
+    if losses.needs_attention and (own.latent or teacher.latent):
+        latent = "its model" if own.latent else "its teacher"
+        return (
+            f"losses.attention and losses.relations compare queries and keys, and {latent} has "
+            "latent attention (model.latent): set both to 0, and use losses.logits or losses.hidden"
+        )
+    if losses.attention and not student.auxiliary_layer and own.heads != teacher.heads:
+        return (
+            f"model.heads = {own.heads}, and its teacher has {teacher.heads}, but "
+            "losses.attention compares head by head: set auxiliary_layer = true, or use "
+            "losses.relations in place of losses.attention"
+        )
+    return None
