@@ -21,7 +21,7 @@ from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.models.lm import Embedding
 from moesaic.nn.inputs import Inputs, Rotary
-from moesaic.nn.loss import HeadLoss, _local_targets
+from moesaic.nn.loss import _local_targets, head_loss
 from moesaic.nn.tensor_parallel import TensorParallel
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
@@ -94,7 +94,7 @@ def head(world: World, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
     """Return this rank's terms of the loss and of the token gradient, and its weight gradient."""
     tp = tp_of(world)
     x, own = x.requires_grad_(), weight[tp.shard_slice(len(weight))].requires_grad_()
-    loss = HeadLoss.apply(x, own, targets, 0.25, tp)
+    loss, _ = head_loss(x, own, targets, 0.25, tp)
     (2 * loss).backward()
     assert x.grad is not None
     assert own.grad is not None

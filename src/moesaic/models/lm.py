@@ -7,6 +7,7 @@ The blocks are embed, layers.0 ... layers.N-1 and head. Parameter names are the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import BlockSpec, block_specs
-from moesaic.nn.attention import Attention, FeedForward, Linear, linear
+from moesaic.nn.attention import Attention, AuxiliaryLayer, FeedForward, Linear, linear
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.experts.places import Places
 from moesaic.nn.inputs import Inputs, Rotary, compute_dtype
 from moesaic.nn.latent_attention import LatentAttention
-from moesaic.nn.loss import HeadLoss
+from moesaic.nn.loss import head_loss
 from moesaic.nn.moe import BalancePass, MoE
 from moesaic.nn.norm import RMSNorm, TensorParallelRMSNorm
-from moesaic.nn.reports import BlockReport, Reports
+from moesaic.nn.reports import BlockReport, FollowerLosses, Reports
 from moesaic.nn.router import Router, SigmoidRouter
 from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
@@ -75,6 +76,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width, epsilon)
+        assert isinstance(attention, Attention | LatentAttention)
         self.attention = attention
         self.ffn_norm = RMSNorm(width, epsilon)
         self.moe = ffn if isinstance(ffn, MoE) else None
@@ -106,12 +108,16 @@ class DecoderLayer(nn.Module):
             assert self.ffn is not None
             out = self.ffn(normed)
         x = x + out
-        hidden_states = x if "hidden_states" in inputs.keep else None
+        keep = inputs.keeps("hidden_states", self.attention.layer)
+        hidden_states = x if keep else None
         return x, BlockReport(attention_report, moe_report, hidden_states)
 
 
 class LMHead(nn.Module):
-    """Final norm and projection onto the vocabulary; with targets, the loss instead of logits."""
+    """Final norm and projection onto the vocabulary; with targets, the loss instead of logits.
+
+    Students that follow have their logits and losses computed with those of the model.
+    """
 
     def __init__(
         self,
@@ -132,26 +138,35 @@ class LMHead(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
         """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses, and a
-        report with the classifier's logits if they are kept."""
-        x = self.tp.gather_tokens(self.norm(x))
-        label_logits = None
+        report of the followers' losses, and of the classifier's logits if they are kept."""
+        x, label_logits = self.norm(x), None
         if self.score is not None and "label_logits" in inputs.keep:
             label_logits = self.score(x)
-        return self._compute(x, inputs), BlockReport(label_logits=label_logits)
-
-    def _compute(self, x: Tensor, inputs: Inputs) -> Tensor:
+        report = BlockReport(label_logits=label_logits)
+        if not inputs.project:
+            return x, report
+        x = self.tp.gather_tokens(x)
         if inputs.targets is None:
             multiply = linear if torch.is_inference_mode_enabled() else F.linear
-            return multiply(x, self.column_shard.gather_table(to_local(self.weight)))
-        tokens = x.flatten(0, 1).to(compute_dtype(x))
+            return multiply(x, self.column_shard.gather_table(to_local(self.weight))), report
+        loss, follower_losses = self._losses(x, inputs.targets, inputs)
+        return loss, report._replace(follower_losses=follower_losses)
+
+    def _losses(
+        self, x: Tensor, targets: Tensor, inputs: Inputs
+    ) -> tuple[Tensor, FollowerLosses | None]:
+        dtype = compute_dtype(x)
+        followers = [
+            replace(one, hidden=one.hidden.to(dtype), weight=to_local(one.weight))
+            for one in inputs.followers
+        ]
         with torch.autocast(x.device.type, enabled=False):
-            targets = inputs.targets.flatten()
             weight = to_local(self.weight if torch.is_grad_enabled() else self.weight.detach())
             # Only the loss refers to the gathered table, so it is freed together with the loss.
-            loss: Tensor = HeadLoss.apply(
-                tokens, self.column_shard.gather_table(weight), targets, inputs.loss_scale, self.tp
-            )
-        return loss
+            return head_loss(
+                x.flatten(0, 1).to(dtype), self.column_shard.gather_table(weight),
+                targets.flatten(), inputs.loss_scale, self.tp, followers,
+            )  # fmt: skip
 
 
 class LanguageModel(nn.Module):
@@ -306,6 +321,20 @@ class LanguageModel(nn.Module):
         for name, block in self.blocks():
             x, reports[name] = block(x, inputs)
         return x, reports
+
+
+def auxiliary_layer(
+    student: ModelConfig, teacher: ModelConfig, projected: int | None = None
+) -> AuxiliaryLayer:
+    """Return the auxiliary layer of a student, with the teacher's numbers of heads.
+
+    `projected` is the width onto which it projects hidden states; None: no projection.
+    """
+    config = student.model_copy(update={"heads": teacher.heads, "kv_heads": teacher.kv_heads})
+    return AuxiliaryLayer(
+        config.hidden, config.heads, config.kv_heads, config.head_dim, config.norm_epsilon,
+        norms=_qk_norms(config, NO_TP), clip=config.clip_qkv, projected=projected,
+    )  # fmt: skip
 
 
 def _qk_norms(config: ModelConfig, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:

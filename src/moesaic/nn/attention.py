@@ -89,7 +89,77 @@ class _OneDNNLinear(torch.autograd.Function):
         return grad_rows, grads[0].T @ rows if needs_grad(ctx, 1) else None
 
 
-class Attention(nn.Module):
+class QueriesKeys(nn.Module):
+    """Queries and keys of one layer, as the attention probabilities need them."""
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        clip: float | None = None,
+        tp: TensorParallel = NO_TP,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.clip = head_dim, clip
+        self.q = Linear(hidden, heads * head_dim, tp)
+        self.k = Linear(hidden, kv_heads * head_dim, tp)
+
+    def add_norms(self, norms: tuple[RMSNorm, RMSNorm] | None) -> None:
+        """Set the norms of queries and keys, over all their channels or those of each head."""
+        self.q_norm: RMSNorm | None
+        self.k_norm: RMSNorm | None
+        self.q_norm, self.k_norm = norms or (None, None)
+
+    def queries_and_keys(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Return rotated queries and keys, [batch, heads, sequence, channels]."""
+        q, k = self.q(x), self.k(x)
+        dtype = q.dtype
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _norm_heads(q, self.q_norm), _norm_heads(k, self.k_norm)
+        q, k = self._split(q), self._split(k)
+        return rotate(q, rotary).to(dtype), rotate(k, rotary).to(dtype)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """Return `x`, clipped, by heads."""
+        x = x if self.clip is None else x.clamp(-self.clip, self.clip)
+        heads: Tensor = x.unflatten(2, (-1, self.head_dim))
+        return heads.transpose(1, 2)
+
+
+class AuxiliaryLayer(QueriesKeys):
+    """Last layer of a student in distillation, cut down to what its attention probabilities need.
+
+    It reads the last decoder layer's output and is left out of exports. It may have other numbers
+    of heads than the student, and a projection of hidden states onto a teacher's width.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        epsilon: float,
+        *,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        clip: float | None = None,
+        projected: int | None = None,
+    ) -> None:
+        """Create the weights; `projected` is the width of the projection, None for none."""
+        super().__init__(hidden, heads, kv_heads, head_dim, clip=clip)
+        self.add_norms(norms)
+        self.norm = RMSNorm(hidden, epsilon)
+        self.projection = None if projected is None else Linear(hidden, projected)
+
+    def forward(self, x: Tensor, inputs: Inputs) -> AttentionReport:
+        """Return the queries and keys for hidden states `x`, [batch, sequence, hidden]."""
+        return AttentionReport(*self.queries_and_keys(self.norm(x), inputs.rotary))
+
+
+class Attention(QueriesKeys):
     """Attention of one layer; heads are sharded over TP ranks."""
 
     def __init__(
@@ -104,39 +174,22 @@ class Attention(nn.Module):
         clip: float | None = None,
         tp: TensorParallel = NO_TP,
     ) -> None:
-        super().__init__()
-        self.layer, self.head_dim, self.clip = layer, head_dim, clip
-        self.tp = tp
-        self.q = Linear(hidden, heads * head_dim, tp)
-        self.k = Linear(hidden, kv_heads * head_dim, tp)
+        super().__init__(hidden, heads, kv_heads, head_dim, clip=clip, tp=tp)
+        self.layer, self.tp = layer, tp
         self.v = Linear(hidden, kv_heads * head_dim, tp)
         self.o = Linear(heads * head_dim, hidden, tp, shard_dim=INPUT_DIM)
-        # Norms cover all channels of queries and keys, or those of each head.
-        self.q_norm: RMSNorm | None
-        self.k_norm: RMSNorm | None
-        self.q_norm, self.k_norm = norms or (None, None)
+        self.add_norms(norms)
 
     def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, AttentionReport]:
         """Return the attention output for this rank's tokens, and the layer's report."""
         (x,) = self.tp.gather_samples(inputs, x)
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _norm_heads(q, self.q_norm), _norm_heads(k, self.k_norm)
-        if self.clip is not None:
-            q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
-        q, k, v = (self._split(t) for t in (q, k, v))
-        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
-        dtype = v.dtype
-        q, k = q.to(dtype), k.to(dtype)
-        report = AttentionReport(q, k) if "queries_and_keys" in inputs.keep else AttentionReport()
+        (q, k), v = self.queries_and_keys(x, inputs.rotary), self._split(self.v(x))
+        keep = inputs.keeps("queries_and_keys", self.layer)
+        report = AttentionReport(q, k) if keep else AttentionReport()
         if inputs.cache is not None:
             k, v = inputs.cache.extend(self.layer, k, v)
         attended = attend(q, k, v, inputs.attention)
         return self.tp.reduce_scatter(self.o(attended.transpose(1, 2).flatten(2))), report
-
-    def _split(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(2, (-1, self.head_dim))
-        return heads.transpose(1, 2)
 
 
 def _norm_heads(x: Tensor, norm: RMSNorm) -> Tensor:

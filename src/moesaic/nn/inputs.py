@@ -19,6 +19,13 @@ ByProduct = Literal[
 ]  # fmt: skip
 """Tensor of a block that its report carries if `Inputs.keep` names it."""
 
+Divergence = Literal["forward", "reverse", "jensen"]
+"""Divergence of a student's probabilities q from its teacher's p.
+
+forward: KL(p || q). reverse: KL(q || p). jensen: the mean of KL(p || m) and KL(q || m) for the mean
+m of p and q.
+"""
+
 
 class Cache(Protocol):
     """Cache of attention for earlier positions: keys and values, or a latent of both."""
@@ -74,6 +81,28 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadFollower:
+    """Student whose logits and losses the head of another model computes, chunk by chunk of tokens.
+
+    The factors already hold the loss weight, one over the global number of targets, and the scale.
+    """
+
+    hidden: Tensor
+    """Normed input of the student's projection, [tokens, hidden]. With gradient."""
+    weight: Tensor
+    """Student's projection onto the vocabulary, [vocab, hidden]. With gradient."""
+    text: float
+    """Factor on the cross-entropy, summed over tokens with a target."""
+    logits: float
+    """Factor on the divergence, summed over tokens with a target."""
+    divergence: Divergence = "forward"
+    temperature: float = 1.0
+    """Divisor of both models' logits in the divergence, which has no other factor for it."""
+    teacher: int = -1
+    """Index of an earlier follower; -1: the model whose head runs."""
+
+
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """Inputs of all blocks for one micro-batch; each block returns its results in a report.
 
@@ -102,3 +131,13 @@ class Inputs:
     """Recorded choices by layer, [tokens, choices], encoded as in a report; empty: none."""
     keep: frozenset[ByProduct] = frozenset()
     """By-products that blocks return in their reports."""
+    keep_layers: frozenset[int] | None = None
+    """Layers that keep hidden states, queries and keys; None: all. Routers keep theirs in all."""
+    project: bool = True
+    """False: the head returns its normed input, [batch, sequence, hidden], whatever the targets."""
+    followers: tuple[HeadFollower, ...] = ()
+    """Students whose losses the head returns in its report; they need `targets`."""
+
+    def keeps(self, product: ByProduct, layer: int) -> bool:
+        """Return whether a layer keeps its hidden states, or its queries and keys."""
+        return product in self.keep and (self.keep_layers is None or layer in self.keep_layers)

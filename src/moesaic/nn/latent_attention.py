@@ -82,8 +82,8 @@ class LatentAttention(nn.Module):
         k_shared = (part.expand(-1, -1, self.heads, -1) for part in k_rotated)
         q, k = torch.cat((q, *q_rotated), -1), torch.cat((k, *k_shared), -1)
         report = AttentionReport()
-        if "queries_and_keys" in inputs.keep:
-            report = AttentionReport(q.transpose(1, 2), k.transpose(1, 2))
+        if inputs.keeps("queries_and_keys", self.layer):
+            report = AttentionReport(q.transpose(1, 2), k.transpose(1, 2), self.scale)
         attended = self._attend(q, k, v, inputs.attention)
         return self.tp.reduce_scatter(self.o(attended.flatten(2))), report
 

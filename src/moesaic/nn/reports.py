@@ -60,6 +60,18 @@ class AttentionReport(NamedTuple):
     """Queries after rotation, [batch, heads, sequence, channels], if kept. With gradient."""
     keys: Tensor | None = None
     """Keys after rotation, [batch, heads, sequence, channels], if kept. With gradient."""
+    scale: float | None = None
+    """Factor on scores; None: 1 / sqrt(channels)."""
+
+
+class FollowerLosses(NamedTuple):
+    """Losses of the students that follow a head."""
+
+    loss: Tensor
+    """Sum of each student's weighted losses over tokens, [followers]. With gradient."""
+    sums: Tensor
+    """Cross-entropy and divergence, unweighted sums over tokens with a target, [followers, 2];
+    a divergence with factor 0 is not computed and counts 0."""
 
 
 class BlockReport(NamedTuple):
@@ -72,6 +84,8 @@ class BlockReport(NamedTuple):
     label_logits: Tensor | None = None
     """Class logits of the classifier at each token, [batch, sequence, labels], if kept. With
     gradient."""
+    follower_losses: FollowerLosses | None = None
+    """Losses of `Inputs.followers`, from the head alone."""
 
 
 Reports = dict[str, BlockReport]

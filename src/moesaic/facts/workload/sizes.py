@@ -23,6 +23,12 @@ COMPUTED_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 LOSS_CHUNK_TOKENS = 1024
 """Tokens per chunk of the loss, which bounds the logits in memory."""
 
+FOLLOWER_CHUNK_TOKENS = 256
+"""Tokens per chunk of the losses of students, which bounds their logits in memory."""
+
+LOGITS_BLOCK_BYTES = 1 << 20
+"""Bytes of a student's logits between two passes over them on a CPU, so that they stay in cache."""
+
 EXPERT_CHUNK_BYTES = 1 << 20
 """Bytes between two expert matmuls on a CPU, which bounds the tokens per chunk."""
 
