@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,9 +17,11 @@ from moesaic.api.generation import Generation, TextRequest
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
+from moesaic.facts.job.credibility import LABELS
 from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
+from moesaic.serve.ranking import Ranking, best, check_ranking, likelihood
 from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
@@ -85,6 +88,8 @@ class TextEngine:
         *,
         chat: bool = False,
         system: str | None = None,
+        best_of: int | None = None,
+        rank: str | None = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Return the continuations of all prompts, in their order; `n` in a row for each.
@@ -93,16 +98,92 @@ class TextEngine:
             prompts: texts, token ids, or lists of messages with `role` and `content`.
             chat: send each text as a user message, by the model's chat template.
             system: system message before each prompt, in a chat.
+            best_of: texts to generate for each prompt; the `n` with the highest scores are
+                returned, the best first.
+            rank: scores of `best_of`: "likelihood" (default), the mean log-probability of the
+                tokens, or "credibility", the probability by the model's classifier that the text
+                is original.
             sampling: settings of `moesaic generate`, such as max_tokens=64, temperature=0,
                 top_p, top_k, stop, seed, n and logprobs.
         """
         if isinstance(prompts, str):
             raise ConfigError("prompts is a text: give a list of prompts")
         config = parse(SamplingConfig, sampling, "generate")
+        if best_of is not None or rank is not None:
+            ranking = check_ranking(best_of, rank, config.n, self._origin.model.labels)
+            return self._generate_best(prompts, config, ranking, is_chat=chat, system=system)
+        return self._generate(prompts, config, is_chat=chat, system=system)
+
+    def score(self, texts: Sequence[str]) -> list[float]:
+        """Return for each text the probability that it is original and not generated, by the
+        model's classifier; 0 for an empty text."""
+        if isinstance(texts, str):
+            raise ConfigError("texts is a text: give a list of texts")
+        requests = {text: self._scoring_request(text) for text in texts if text}
+        for one, _ in self.run(requests.values()):
+            if one.error is not None:
+                raise one.error
+        original = LABELS.index("original")
+        return [
+            math.exp(requests[text].label_logprobs[original]) if text else 0.0 for text in texts
+        ]
+
+    def _scoring_request(self, text: str) -> TextRequest:
+        ids = self.prompts.encode(text, 0)
+        return TextRequest(
+            text, GenerationRequest(tuple(ids), 1, is_scored=True), self.prompts.tokenizer,
+            SamplingConfig(max_tokens=1),
+        )  # fmt: skip
+
+    def _generate_best(
+        self,
+        prompts: Sequence[Prompt],
+        config: SamplingConfig,
+        ranking: Ranking,
+        *,
+        is_chat: bool,
+        system: str | None,
+    ) -> list[Generation]:
+        """Return the `n` texts with the highest scores of each prompt, the best first."""
+        changes: dict[str, Any] = {"n": ranking.best_of}
+        if ranking.by == "likelihood" and config.logprobs is None:
+            changes["logprobs"] = 0
+        rows = self._generate(
+            prompts, config.model_copy(update=changes), is_chat=is_chat, system=system
+        )
+        if ranking.by == "likelihood":
+            scores = [likelihood(row.logprobs or ()) for row in rows]
+        else:
+            scores = self.score([self._whole_text(row, is_chat=is_chat).strip() for row in rows])
+        if config.logprobs is None:
+            rows = [row._replace(logprobs=None, top_logprobs=None) for row in rows]
+        return [
+            rows[start + index]._replace(score=scores[start + index])
+            for start in range(0, len(rows), ranking.best_of)
+            for index in best(scores[start : start + ranking.best_of], config.n)
+        ]
+
+    def _whole_text(self, row: Generation, *, is_chat: bool) -> str:
+        """Return the text that is classified: prompt and continuation, or the answer of a chat."""
+        prompt = row.prompt
+        if isinstance(prompt, str):
+            return row.text if is_chat else prompt + row.text
+        if isinstance(prompt[0], dict):
+            return row.text
+        return self.prompts.tokenizer.decode(row.prompt_tokens) + row.text
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        config: SamplingConfig,
+        *,
+        is_chat: bool,
+        system: str | None,
+    ) -> list[Generation]:
         requests = [
             one
             for prompt in prompts
-            for one in self.requests(prompt, config, is_chat=chat, system=system)
+            for one in self.requests(prompt, config, is_chat=is_chat, system=system)
         ]
         for one, _ in self.run(requests):
             if one.error is not None:
@@ -210,6 +291,15 @@ class TextEngine:
                 # A thread that still waits at the end of the program aborts it.
                 self._end = weakref.finalize(self, _close, self._thread, served)
             return self._thread
+
+    def check_length(self, max_tokens: int) -> None:
+        """Raise ConfigError if texts of `max_tokens` are longer than the model's positions."""
+        limit = self._origin.model.max_positions
+        if max_tokens > limit:
+            raise ConfigError(
+                f"max_tokens = {max_tokens} is more than the model's {limit} positions: set "
+                f"max_tokens = {limit} or less"
+            )
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
         """Raise ConfigError for tokens beyond the vocabulary."""

@@ -30,6 +30,8 @@ class Generation(NamedTuple):
     """Log-probability of each new token by the model's own scores, if asked for."""
     top_logprobs: list[dict[int, float]] | None = None
     """Most likely tokens at each position with their log-probabilities, if asked for."""
+    score: float | None = None
+    """Score of the text among several, if they were ranked; higher is better."""
 
 
 class TextRequest:
@@ -50,6 +52,8 @@ class TextRequest:
         self._finish_reason: str | None = None
         self.error: MoesaicError | None = None
         """Error that ended the request."""
+        self.label_logprobs: tuple[float, ...] = ()
+        """Log-probabilities of the classes of the prompt, if it was classified."""
 
     @property
     def is_finished(self) -> bool:
@@ -64,7 +68,7 @@ class TextRequest:
             if self._stream.is_stopped:
                 self._finish_reason = "stop"
         elif event.reason in ("stop", "length"):
-            piece = self._stream.finish()
+            piece, self.label_logprobs = self._stream.finish(), event.label_logprobs
             self._finish_reason = "stop" if self._stream.is_stopped else event.reason
         else:
             piece = ""

@@ -8,6 +8,7 @@ layers.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -234,9 +235,12 @@ class InferenceEngine:
         num_tokens = sum(number for _, number in shares)
         if self._reads is not None:
             self._reads.begin(num_tokens)
-        logits = self._compute(shares)
+        logits, label_logits = self._compute(shares)
+        states = [state for state, _ in shares if state.is_complete]
+        if label_logits is not None:
+            self._end_scored(label_logits, states)
         if logits is not None:
-            self._choose(logits, [state for state, _ in shares if state.is_complete])
+            self._choose(logits, [state for state in states if not state.request.is_scored])
         self._count_pass(num_tokens, time.perf_counter() - began)
         return True
 
@@ -318,14 +322,17 @@ class InferenceEngine:
                 self._counts["prefix_queries"] += len(state.tokens)
                 self._counts["prefix_hits"] += state.num_computed
 
-    def _compute(self, shares: Sequence[tuple[RequestState, int]]) -> Tensor | None:
-        """Compute the next tokens of each request; return logits of those that are complete."""
+    def _compute(
+        self, shares: Sequence[tuple[RequestState, int]]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the next tokens of each request; return the logits of those that are complete and
+        generate, and the class logits of all that are complete, if any is classified."""
         page_tokens = self.limits.page_tokens
         for state, number in shares:
             needed = count_pages(state.num_computed + number, page_tokens)
             self._pages.grow(state.id, needed)
         tokens, positions, places = list[int](), list[int](), list[int]()
-        segments, last = list[Segment](), list[int]()
+        segments, last, scored = list[Segment](), list[int](), list[bool]()
         for state, number in shares:  # Pages have moved, if at all, before this loop.
             start, stop = state.num_computed, state.num_computed + number
             base = self._pages.pages(state.id).start * page_tokens
@@ -336,15 +343,16 @@ class InferenceEngine:
             places += range(base + start, base + stop)
             if stop == len(state.tokens):
                 last.append(queries[-1])
-        logits = self._forward(
-            torch.tensor((tokens, positions, places), device=self._device), segments, last
+                scored.append(state.request.is_scored)
+        result = self._forward(
+            torch.tensor((tokens, positions, places), device=self._device), segments, last, scored
         )
         for state, number in shares:
             first = state.num_computed // page_tokens
             state.num_computed += number
             if self.limits.prefix_cache:
                 self._record_pages(state, range(first, state.num_computed // page_tokens))
-        return logits
+        return result
 
     def _record_pages(self, state: RequestState, indices: range) -> None:
         """Record pages that are complete, so that other requests find them."""
@@ -354,23 +362,44 @@ class InferenceEngine:
             self._pages.record(state.id, index, state.keys[index])
 
     def _forward(
-        self, rows: Tensor, segments: Sequence[Segment], last: Sequence[int]
-    ) -> Tensor | None:
-        """Return the logits of the tokens with indices `last`; `rows` has tokens, their positions
-        and their places in the cache, [3, tokens]."""
+        self, rows: Tensor, segments: Sequence[Segment], last: Sequence[int], scored: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the logits of the tokens with indices `last` that are not `scored`, and the class
+        logits of all of them if any is; `rows` has tokens, their positions and their places in the
+        cache, [3, tokens]."""
         tokens, positions, places = rows
         self._cache.write_to(places)
         attention = AttentionMetadata(tuple(segments), self.model.config.window)
         x: Tensor = tokens[None]
-        inputs = Inputs(self.model.rotary(positions[None]), attention=attention, cache=self._cache)
+        inputs = Inputs(
+            self.model.rotary(positions[None]), attention=attention, cache=self._cache,
+            keep=frozenset({"label_logits"} if any(scored) else ()), project=not all(scored),
+        )  # fmt: skip
+        label_logits = None
         for name, block in self.model.blocks():
             if name == "head":
                 if not last:
-                    return None
+                    return None, None
                 if len(last) < len(tokens):
                     x = x[:, torch.tensor(last, device=x.device)]
-            x, _ = block(x, inputs)
-        return x[0]
+            x, report = block(x, inputs)
+            label_logits = report.label_logits
+        if label_logits is None:
+            return x[0], None
+        kept = torch.tensor([not one for one in scored], device=x.device)
+        return x[0][kept] if inputs.project else None, label_logits[0]
+
+    def _end_scored(self, label_logits: Tensor, states: Sequence[RequestState]) -> None:
+        """End the classified requests among `states`, whose class logits are the rows."""
+        dtype = torch.promote_types(label_logits.dtype, torch.float32)
+        logprobs = label_logits.to(dtype).log_softmax(dim=-1).tolist()
+        for state, row in zip(states, logprobs, strict=True):
+            if state.request.is_scored:
+                is_finite = all(map(math.isfinite, row))
+                event = FinishEvent("stop", label_logprobs=tuple(row))
+                self._finish(
+                    state, event if is_finite else FinishEvent("error", _not_finite(state))
+                )
 
     def _choose(self, logits: Tensor, states: Sequence[RequestState]) -> None:
         """Choose the next token of each request, and send the events."""
@@ -433,7 +462,12 @@ def check_request(request: GenerationRequest, model: ModelConfig, num_positions:
         )
     if request.max_tokens < 1:
         raise ConfigError(f"max_tokens = {request.max_tokens}: ask for 1 or more")
-    if length + request.max_tokens > model.max_positions:
+    if request.is_scored and not model.labels:
+        raise ConfigError(
+            "the model has no classifier: train one with [credibility] in a job, or rank by "
+            "likelihood"
+        )
+    if length + request.max_tokens - request.is_scored > model.max_positions:
         raise ConfigError(
             f"the prompt has {length} tokens and max_tokens = {request.max_tokens}: together more "
             f"than the model's {model.max_positions} positions; lower max_tokens or shorten the "

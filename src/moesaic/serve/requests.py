@@ -57,6 +57,8 @@ class GenerationRequest:
     """Number of this text among several of one prompt and seed."""
     top_logprobs: int | None = None
     """Most likely tokens whose log-probabilities each event has; None: no log-probabilities."""
+    is_scored: bool = False
+    """True: classify the prompt instead of continuing it; the last event has the result."""
 
 
 class TokenEvent(NamedTuple):
@@ -75,8 +77,10 @@ class FinishEvent(NamedTuple):
     """The end of a request; no event follows."""
 
     reason: Literal["stop", "length", "cancelled", "error"]
-    """stop: an end token; length: `max_tokens`; error: see `error`."""
+    """stop: an end token, or the prompt is classified; length: `max_tokens`; error: see `error`."""
     error: MoesaicError | None = None
+    label_logprobs: tuple[float, ...] = ()
+    """Log-probabilities of the classes of a prompt that was classified."""
 
 
 EventHandler = Callable[[TokenEvent | FinishEvent], None]

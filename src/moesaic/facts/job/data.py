@@ -18,8 +18,9 @@ class DataConfig(Section):
     .parquet files, or a directory that Hugging Face `datasets` reads."""
     format: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat", "labelled"] = "auto"
     """Format of `path`; auto: by file name. chat: JSON lines or Parquet with one conversation per
-    line or row, where the model learns only the assistant's messages. labelled: JSON lines or Parquet with a
-    `label` beside each text, 1 (original), 0 (generated) or none, for [credibility]."""
+    line or row, where the model learns only the assistant's messages. labelled: JSON lines or
+    Parquet with a `label` beside each text, 1 (original), 0 (generated) or none, for
+    [credibility]."""
     split: str = "train"
     """Split of `path` to train on, if it is a dataset directory with several."""
     text_key: str = "text"

@@ -2,9 +2,9 @@
 
 A corpus is a directory of the cache: `tokens.bin` (all documents, concatenated), `bounds.bin`
 (start of each, and the end) and `corpus.json` (metadata). Conversations also have `loss_mask.bin`,
-their loss mask, and labelled texts `labels.bin`. The directory's name is a hash of the files, their sizes and times, the tokenizer,
-and the column or chat template. It is written under another name and renamed when complete; a lock
-serialises writers on one machine.
+their loss mask, and labelled texts `labels.bin`. The directory's name is a hash of the files, their
+sizes and times, the tokenizer, and the column or chat template. It is written under another name
+and renamed when complete; a lock serialises writers on one machine.
 """
 
 from __future__ import annotations

@@ -46,9 +46,7 @@ class LabelledSamples(WholeDocuments):
         counts = -(-lengths[kept] // sequence)
         document, number = enumerate_segments(counts)
         self._labels = labels[kept][document]
-        self.counts = {
-            label: int((self._labels == label).sum()) for label in (0, 1, NO_LABEL)
-        }
+        self.counts = {label: int((self._labels == label).sum()) for label in (0, 1, NO_LABEL)}
         """Texts by label; those without one by piece."""
         rest = lengths[kept][document] - number * sequence
         super().__init__(

@@ -112,7 +112,7 @@ def _scan(directory: Path, kind: str, label: str) -> tuple[list[Path], Kind]:
             raise DataError(f"{label} is an empty directory: there is no text in it")
         return all_files, "dataset"
     accepted = ACCEPTED_KINDS.get(kind, {kind})
-    files = [file for file in all_files if SUFFIXES.get(_suffix(file)) in accepted]
+    files = [file for file in all_files if file_kind(file) in accepted]
     if not files:
         suffixes = [suffix for suffix, one in SUFFIXES.items() if one in accepted]
         raise DataError(
@@ -136,15 +136,15 @@ def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
     kinds: dict[Kind, Path] = {}
     for file in files:
         if kind in _RECORD_KINDS:
-            file_kind: Kind | None = "parquet" if is_table(file) else "jsonl"
+            found: Kind | None = "parquet" if is_table(file) else "jsonl"
         else:
-            file_kind = SUFFIXES.get(_suffix(file))
-        if file_kind is None:
+            found = file_kind(file)
+        if found is None:
             raise DataError(
                 f"{label}: the name of '{file}' does not say what it holds: set data.format to "
                 "'text', 'jsonl' or 'parquet'"
             )
-        kinds.setdefault(file_kind, file)
+        kinds.setdefault(found, file)
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(
@@ -152,6 +152,11 @@ def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
             f"one of them{', or set data.format' if kind == 'auto' else ''}"
         )
     return cast(Kind, kind) if kind in _RECORD_KINDS else next(iter(kinds))
+
+
+def file_kind(file: Path) -> Kind | None:
+    """Return the format that a file's name tells; None for an unknown one."""
+    return SUFFIXES.get(_suffix(file))
 
 
 def _suffix(file: Path) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moesaic.dist.collectives import all_reduce_
 from moesaic.facts.job import CredibilityConfig
-from moesaic.nn.inputs import Inputs
+from moesaic.nn.inputs import ByProduct, Inputs
 from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.nn.reports import Reports, moe_reports
 from moesaic.train.click_metrics import ClickScores
@@ -79,14 +79,15 @@ class CredibilityObjective(LanguageModelObjective):
         return self._with_labels(super().training_inputs(batch, context))
 
     def validation_inputs(self, batch: Batch) -> Inputs:
-        """Return the inputs of a validation batch, whose loss is a sum over its targets."""
-        return replace(super().validation_inputs(batch), keep=frozenset({"label_logits"}))
+        """Return the inputs of a validation batch, whose losses are sums."""
+        return self._with_labels(super().validation_inputs(batch))
 
     def _with_labels(self, inputs: Inputs) -> Inputs:
-        keep, text = inputs.keep | {"label_logits"}, self.config.text
-        if not text:
+        """Return inputs for which the head keeps the logits of labels."""
+        keep: frozenset[ByProduct] = inputs.keep | frozenset[ByProduct]({"label_logits"})
+        if not self.config.text:
             return replace(inputs, keep=keep, targets=None, project=False)
-        return replace(inputs, keep=keep, loss_scale=inputs.loss_scale * text)
+        return replace(inputs, keep=keep)
 
     def compute_loss(  # type: ignore[override]
         self, batch: LabelledBatch, context: StepContext
@@ -100,10 +101,9 @@ class CredibilityObjective(LanguageModelObjective):
         num_labels = sum(one.num_labels for one in context.batches)
         scores = _score(batch, reports)
         scores = replace(scores, loss=scores.loss / max(num_labels, 1))
-        root = scores.loss * (config.weight * scale)
-        loss = torch.zeros_like(scores.loss)
+        root, loss = scores.loss * (config.weight * scale), torch.zeros_like(scores.loss)
         if config.text:
-            root, loss = root + total, total.detach() / (scale * config.text)
+            root, loss = root + config.text * total, total.detach() / scale
         root, aux_losses = self.attach_aux_losses(root, reports.values(), scale)
         return root, CredibilityLosses(
             loss, aux_losses, detach_all(moe_reports(reports.values())), scores=_detach(scores)
@@ -115,6 +115,15 @@ class CredibilityObjective(LanguageModelObjective):
             batch.inputs.to(self.world.device), self.validation_inputs(batch)
         )
         return CredibilityLosses(loss, scores=_score(batch, reports))
+
+    def validation_loss(  # type: ignore[override]
+        self, batch: Batch, losses: CredibilityLosses
+    ) -> tuple[Tensor, int]:
+        """Return the loss of a validation batch and its targets; if the text is not learnt, that of
+        the labels and their number."""
+        if self.config.text:
+            return super().validation_loss(batch, losses)
+        return losses.scores.loss, len(losses.scores.labels)
 
     def validation_figures(  # type: ignore[override]
         self, losses: Sequence[CredibilityLosses]
@@ -132,14 +141,15 @@ class CredibilityObjective(LanguageModelObjective):
         return {**figures, "accuracy": num_right / number} if number else figures
 
     def _reduce_losses(
-        self, losses: Sequence[CredibilityLosses]  # type: ignore[override]
+        self,
+        losses: Sequence[CredibilityLosses],  # type: ignore[override]
     ) -> tuple[float, float, float, float, float]:
         """Return the total loss, its terms, and the replay mismatches, each summed over all
         ranks."""
-        total, loss, *rest = super()._reduce_losses(losses)
-        labels_loss = self._sum_label_losses(losses)
-        total += (self.config.text - 1.0) * loss + self.config.weight * labels_loss
-        return total, loss if self.config.text else labels_loss, *rest
+        total, loss, balance, z, mismatches = super()._reduce_losses(losses)
+        labels_loss, config = self._sum_label_losses(losses), self.config
+        total += (config.text - 1.0) * loss + config.weight * labels_loss
+        return total, loss if config.text else labels_loss, balance, z, mismatches
 
     def finish_step(self, result: StepResult, phases: PhaseTimer) -> CredibilityStepStats:
         """Return the statistics of a step; record its routing and move experts if that is due."""
