@@ -59,7 +59,8 @@ def drop_cut_sentence(text: str) -> str:
 
 def _is_complete(sentence: str) -> bool:
     found = list(_SENTENCE_END.finditer(sentence))
-    return bool(found) and found[-1].end() == len(sentence)
+    is_end = bool(found) and found[-1].end() == len(sentence)
+    return is_end and not _INITIAL.search(sentence)
 
 
 def draw_prefix(paragraph: str, seed: int, index: int) -> str | None:

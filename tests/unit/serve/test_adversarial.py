@@ -25,9 +25,7 @@ from moesaic.serve.adversarial import (
 from moesaic.testing.served import write_chat_model
 
 FIVE = "One is here. Is two? Three! Four stays; so be it. Five ends."
-TEXT = (
-    "A heading\n\nFirst it is. Then more. And more of it. The end.\n \nOnly one here.\n\nIt is. So."
-)
+TEXT = "A heading\n\nFirst it is. Then more. The end.\n \nOnly one here.\n\nIt is. So."
 
 
 @pytest.mark.parametrize(
@@ -53,8 +51,7 @@ def test_sentences_join_to_the_text(text: str) -> None:
 
 def test_blank_lines_separate_paragraphs() -> None:
     assert list(split_paragraphs(TEXT)) == [
-        "A heading", "First it is. Then more. And more of it. The end.", "Only one here.",
-        "It is. So.",
+        "A heading", "First it is. Then more. The end.", "Only one here.", "It is. So.",
     ]  # fmt: skip
 
 
@@ -190,6 +187,6 @@ def test_mistakes_are_found_before_a_token_is_generated(
     with pytest.raises(ConfigError, match="has no paragraph of two sentences or more"):
         build_pairs(engine, short, out, max_tokens=64)
     out.write_text('{"custom_id": "an answer"}\n')
-    with pytest.raises(ConfigError, match="line 1 of output .* is no text with a label"):
+    with pytest.raises(ConfigError, match=r"line 1 of output .* is no text with a label"):
         build_pairs(engine, text, out, max_tokens=64)
     assert out.read_text() == '{"custom_id": "an answer"}\n'
