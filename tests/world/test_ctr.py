@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from moesaic.api.inspection import inspect_path
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DivergedError
 from moesaic.base.events import read_events
@@ -325,6 +326,9 @@ def test_a_drive_changes_no_bit(ranks: RankPool, tmp_path: Path) -> None:
     assert all(np.array_equal(record, expected_rows[key]) for key, record in rows.items())
     passes = events_of(tmp_path / "run", "pass")
     assert sum(one["raised"] for one in passes) > 30
+    shown = inspect_path(tmp_path / "run")["table"]["passes"]
+    assert shown["memory_rows"] > 0
+    assert shown["drive_rows"] > 0
     (decisions,) = events_of(tmp_path / "run", "decisions")[-1]["passes"]
     assert decisions["steps"] == decisions["pass_steps"] == 1
 

@@ -177,7 +177,7 @@ def _texts_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[st
     from moesaic.train.data.batch import split_documents
     from moesaic.train.data.text_data import TextData
 
-    data = TextData.open(job.data, job.seed, World.solo(), log)
+    data = TextData.open(job.data, job.seed, World.solo(), log, job.control)
     batch = data.train.batch(range(num_samples))
     rows = []
     for row in range(num_samples):

@@ -176,6 +176,11 @@ class Table:
         """
         self._rows.push(_to_numpy(keys), _to_numpy(grads), _to_numpy(clicks))
 
+    def _check_writable(self) -> None:
+        """Raise ConfigError if the table is read-only."""
+        if self._rows.read_only:
+            raise ConfigError("the table is read-only: open it without read_only")
+
     def look_up(
         self, keys: NDArray[np.int64], offsets: NDArray[np.int64], *, training: bool
     ) -> Lookup:
@@ -184,12 +189,12 @@ class Table:
 
     def step(self) -> None:
         """Update the rows by the gradients that `TableBag` collected since the last call."""
+        self._check_writable()
         self._rows.step()
 
     def end_day(self) -> int:
         """End a day: scores decay, rows are evicted by the settings. Return how many were."""
-        if self._rows.read_only:
-            raise ConfigError("the table is read-only: open it without read_only")
+        self._check_writable()
         return self._rows.end_day()
 
     def stats(self) -> TableStats:
@@ -198,13 +203,9 @@ class Table:
 
     def save(self) -> None:
         """Write what changed since the last save; the directory holds the old or the new table."""
-        read_only = self._rows.read_only
+        self._check_writable()
         if self._path is None or self._snapshots is None:
-            raise ConfigError(
-                "the table is read-only: open it without read_only"
-                if read_only
-                else "the table is in memory alone: open it with path, a directory"
-            )
+            raise ConfigError("the table is in memory alone: open it with path, a directory")
         number = 1 + max((int(one["step"]) for one in self._facts.values()), default=0)
         facts = {"0": {**self._snapshots.begin(number)(), "step": number}}
         content = {"format": _FORMAT, "version": _VERSION, "shards": facts}

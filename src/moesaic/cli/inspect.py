@@ -107,6 +107,12 @@ def _print_click(number: int, row: dict[str, Any]) -> None:
         screen.print_line(f"  {f'slot {screen.printable(slot)}':<18}{shown}")
 
 
+def _rows_of(passes: dict[str, Any], tier: str) -> str:
+    """Return the rows and bytes of a tier in words; records of old runs have no rows."""
+    rows, size = passes.get(f"{tier}_rows"), format_bytes(passes[f"{tier}_bytes"])
+    return size if rows is None else f"{rows:,} rows ({size})"
+
+
 def _print_table(table: dict[str, Any]) -> None:
     """Print the rows of an embedding table, and its hottest keys."""
     screen.print_line(
@@ -117,8 +123,8 @@ def _print_table(table: dict[str, Any]) -> None:
     passes = table.get("passes")
     if passes:
         screen.print_line(
-            f"  {'last pass':<18}{format_bytes(passes['memory_bytes'])} in memory, "
-            f"{format_bytes(passes['drive_bytes'])} on the drive of rank 0; "
+            f"  {'last pass':<18}rank 0: {_rows_of(passes, 'memory')} in memory, "
+            f"{_rows_of(passes, 'drive')} on the drive; "
             f"{passes['hit_rate']:.0%} of rows found in memory"
         )
     rows = [

@@ -56,7 +56,8 @@ def predict(run: Source = None, data: Data = None, out: Out = None, as_json: Jso
         screen.print_json(facts)
         return 0
     screen.print_line(
-        f"{facts['model']}: {facts['samples']:,} samples, {facts['samples_per_s']:,.0f} a second"
+        f"{facts['model']}: {facts['samples']:,} {'' if data else 'validation '}samples, "
+        f"{facts['samples_per_s']:,.0f} a second"
     )
     for name, value in (facts["metrics"] or {}).items():
         best = f"  (best possible {facts['best_auc']:.4f})" if facts["best_auc"] else ""

@@ -50,6 +50,10 @@ class PassStats:
     """Rows that were read from the drive."""
     stall_s: float
     """Seconds that training waited for rows of the pass."""
+    memory_rows: int
+    """Rows in memory at its start."""
+    drive_rows: int
+    """Rows that are on the drive alone at its start."""
     memory_bytes: int
     """Bytes of records, index and buffers in memory at its start."""
     drive_bytes: int
@@ -193,8 +197,10 @@ class TablePasses:
         self.stats = PassStats(
             number=coming.number - self._first + 1, steps=coming.steps, keys=coming.num_keys,
             hits=coming.rows.num_in_memory, raised=len(coming.rows.below),
-            stall_s=time.perf_counter() - began, memory_bytes=figures.memory_bytes,
-            drive_bytes=figures.drive_bytes,
+            stall_s=time.perf_counter() - began,
+            memory_rows=(in_memory := len(self.tiers.table.arena)),
+            drive_rows=self.tiers.table.num_rows - in_memory,
+            memory_bytes=figures.memory_bytes, drive_bytes=figures.drive_bytes,
         )  # fmt: skip
 
     def end_pass(self) -> None:

@@ -111,7 +111,7 @@ def _table(run: RunStats) -> dict[str, Any] | None:
 
 
 def _passes(run: RunStats) -> dict[str, Any] | None:
-    """Return totals over the passes of rank 0, and its bytes in memory and on the drive."""
+    """Return totals over the passes of rank 0, and its rows and bytes by tier."""
     passes = list(run.passes.values())
     if not passes:
         return None
@@ -124,8 +124,10 @@ def _passes(run: RunStats) -> dict[str, Any] | None:
         "hit_rate": float(np.nansum(hits) / max(np.nansum(hits + raised), 1)),
         "stall_s": float(np.nansum(stalls)),
         "mean_stall_s": known_mean(stalls),
-        "memory_bytes": passes[-1].get("memory_bytes"),
-        "drive_bytes": passes[-1].get("drive_bytes"),
+        **{
+            name: passes[-1].get(name)
+            for name in ("memory_rows", "drive_rows", "memory_bytes", "drive_bytes")
+        },
     }
 
 

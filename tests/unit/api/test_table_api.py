@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,9 @@ def test_a_saved_table_goes_on_as_if_it_had_never_closed(tmp_path: Path) -> None
     with moesaic.Table.open(tmp_path / "rows", read_only=True) as table:
         assert len(table) == len(whole) > 10
         np.testing.assert_array_equal(table.pull(range(60)), whole.pull(range(60)))
-        with pytest.raises(ConfigError, match="read-only"):
-            change(table, 0)
-        with pytest.raises(ConfigError, match="read-only"):
-            table.end_day()
-        with pytest.raises(ConfigError, match="read-only"):
-            table.save()
+        for forbidden in (partial(change, table, 0), table.step, table.end_day, table.save):
+            with pytest.raises(ConfigError, match="read-only"):
+                forbidden()
 
 
 def test_two_saves_of_one_opening(tmp_path: Path) -> None:

@@ -69,13 +69,34 @@ def test_blocks_return_what_inputs_name(recompute: bool) -> None:
         assert torch.equal(block.moe.router_choices, best)
         assert bare.attention is not None
         assert bare.moe is not None
-        kept = (bare.hidden_states, *bare.attention, bare.moe.router_logits)
+        kept = (bare.hidden_states, *bare.attention[:2], bare.moe.router_logits)
         assert (*kept, bare.moe.router_choices) == (None,) * 5
-        for value in (*block.attention, block.moe.router_logits, block.hidden_states):
+        for value in (*block.attention[:2], block.moe.router_logits, block.hidden_states):
             loss = value.square().sum()
             (grad,) = torch.autograd.grad(loss, model.embed.weight, retain_graph=True)
             assert bool(grad.any())
     assert list(moe_reports(reports.values())) == list(config.expert_layers)
+
+
+def test_only_named_layers_keep_activations() -> None:
+    model = make_model()
+    inputs = replace(make_inputs(model), keep=ALL, keep_layers=frozenset({1}))
+    _, reports = model(TOKENS, inputs)
+    for index in model.layer_indices:
+        block = reports[f"layers.{index}"]
+        assert block.attention is not None
+        assert block.moe is not None
+        assert (block.hidden_states is not None) is (index == 1)
+        assert (block.attention.queries is not None) is (index == 1)
+        assert block.moe.router_choices is not None
+
+
+def test_head_without_projection_returns_its_normed_input() -> None:
+    model = make_model()
+    normed, reports = model(TOKENS, replace(make_inputs(model), targets=TOKENS, project=False))
+    logits, _ = model(TOKENS, make_inputs(model))
+    torch.testing.assert_close(normed @ model.head.weight.T, logits)
+    assert reports["head"] == BlockReport()
 
 
 def test_detached_reports_keep_no_graph() -> None:

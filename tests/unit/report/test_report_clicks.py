@@ -36,7 +36,8 @@ def run(tmp_path: Path) -> RunStats:
             if step in (1, 3, 5):
                 log.emit(
                     "pass", step=step, number=step, keys=9, hits=step, raised=5 - step,
-                    stall_s=0.2 * step, memory_bytes=100, drive_bytes=200 * step,
+                    stall_s=0.2 * step, memory_rows=step, drive_rows=5 * step,
+                    memory_bytes=100, drive_bytes=200 * step,
                 )  # fmt: skip
             if step % 3 == 0:
                 log.emit("day", step=step, day=step // 3 - 1, samples=24, rows=10 * step, auc=0.6)
@@ -66,7 +67,7 @@ def test_the_summary_of_a_recommender(run: RunStats) -> None:
     assert passes == pytest.approx(
         {
             "number": 3, "hit_rate": 9 / 15, "stall_s": 1.8, "mean_stall_s": 0.6,
-            "memory_bytes": 100, "drive_bytes": 1000,
+            "memory_rows": 5, "drive_rows": 25, "memory_bytes": 100, "drive_bytes": 1000,
         }
     )  # fmt: skip
     assert [one["kind"] for one in head["findings"]] == ["slow_passes"]

@@ -65,4 +65,5 @@ def _refused(job: Job) -> dict[str, bool]:
         "[memory]": job.memory is not None,
         'train.micro_batch_order = "by_block"': job.is_by_block,
         "[[student]]": bool(job.student),
+        "[control]": job.control is not None,
     }

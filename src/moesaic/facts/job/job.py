@@ -13,6 +13,7 @@ from moesaic.base import keys
 from moesaic.base.config import Section, parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.balance import BalanceConfig, no_effect
+from moesaic.facts.job.control import ControlConfig
 from moesaic.facts.job.credibility import CredibilityConfig, check_credibility
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.device_name import is_gpu
@@ -58,14 +59,17 @@ class Job(Section):
     """Balancing of expert loads over the `ep` ranks."""
     finetune: FinetuneConfig | None = None
     """Weights that a run trains; without this table all of them."""
-    credibility: CredibilityConfig | None = None
-    """Head that tells original from generated text; without this table there is none."""
     student: list[StudentConfig] = Field(default_factory=list)
     """Smaller models that learn from the model in the same steps."""
     distill: DistillConfig = DistillConfig()
     """Distillation into the students."""
     data: DataConfig
     """Text, tokenizer and packing."""
+    control: ControlConfig | None = None
+    """Attributes of texts (genre, topic, keywords, sentiment, length) that prompts name; without
+    this table there are no prompts."""
+    credibility: CredibilityConfig | None = None
+    """Head that tells original from generated text; without this table there is none."""
     train: TrainConfig
     """Length, batch and precision."""
     memory: MemoryConfig | None = None
@@ -90,6 +94,7 @@ class Job(Section):
             )
         self._check_router()
         self._check_finetune()
+        self._check_control()
         self._check_block_order()
         check_credibility(self)
         self._check_students()
@@ -152,6 +157,23 @@ class Job(Section):
                 f'balance.policy = "{self.balance.policy}" with "experts" in finetune.targets: '
                 'adapters of experts have no replicas, set balance.policy = "none", or remove '
                 '"experts"'
+            )
+
+    def _check_control(self) -> None:
+        """Raise ValueError for settings that leave no room for prompts, or do not train them."""
+        if self.control is None:
+            return
+        data = self.data
+        for key, value in (("format", "chat"), ("format", "dataset"), ("packing", "stream")):
+            if getattr(data, key) == value:
+                raise ValueError(
+                    f'data.{key} = "{value}" does not work with [control], whose samples are whole '
+                    "texts from files of text, JSON lines or Parquet: remove one of the two"
+                )
+        if self.finetune is not None and self.finetune.method == "lora":
+            raise ValueError(
+                'finetune.method = "lora" with [control] would not train the embedding, which '
+                'holds the soft prompts: set finetune.method = "full"'
             )
 
     @property
