@@ -137,7 +137,9 @@ class LMHead(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
         """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses, and a
-        report of the followers' losses, and of the classifier's logits if they are kept."""
+        report.
+
+        It has the followers' losses, and the classifier's logits if they are kept."""
         x, label_logits = self.norm(x), None
         if self.score is not None and "label_logits" in inputs.keep:
             label_logits = self.score(x)

@@ -40,10 +40,8 @@ def make_samples(job: Job, num_texts: int = 30) -> LabelledSamples:
     lengths = generator.integers(2, job.data.sequence + 1, num_texts)
     bounds = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     labels = generator.integers(-1, 2, num_texts).astype(np.int8)
-    mask = np.repeat(labels != 0, lengths)
-    mask[bounds[:-1]] = False
     tokens = generator.integers(0, job.model.vocab, bounds[-1]).astype(np.uint32)
-    return LabelledSamples(Corpus(tokens, bounds, "", mask, labels), None, job.data.sequence, 0)
+    return LabelledSamples(Corpus(tokens, bounds, "", labels=labels), None, job.data.sequence, 0)
 
 
 def slow_losses(run: LMRun, samples: LabelledSamples, job: Job) -> tuple[Tensor, Tensor]:
