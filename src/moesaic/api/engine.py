@@ -104,7 +104,7 @@ class TextEngine:
                 tokens, or "credibility", the probability by the model's classifier that the text
                 is original.
             sampling: settings of `moesaic generate`, such as max_tokens=64, temperature=0,
-                top_p, top_k, stop, seed, n and logprobs.
+                top_p, top_k, stop, seed, n, logprobs and control={"genre": "docs"}.
         """
         if isinstance(prompts, str):
             raise ConfigError("prompts is a text: give a list of prompts")
@@ -218,7 +218,9 @@ class TextEngine:
         system: str | None = None,
     ) -> list[TextRequest]:
         """Return the `n` requests of a prompt."""
-        ids = self.prompts.encode(prompt, config.max_tokens, is_chat=is_chat, system=system)
+        ids = self.prompts.encode(
+            prompt, config.max_tokens, is_chat=is_chat, system=system, control=config.control
+        )
         self._check_tokens("logit_bias", config.logit_bias)
         self._check_tokens("prompt", ids)
         is_chat |= not isinstance(prompt, str) and isinstance(prompt[0], dict)
@@ -285,7 +287,10 @@ class TextEngine:
             if self._thread is None:
                 served = self._served or self._load()
                 self._served = served  # It is read once, even if the cache does not fit at first.
-                engine = make_engine(served, self._config, max_waiting=sys.maxsize)
+                engine = make_engine(
+                    served, self._config, max_waiting=sys.maxsize,
+                    masked_ids=self.prompts.masked_ids,
+                )  # fmt: skip
                 self._thread = EngineThread(engine)
                 self._thread.start()
                 # A thread that still waits at the end of the program aborts it.
@@ -330,8 +335,10 @@ def default_cache_tokens(
     return max(min(max_running * model.max_positions, room), PAGE_TOKENS)
 
 
-def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:
-    """Return an engine over a loaded model."""
+def make_engine(
+    served: ServedModel, config: EngineConfig, max_waiting: int, masked_ids: Sequence[int] = ()
+) -> InferenceEngine:
+    """Return an engine over a loaded model, which never generates `masked_ids`."""
     from moesaic.kernels import device as devices
     from moesaic.serve.engine import EngineLimits, InferenceEngine
 
@@ -349,7 +356,7 @@ def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> 
         tokens_per_pass=config.tokens_per_pass,
         cache_tokens=tokens,
     )  # fmt: skip
-    return InferenceEngine(served.model, limits, served.reads)
+    return InferenceEngine(served.model, limits, served.reads, masked_ids)
 
 
 def load_network(

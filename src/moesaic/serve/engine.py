@@ -141,7 +141,11 @@ class InferenceEngine:
     """
 
     def __init__(
-        self, model: LanguageModel, limits: EngineLimits, reads: ExpertReads | None = None
+        self,
+        model: LanguageModel,
+        limits: EngineLimits,
+        reads: ExpertReads | None = None,
+        masked_ids: Sequence[int] = (),
     ) -> None:
         """Make an engine.
 
@@ -149,6 +153,7 @@ class InferenceEngine:
             model: the model, whole, on one device.
             limits: sizes of the engine.
             reads: how experts are read; None: all of them are in memory.
+            masked_ids: tokens that are never generated, such as soft prompts.
         """
         self.model, self.limits, self._reads = model.eval(), limits, reads
         weight, num_pages = model.embed.weight, limits.cache_tokens // limits.page_tokens
@@ -156,6 +161,9 @@ class InferenceEngine:
             weight.device,
             PagedCache(model.config, num_pages, limits.page_tokens, weight.detach()),
         )
+        self._masked = None
+        if masked_ids:
+            self._masked = torch.tensor(masked_ids, dtype=torch.int64, device=weight.device)
         cpu_attention.prepare(weight.dtype, weight.device)  # Else the first token waits for it.
         self._pages = self._cache.pages
         self._lock, self._ids = Lock(), count(1)
@@ -391,15 +399,12 @@ class InferenceEngine:
 
     def _end_scored(self, label_logits: Tensor, states: Sequence[RequestState]) -> None:
         """End the classified requests among `states`, whose class logits are the rows."""
-        dtype = torch.promote_types(label_logits.dtype, torch.float32)
-        logprobs = label_logits.to(dtype).log_softmax(dim=-1).tolist()
-        for state, row in zip(states, logprobs, strict=True):
+        rows = label_logits.double().log_softmax(dim=-1).tolist()
+        for state, row in zip(states, rows, strict=True):
             if state.request.is_scored:
+                scored = FinishEvent("stop", label_logprobs=tuple(row))
                 is_finite = all(map(math.isfinite, row))
-                event = FinishEvent("stop", label_logprobs=tuple(row))
-                self._finish(
-                    state, event if is_finite else FinishEvent("error", _not_finite(state))
-                )
+                self._finish(state, scored if is_finite else _not_finite_event(state))
 
     def _choose(self, logits: Tensor, states: Sequence[RequestState]) -> None:
         """Choose the next token of each request, and send the events."""
@@ -409,11 +414,12 @@ class InferenceEngine:
             logits = logits[torch.tensor(is_finite, device=logits.device)]
             for state, finite in zip(states, is_finite, strict=True):
                 if not finite:
-                    self._finish(state, FinishEvent("error", _not_finite(state)))
+                    self._finish(state, _not_finite_event(state))
             states = [state for state, finite in zip(states, is_finite, strict=True) if finite]
         if not states:
             return
-        for state, event in zip(states, choose_tokens(logits, states), strict=True):
+        events = choose_tokens(logits, states, self._masked)
+        for state, event in zip(states, events, strict=True):
             state.tokens.append(event.token)
             state.generated.append(event.token)
             state.on_event(event._replace(cached_tokens=state.num_found or 0))
@@ -486,9 +492,9 @@ def _num_positions(request: GenerationRequest) -> int:
     return len(request.prompt) + request.max_tokens - 1
 
 
-def _not_finite(state: RequestState) -> StoreError:
-    return StoreError(
+def _not_finite_event(state: RequestState) -> FinishEvent:
+    return FinishEvent("error", StoreError(
         f"token {len(state.generated) + 1} cannot be chosen, as the model's scores are not finite: "
         "its weights are damaged or its training diverged; use an earlier checkpoint, or "
         "precision = fp32 if the weights are sound"
-    )
+    ))  # fmt: skip
