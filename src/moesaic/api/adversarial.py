@@ -147,7 +147,12 @@ def build_pairs(
         settings: settings of `moesaic generate --adversarial`.
     """
     config = parse(AdversarialConfig, settings, "adversarial")
-    engine.check_length(config.max_tokens)
+    limit = engine.max_positions
+    if config.max_tokens > limit:
+        raise ConfigError(
+            f"max_tokens = {config.max_tokens} is more than the model's {limit} positions: set "
+            f"max_tokens = {limit} or less"
+        )
     is_plain = Path(source).is_file() and file_kind(Path(source)) is None
     text = find_text("input", str(source), "text" if is_plain else "auto", config.text_key, "train")
     if text.kind == "dataset":

@@ -13,7 +13,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from moesaic.api.generation import Generation, TextRequest
+from moesaic.api.generation import Generation, Score, TextRequest, classified_text
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
@@ -21,16 +21,25 @@ from moesaic.facts.job.credibility import LABELS
 from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
-from moesaic.serve.ranking import Ranking, best, check_ranking, likelihood
-from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
+from moesaic.serve.ranking import Ranking, best_of_each, check_ranking, likelihood
+from moesaic.serve.requests import (
+    FinishEvent,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    TokenScores,
+)
 
 if TYPE_CHECKING:
+    from moesaic.api.evaluation import Evaluation
     from moesaic.facts.job import ModelConfig
     from moesaic.models.hf.origin import Origin
     from moesaic.serve.engine import InferenceEngine
     from moesaic.serve.engine_thread import EngineThread
     from moesaic.serve.loading import ServedModel
 
+ScoredText = str | Sequence[int]
+"""A context or a continuation: a text, or token ids."""
 _Arrivals = SimpleQueue[tuple[TextRequest, TokenEvent | FinishEvent]]
 
 _CACHE_FRACTION = 0.25
@@ -82,6 +91,11 @@ class TextEngine:
                 self._served.close()
             self._served = None
 
+    @property
+    def max_positions(self) -> int:
+        """Positions of the model."""
+        return self._origin.model.max_positions
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -114,12 +128,12 @@ class TextEngine:
             return self._generate_best(prompts, config, ranking, is_chat=chat, system=system)
         return self._generate(prompts, config, is_chat=chat, system=system)
 
-    def score(self, texts: Sequence[str]) -> list[float]:
+    def credibility(self, texts: Sequence[str]) -> list[float]:
         """Return for each text the probability that it is original and not generated, by the
         model's classifier; 0 for an empty text."""
         if isinstance(texts, str):
             raise ConfigError("texts is a text: give a list of texts")
-        requests = {text: self._scoring_request(text) for text in texts if text}
+        requests = {text: self._classification(text) for text in texts if text}
         for one, _ in self.run(requests.values()):
             if one.error is not None:
                 raise one.error
@@ -128,58 +142,36 @@ class TextEngine:
             math.exp(requests[text].label_logprobs[original]) if text else 0.0 for text in texts
         ]
 
-    def _scoring_request(self, text: str) -> TextRequest:
-        ids = self.prompts.encode(text, 0)
-        return TextRequest(
-            text, GenerationRequest(tuple(ids), 1, is_scored=True), self.prompts.tokenizer,
-            SamplingConfig(max_tokens=1),
-        )  # fmt: skip
+    def _classification(self, text: str) -> TextRequest:
+        """Return a request for the classes of a text."""
+        request = GenerationRequest(tuple(self.prompts.encode(text, 0)), 0, is_classified=True)
+        return TextRequest(text, request, self.prompts.tokenizer, SamplingConfig())
 
     def _generate_best(
-        self,
-        prompts: Sequence[Prompt],
-        config: SamplingConfig,
-        ranking: Ranking,
-        *,
-        is_chat: bool,
-        system: str | None,
-    ) -> list[Generation]:
+        self, prompts: Sequence[Prompt], config: SamplingConfig, ranking: Ranking, *,
+        is_chat: bool, system: str | None,
+    ) -> list[Generation]:  # fmt: skip
         """Return the `n` texts with the highest scores of each prompt, the best first."""
         changes: dict[str, Any] = {"n": ranking.best_of}
         if ranking.by == "likelihood" and config.logprobs is None:
             changes["logprobs"] = 0
-        rows = self._generate(
-            prompts, config.model_copy(update=changes), is_chat=is_chat, system=system
-        )
+        every = config.model_copy(update=changes)
+        rows = self._generate(prompts, every, is_chat=is_chat, system=system)
         if ranking.by == "likelihood":
             scores = [likelihood(row.logprobs or ()) for row in rows]
         else:
-            scores = self.score([self._whole_text(row, is_chat=is_chat).strip() for row in rows])
+            tokenizer = self.prompts.tokenizer
+            texts = [classified_text(row, tokenizer, is_chat=is_chat) for row in rows]
+            scores = self.credibility(texts)
         if config.logprobs is None:
             rows = [row._replace(logprobs=None, top_logprobs=None) for row in rows]
-        return [
-            rows[start + index]._replace(score=scores[start + index])
-            for start in range(0, len(rows), ranking.best_of)
-            for index in best(scores[start : start + ranking.best_of], config.n)
-        ]
-
-    def _whole_text(self, row: Generation, *, is_chat: bool) -> str:
-        """Return the text that is classified: prompt and continuation, or the answer of a chat."""
-        prompt = row.prompt
-        if isinstance(prompt, str):
-            return row.text if is_chat else prompt + row.text
-        if isinstance(prompt[0], dict):
-            return row.text
-        return self.prompts.tokenizer.decode(row.prompt_tokens) + row.text
+        chosen = best_of_each(scores, ranking.best_of, config.n)
+        return [rows[index]._replace(score=scores[index]) for index in chosen]
 
     def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        config: SamplingConfig,
-        *,
-        is_chat: bool,
+        self, prompts: Sequence[Prompt], config: SamplingConfig, *, is_chat: bool,
         system: str | None,
-    ) -> list[Generation]:
+    ) -> list[Generation]:  # fmt: skip
         requests = [
             one
             for prompt in prompts
@@ -208,6 +200,79 @@ class TextEngine:
                 raise one.error
             if piece:
                 yield piece
+
+    def score(
+        self, pairs: Sequence[tuple[str | Sequence[int], str | Sequence[int]]]
+    ) -> list[Score]:
+        """Return the log-probabilities of continuations, in the order of the pairs.
+
+        Args:
+            pairs: a context and its continuation, both as texts or both as token ids. An empty text
+                is a context without words.
+        """
+        ids = [self.prompts.encode_pair(*pair) for pair in pairs]
+        found = dict(self.score_tokens(ids))
+        return [
+            Score(*pair, tokens, list(found[index].logprobs), found[index].is_greedy)
+            for index, (pair, (_, tokens)) in enumerate(zip(pairs, ids, strict=True))
+        ]
+
+    def score_tokens(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> Iterator[tuple[int, TokenScores]]:
+        """Yield the index and the scores of each pair of token ids, as they arrive.
+
+        Pairs that differ in the last token alone are computed once. If contexts are equal, the
+        first pair is computed before the others, which find the context in the prefix cache.
+        """
+        pairs_of: dict[tuple[int, ...], list[int]] = {}
+        for index, (context, continuation) in enumerate(pairs):
+            if not context:
+                raise ConfigError("the context has no token: give at least one")
+            if continuation:
+                pairs_of.setdefault((*context, *continuation[:-1]), []).append(index)
+            else:
+                yield index, TokenScores((), True)
+        groups: dict[tuple[int, ...], list[TextRequest]] = {}
+        indices_of: dict[TextRequest, list[int]] = {}
+        for prompt, indices in pairs_of.items():
+            request = GenerationRequest(
+                prompt, 0, continuations=tuple(tuple(pairs[index][1]) for index in indices)
+            )
+            one = TextRequest(prompt, request, self.prompts.tokenizer, SamplingConfig())
+            indices_of[one] = indices
+            groups.setdefault(tuple(pairs[indices[0]][0]), []).append(one)
+        ordered = _first_of_each(list(groups.values()), self._config.max_running)
+        for one, _ in self.run(ordered):
+            if one.error is not None:
+                raise one.error
+            yield from zip(indices_of[one], one.scores, strict=True)
+
+    def evaluate(
+        self, tasks: Sequence[str | Path], *, scores: Sequence[str] = (), **settings: Any
+    ) -> Evaluation:
+        """Return the results on local tasks, by lm-eval.
+
+        Args:
+            tasks: directories with task files, or single .yaml and .jsonl files.
+            scores: scoring functions of multiple-choice tasks; "all": all five.
+            settings: shots, limit, chat and on_progress, as in `run_evaluation`.
+        """
+        from moesaic.api.evaluation import run_evaluation
+
+        return run_evaluation(self, tasks, scores=scores, **settings)
+
+    def generate_texts(
+        self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], *, is_chat: bool = False
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the index and the text of each prompt of token ids, as they end."""
+        index_of: dict[TextRequest, int] = {}
+        for index, (ids, config) in enumerate(prompts):
+            for one in self.requests(list(ids), config, is_chat=is_chat):
+                index_of[one] = index
+        for one, _ in self.run(list(index_of)):
+            if one.is_finished:
+                yield index_of[one], one.result().text
 
     def requests(
         self,
@@ -297,15 +362,6 @@ class TextEngine:
                 self._end = weakref.finalize(self, _close, self._thread, served)
             return self._thread
 
-    def check_length(self, max_tokens: int) -> None:
-        """Raise ConfigError if texts of `max_tokens` are longer than the model's positions."""
-        limit = self._origin.model.max_positions
-        if max_tokens > limit:
-            raise ConfigError(
-                f"max_tokens = {max_tokens} is more than the model's {limit} positions: set "
-                f"max_tokens = {limit} or less"
-            )
-
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
         """Raise ConfigError for tokens beyond the vocabulary."""
         vocab = self._origin.model.vocab
@@ -320,6 +376,14 @@ class TextEngine:
 def _close(thread: EngineThread, served: ServedModel) -> None:
     thread.close()
     served.close()
+
+
+def _first_of_each(groups: Sequence[Sequence[TextRequest]], width: int) -> Iterator[TextRequest]:
+    """Yield the first request of `width` groups, then the others of these groups, and so on."""
+    for start in range(0, len(groups), width):
+        part = groups[start : start + width]
+        yield from (group[0] for group in part)
+        yield from (one for group in part for one in group[1:])
 
 
 def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent) -> None:

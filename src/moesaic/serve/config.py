@@ -133,6 +133,17 @@ class AdversarialConfig(EngineConfig, SamplingConfig):
         return n
 
 
+class EvalConfig(EngineConfig):
+    """Settings of `moesaic eval`."""
+
+    shots: int | None = Field(default=None, ge=0)
+    """Examples in front of each question, drawn from the task's data; unset: as the task says."""
+    limit: int | None = Field(default=None, ge=1)
+    """Documents per task, the first ones; unset: all."""
+    chat: bool = False
+    """Send each question as a user message, by the model's chat template."""
+
+
 class ServeConfig(EngineConfig):
     """Settings of `moesaic serve`."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
+from moesaic.models.hf.special_tokens import START_KEY, special_token_ids
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -90,6 +91,38 @@ class PromptEncoder:
         assert isinstance(self.tokenizer, FileTokenizer), "bytes have no template"
         end = template.end_of_turn_id(self.tokenizer)
         return self.end_ids if end is None else self.end_ids | {end}
+
+    @cached_property
+    def start_id(self) -> int:
+        """Token before a text that has no context: the tokenizer's start token, else its end
+        token."""
+        path = Path(self.tokenizer.name).expanduser()
+        if isinstance(self.tokenizer, FileTokenizer):
+            directory = path if path.is_dir() else path.parent
+            start: int = special_token_ids(directory).get(START_KEY, self.tokenizer.end_id)
+            return start
+        return self.tokenizer.end_id
+
+    def encode_pair(
+        self, context: str | Sequence[int], continuation: str | Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens of a context and of the text that continues it.
+
+        They are encoded as one text. Spaces at the end of the context belong to the continuation,
+        as tokenizers join them with the next word. An empty context becomes the start token.
+        """
+        if not isinstance(context, str) or not isinstance(continuation, str):
+            if isinstance(context, str) or isinstance(continuation, str):
+                raise ConfigError(
+                    f"context {keys.show(context)} and continuation {keys.show(continuation)}: "
+                    "give two texts, or token ids of both"
+                )
+            return list(context), list(continuation)
+        encode, stripped = self.tokenizer.encode, context.rstrip()
+        if not stripped:
+            return [self.start_id], encode(context + continuation, with_special_tokens=True)
+        before = encode(stripped)
+        return before, encode(context + continuation)[len(before) :]
 
     def encode(
         self,

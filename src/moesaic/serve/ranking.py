@@ -46,6 +46,11 @@ def likelihood(logprobs: Sequence[float]) -> float:
     return math.fsum(logprobs) / len(logprobs) if logprobs else -math.inf
 
 
-def best(scores: Sequence[float], number: int) -> list[int]:
-    """Return the indices of the `number` highest scores, the best first; equal ones in order."""
-    return sorted(range(len(scores)), key=lambda index: -scores[index])[:number]
+def best_of_each(scores: Sequence[float], best_of: int, n: int) -> list[int]:
+    """Return the indices of the `n` highest of each `best_of` scores in a row, the best first;
+    equal ones in order."""
+    return [
+        index
+        for start in range(0, len(scores), best_of)
+        for index in sorted(range(start, start + best_of), key=lambda at: -scores[at])[:n]
+    ]

@@ -17,7 +17,7 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.inputs import Inputs
-from moesaic.serve.ranking import best, likelihood
+from moesaic.serve.ranking import best_of_each, likelihood
 from moesaic.testing.served import write_chat_model
 
 TEXTS = ["It is here.", "So it is", "x", "The longest of all these texts. " * 4]
@@ -62,15 +62,17 @@ def test_scores_are_those_of_whole_passes(engine: Engine, model: LanguageModel) 
     expected = [slow_score(model, engine.prompts.tokenizer.encode(text)) for text in TEXTS]
     assert max(expected) - min(expected) > 0.05
     for _ in range(2):
-        assert engine.score(TEXTS) == pytest.approx(expected, rel=1e-9)
-    assert engine.score([TEXTS[0], "", TEXTS[0]]) == pytest.approx([expected[0], 0.0, expected[0]])
+        assert engine.credibility(TEXTS) == pytest.approx(expected, rel=1e-9)
+    assert engine.credibility([TEXTS[0], "", TEXTS[0]]) == pytest.approx(
+        [expected[0], 0.0, expected[0]]
+    )
 
 
 def test_texts_are_scored_among_others_that_are_generated(
     engine: Engine, model: LanguageModel
 ) -> None:
     alone = engine.generate(TEXTS[:2], **SAMPLING)
-    requests = [engine._scoring_request(TEXTS[0])]
+    requests = [engine._classification(TEXTS[0])]
     from moesaic.serve.config import SamplingConfig
 
     config = SamplingConfig(**SAMPLING)
@@ -105,7 +107,7 @@ def test_the_best_texts_come_first_and_the_worst_are_dropped(
 
 
 def test_ties_keep_their_order() -> None:
-    assert best([1.0, 3.0, 1.0, 3.0], 3) == [1, 3, 0]
+    assert best_of_each([1.0, 3.0, 1.0, 3.0, 5.0, 5.0, 9.0, 5.0], 4, 3) == [1, 3, 0, 6, 4, 5]
     assert likelihood([-1.0, -2.0]) == -1.5
     assert likelihood([]) == -math.inf
 
@@ -130,7 +132,7 @@ def test_a_model_without_a_classifier_ranks_by_likelihood(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match='rank = "credibility" needs a model with a classif'):
             plain.generate(["x"], best_of=3, rank="credibility")
         with pytest.raises(ConfigError, match="the model has no classifier: train one"):
-            plain.score(["x"])
+            plain.credibility(["x"])
 
 
 def test_the_command_shows_scores(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def test_transformers_gives_equal_scores(preset: str, tmp_path: Path) -> None:
         expected = logits.softmax(dim=-1)[:, 1]
         assert expected.std() > 0.004
         torch.testing.assert_close(
-            torch.tensor(engine.score(TEXTS)), expected, rtol=1e-5, atol=1e-6
+            torch.tensor(engine.credibility(TEXTS)), expected, rtol=1e-5, atol=1e-6
         )
 
 
