@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.base.errors import MoesaicError
 from moesaic.serve.config import SamplingConfig
 from moesaic.serve.prompts import Prompt
-from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent
+from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent, TokenScores
 from moesaic.serve.text import TextStream
 
 if TYPE_CHECKING:
@@ -30,6 +31,38 @@ class Generation(NamedTuple):
     """Log-probability of each new token by the model's own scores, if asked for."""
     top_logprobs: list[dict[int, float]] | None = None
     """Most likely tokens at each position with their log-probabilities, if asked for."""
+    score: float | None = None
+    """Score of the text among several, if they were ranked; higher is better."""
+
+
+class Score(NamedTuple):
+    """Log-probabilities of a continuation."""
+
+    context: str | Sequence[int]
+    """The context as it was given: a text or token ids."""
+    continuation: str | Sequence[int]
+    """The continuation as it was given."""
+    tokens: list[int]
+    """Token ids of the continuation."""
+    logprobs: list[float]
+    """Log-probability of each token, given the context and the tokens before it."""
+    is_greedy: bool
+    """True if greedy decoding writes this continuation."""
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the whole continuation."""
+        return sum(self.logprobs)
+
+
+def classified_text(row: Generation, tokenizer: Tokenizer, *, is_chat: bool) -> str:
+    """Return the text that a classifier judges: prompt and continuation, or the answer of a
+    chat."""
+    prompt = row.prompt
+    if is_chat or (not isinstance(prompt, str) and isinstance(prompt[0], dict)):
+        return row.text.strip()
+    start = prompt if isinstance(prompt, str) else tokenizer.decode(row.prompt_tokens)
+    return (start + row.text).strip()
 
 
 class TextRequest:
@@ -48,8 +81,12 @@ class TextRequest:
         self._pieces: list[str] = []
         self._events: list[TokenEvent] = []
         self._finish_reason: str | None = None
+        self.scores: tuple[TokenScores, ...] = ()
+        """Scores of the request's continuations, if it has any."""
         self.error: MoesaicError | None = None
         """Error that ended the request."""
+        self.label_logprobs: tuple[float, ...] = ()
+        """Log-probabilities of the classes of the prompt, if it was classified."""
 
     @property
     def is_finished(self) -> bool:
@@ -64,7 +101,8 @@ class TextRequest:
             if self._stream.is_stopped:
                 self._finish_reason = "stop"
         elif event.reason in ("stop", "length"):
-            piece = self._stream.finish()
+            piece, self.scores = self._stream.finish(), event.scores
+            self.label_logprobs = event.label_logprobs
             self._finish_reason = "stop" if self._stream.is_stopped else event.reason
         else:
             piece = ""

@@ -67,13 +67,11 @@ def _print_row(name: str, value: Any) -> None:
     if name in ("warnings", "damaged"):
         for text in value:
             (screen.print_error if name == "damaged" else screen.print_warning)(text)
-    elif name == "checkpoints":
+    elif name in ("checkpoints", "students"):
         screen.print_line(label.rstrip())
+        describe = _describe_student if name == "students" else _describe_checkpoint
         for row in value:
-            state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
-            screen.print_line(
-                f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
-            )
+            screen.print_line(f"    {describe(row)}")
     elif name in ("samples", "clicks"):
         for number, row in enumerate(value):
             (_print_text if name == "samples" else _print_click)(number, row)
@@ -85,6 +83,24 @@ def _print_row(name: str, value: Any) -> None:
         screen.print_line(
             f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
+
+
+def _describe_checkpoint(row: dict[str, Any]) -> str:
+    """Return a checkpoint of a run in words."""
+    state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
+    return f"step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
+
+
+def _describe_student(row: dict[str, Any]) -> str:
+    """Return a student of a run or checkpoint in words."""
+    losses = [
+        f"{key.replace('_', ' ')} {row[key]:.4f}"
+        for key in ("loss", "validation_loss")
+        if row.get(key) is not None
+    ]
+    teacher = "the teacher" if row["teacher"] == "model" else row["teacher"]
+    words = [f"{row['parameters']:,} parameters", f"learns from {teacher}", *losses]
+    return f"{row['name']:<16}{', '.join(words)}"
 
 
 def _print_text(number: int, row: dict[str, Any]) -> None:
