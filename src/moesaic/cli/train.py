@@ -170,6 +170,13 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
     for finding in facts["findings"]:
         if finding["kind"].startswith("replicas_"):
             screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
+    for name, figures in facts["students"].items():
+        words = [
+            f"{term.replace('_', ' ')} {figures[term]:.3f}"
+            for term in ("loss", "validation_loss")
+            if figures.get(term) is not None
+        ]
+        screen.print_line(f"  student {name}: {', '.join(words)}" * bool(words))
     rows = {
         "run": run.directory, "checkpoint": facts["newest_checkpoint"], "report": page,
         "next": _next_command(run),

@@ -1,8 +1,8 @@
 """Texts with their attributes: from files and labellers to tokens behind prompts.
 
 A document of the corpus begins with the segments of its prompt for topic, keywords, sentiment and
-length; each may be empty. The text and the end token follow. The genre (-1 for none) and the lengths
-of the four segments are beside it.
+length; each may be empty. The text and the end token follow. Beside it are its genre (-1 for none)
+and the lengths of the four segments.
 """
 
 from __future__ import annotations

@@ -114,3 +114,14 @@ def test_an_unknown_student_is_refused(
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "olmoe"
     assert main(["convert", str(tmp_path / "hf"), "--out", out, "--student", "small"]) == 2
     assert "which holds one model: give a run with students" in capsys.readouterr().err
+
+
+def test_a_checkpoint_lists_its_students(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    assert main(["inspect", str(checkpoint)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split() for line in lines[lines.index("  students") + 1 :][:2]]
+    assert shown == [
+        ["small", "4,720", "parameters,", "learns", "from", "the", "teacher"],
+        ["mixed", "8,304", "parameters,", "learns", "from", "small"],
+    ]
