@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,7 @@ def test_a_killed_run_resumes_and_its_students_join_and_leave(
     shown = commands.output(["train", str(job), "--out", str(straight)])
     assert 'student "assistant": ' in shown
     assert 'student "small": ' in shown
+    assert re.search(r"step 4/4: loss \d\.\d+, assistant \d\.\d+, small \d\.\d+, ", shown)
     command = ["train", str(job), "--out", str(killed)]
     process = multiprocessing.get_context("forkserver").Process(
         target=train_until_killed, args=(command, 4), daemon=True
