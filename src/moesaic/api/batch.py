@@ -254,8 +254,8 @@ def run_batch(
 
 
 @contextmanager
-def _open_answers(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Yield the file of answers, without a torn last line, and the ids that it has."""
+def locked_output(path: Path) -> Iterator[BinaryIO]:
+    """Yield the file at `path`, open to be read and appended to by this process alone."""
     with ExitStack() as stack:
         try:
             lock = path.with_name(f"{path.name}.lock")
@@ -268,6 +268,13 @@ def _open_answers(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
         except OSError as error:
             raise write_error(f"output '{path}'", error) from None
         file.seek(0)
+        yield file
+
+
+@contextmanager
+def _open_answers(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """Yield the file of answers, without a torn last line, and the ids that it has."""
+    with locked_output(path) as file:
         done, end = set[str](), 0
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):

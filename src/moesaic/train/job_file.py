@@ -32,6 +32,7 @@ from moesaic.base.config import (
 )
 from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
+from moesaic.facts.job.credibility import fill_labels
 from moesaic.facts.job.distill import TEACHER
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
@@ -127,7 +128,7 @@ def _resolve(
     notes: list[str] = []
     raw = fill_tokenizer(raw, origin, notes, run)
     raw = _fill_students(fill_pretrained(raw, origin, notes, run), origin, notes, run)
-    job = parse(Job, fill_preset(raw, origin), origin, sets)
+    job = parse(Job, fill_labels(fill_preset(raw, origin)), origin, sets)
     if job.finetune is not None and job.source is None:
         raise ConfigError(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
@@ -272,7 +273,7 @@ def fill_pretrained(
             f"directory defines the model, remove one of the two (only {allowed} may stand "
             "beside it)"
         )
-    return {**raw, "model": {**config_model, **rest}, "source": source}
+    return {**raw, "model": {**config_model, **rest, "labels": 0}, "source": source}
 
 
 def _source_hint(path: Path) -> str:
