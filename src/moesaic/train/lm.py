@@ -18,7 +18,7 @@ from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import SCORE, A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
 from moesaic.models.hf import names
-from moesaic.models.hf.reader import HFSource, scan_weights
+from moesaic.models.hf.reader import PretrainedSource, scan_weights
 from moesaic.models.init import InitialSource
 from moesaic.models.student import AUXILIARY
 from moesaic.models.tokenizer import check_vocabulary
@@ -197,6 +197,7 @@ class InitialWeights:
             groups[find_prefix(shard.name, models) or ""].append(shard)
         for prefix, group in groups.items():
             source, model = models[prefix]
+            initial = InitialSource(self.job.seed, model.init_std)
             if model.labels and source and names.SCORE not in scan_weights(Path(source)):
                 model = model.model_copy(update={"labels": 0})  # The classifier is new.
             stored = [
@@ -205,12 +206,14 @@ class InitialWeights:
                 if source is not None and _is_pretrained(one, prefix, model.labels)
             ]
             kept = {id(one) for one in stored}
-            initial = InitialSource(self.job.seed, model.init_std)
             initial.fill([one for one in group if id(one) not in kept])
             if source is not None and stored:
-                HFSource(Path(source), model).fill(
-                    [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
-                )
+                pretrained = PretrainedSource(Path(source), model)
+                named = [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
+                # A row's first values depend on the name in the run.
+                partial = [i for i, one in enumerate(named) if pretrained.is_partial(one)]
+                initial.fill([stored[i] for i in partial])
+                pretrained.fill(named)
 
 
 def _is_pretrained(shard: TensorShard, prefix: str, labels: int) -> bool:
