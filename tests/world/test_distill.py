@@ -104,6 +104,14 @@ def test_a_student_keeps_its_bits_beside_siblings(five: tuple[Any, ...], names: 
         assert some[1][f"{name}/loss"] == five[1][f"{name}/loss"]
 
 
+@pytest.mark.soak
+def test_bits_are_kept_in_bf16_with_recomputation_too() -> None:
+    train = {"train": {"micro_batches": 2, "precision": "bf16", "recompute": True}}
+    without, one, all_five = (train_alone(some, **train) for some in ([], [ASSISTANT], STUDENTS))
+    assert_same_bits(all_five, without)
+    assert_same_bits(one, all_five, "assistant")
+
+
 def test_figures_name_each_student(five: tuple[Any, ...]) -> None:
     first, second = five[0]
     assert {key for key in first if key.startswith("small/")} == {
