@@ -115,18 +115,20 @@ class LanguageModelKind:
         yield from map(_describe_student, students_in_order(job.student))
 
     def start_fields(self, run: LMRun) -> dict[str, Any]:
-        """Return numbers of parameters, and the kernels of this rank."""
-        counts = count_parameters(run.objective.job.model)
+        """Return numbers of parameters, the kernels of this rank, and the students, if any."""
+        job = run.objective.job
+        counts = count_parameters(job.model)
+        students = [
+            {
+                "name": one.name, "teacher": one.teacher,
+                "parameters_total": count_parameters(one.model).total,
+            }
+            for one in job.student
+        ]  # fmt: skip
         return {
             "parameters_total": counts.total, "parameters_active": counts.active,
             "backends": _describe_backends(run),
-            "students": [
-                {
-                    "name": one.name, "teacher": one.teacher,
-                    "parameters_total": count_parameters(one.model).total,
-                }
-                for one in run.objective.job.student
-            ],
+            **({"students": students} if students else {}),
         }  # fmt: skip
 
 
