@@ -181,6 +181,28 @@ def test_a_resumed_run_has_the_same_bits(
     assert state["parameter/students.biased.layers.0.moe.router.bias"].any()
 
 
+def test_models_that_stay_keep_their_bits_when_others_join_and_leave(
+    text: Path, tmp_path: Path
+) -> None:
+    """Then the teacher is frozen."""
+    solo, plain = World.solo(), {"name": "plain", "model": DENSE}
+    straight, joined, frozen = (tmp_path / name for name in ("straight", "joined", "frozen"))
+    run_students(solo, str(text), str(straight), [plain, ASSISTANT])
+    middle = str(checkpoint_of(straight, 2))
+    run_students(solo, str(text), str(joined), [SMALL | {"teacher": "plain"}, plain], middle)
+    first, second = (read_checkpoint(checkpoint_of(out, 4)) for out in (straight, joined))
+    stay = {key for key in first if ".assistant." not in key}
+    assert stay == {key for key in second if ".small." not in key}
+    assert all(np.array_equal(first[key], second[key]) for key in stay)
+
+    changes = {"distill": {"frozen": True}}
+    run_students(solo, str(text), str(frozen), [plain], middle, changes)
+    before, after = read_checkpoint(Path(middle)), read_checkpoint(checkpoint_of(frozen, 4))
+    teacher = [key for key in after if "/students." not in key]
+    assert all(key.startswith("parameter/") for key in teacher)
+    assert all(np.array_equal(before[key], after[key]) for key in teacher)
+
+
 @pytest.mark.parametrize(
     ("student", "changes", "words"),
     [
