@@ -17,8 +17,7 @@ from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import SCORE, A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
-from moesaic.models.hf import names
-from moesaic.models.hf.reader import HFSource, scan_weights
+from moesaic.models.hf.reader import HFSource, open_pretrained
 from moesaic.models.init import InitialSource
 from moesaic.models.student import AUXILIARY
 from moesaic.models.tokenizer import check_vocabulary
@@ -195,31 +194,28 @@ class InitialWeights:
             groups[find_prefix(shard.name, models) or ""].append(shard)
         for prefix, group in groups.items():
             source, model = models[prefix]
-            if model.labels and source and names.SCORE not in scan_weights(Path(source)):
-                model = model.model_copy(update={"labels": 0})  # The classifier is new.
+            weights = None
+            if source is not None and group:
+                weights = open_pretrained(Path(source), model)
             stored = [
-                one
-                for one in group
-                if source is not None and _is_pretrained(one, prefix, model.labels)
+                one for one in group if weights is not None and _is_pretrained(one, prefix, weights)
             ]
             kept = {id(one) for one in stored}
             initial = InitialSource(self.job.seed, model.init_std)
             initial.fill([one for one in group if id(one) not in kept])
-            if source is not None and stored:
-                HFSource(Path(source), model).fill(
-                    [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
-                )
+            if weights is not None and stored:
+                weights.fill([replace(one, name=one.name.removeprefix(prefix)) for one in stored])
 
 
-def _is_pretrained(shard: TensorShard, prefix: str, labels: int) -> bool:
+def _is_pretrained(shard: TensorShard, prefix: str, weights: HFSource) -> bool:
     """Return whether a Hugging Face directory has values of `shard`: it has none of moments,
-    adapters, auxiliary weights of students, and a classifier without `labels`."""
+    adapters, auxiliary weights of students, and a new classifier."""
     name = shard.name.removeprefix(prefix)
     return (
         shard.kind == PARAMETER
         and not name.endswith((A, B))
         and not name.startswith(f"{AUXILIARY}.")
-        and (labels > 0 or name != SCORE)
+        and (name in weights or name != SCORE)
     )
 
 

@@ -88,6 +88,10 @@ class HFSource:
         if model.tied and names.HEAD in self._headers:
             self._check_tied(directory)
 
+    def __contains__(self, name: str) -> bool:
+        """Return whether the directory has the parameter."""
+        return name in self._slices
+
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `read` returns a parameter: as on file, fp32 for fp8 blocks."""
         dtype = self._headers[self._slices[name].tensor].dtype
@@ -171,6 +175,14 @@ class HFSource:
                 f"from '{names.EMBEDDING}': set tie_word_embeddings to false, or remove it"
             )
         self._open_file = None
+
+
+def open_pretrained(directory: Path, model: ModelConfig) -> HFSource:
+    """Return the weights in `directory` that a run of `model` starts from; it may add a
+    classifier."""
+    if model.labels and names.SCORE not in scan_weights(directory):
+        model = model.model_copy(update={"labels": 0})
+    return HFSource(directory, model)
 
 
 def _read_whole(header: TensorHeader) -> Tensor:
