@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import Array, plain, put_together, sparing, worst_element
+from layouts import SIGMOID, Array, plain, put_together, sparing, worst_element
 from students import ALL, ASSISTANT, DENSE, SMALL, STUDENTS
 from torch import Tensor, nn
 
@@ -104,6 +104,14 @@ def test_a_student_keeps_its_bits_beside_siblings(five: tuple[Any, ...], names: 
         assert some[1][f"{name}/loss"] == five[1][f"{name}/loss"]
 
 
+@pytest.mark.soak
+def test_bits_are_kept_in_bf16_with_recomputation_too() -> None:
+    train = {"train": {"micro_batches": 2, "precision": "bf16", "recompute": True}}
+    without, one, all_five = (train_alone(some, **train) for some in ([], [ASSISTANT], STUDENTS))
+    assert_same_bits(all_five, without)
+    assert_same_bits(one, all_five, "assistant")
+
+
 def test_figures_name_each_student(five: tuple[Any, ...]) -> None:
     first, second = five[0]
     assert {key for key in first if key.startswith("small/")} == {
@@ -182,7 +190,7 @@ def whole_losses(
         "logits": (compare_logits(*tempered, config.divergence) * present).sum(),
     }
     if config.losses.needs_attention:
-        queries_keys = student.auxiliary.attention(last, inputs)
+        queries_keys = student.auxiliary.attend(last, inputs)
         for name, divergence in (
             ("attention", attention_divergence), ("relations", relation_divergence)
         ):  # fmt: skip
@@ -190,7 +198,7 @@ def whole_losses(
                 target_last.attention, [queries_keys], inputs.attention, present
             )[0]
     if config.losses.hidden:
-        states = student.auxiliary.hidden_states(last)
+        states = student.auxiliary.project(last.hidden_states)
         found["hidden"] = hidden_distance(target_last.hidden_states, states, present)
     return found
 
@@ -259,15 +267,25 @@ def test_one_forward_of_the_teacher_serves_all(frozen: bool) -> None:
     run.close()
 
 
-def test_a_frozen_teacher_has_no_moments_and_stays() -> None:
-    figures, _, state = train_alone(STUDENTS, distill={"frozen": True})
-    expected = train_alone([], train={"steps": 10, "micro_batches": 2})
-    initial = start_run(tiny_job(**BUSY))
+BIASED: dict[str, Any] = {"model": SIGMOID["model"], "routing": SIGMOID["routing"]}
+"""Tables of a teacher whose routers have a bias, and whose attention is latent."""
+
+
+@pytest.mark.parametrize(
+    ("students", "tables"),
+    [(STUDENTS, {}), ([{**SMALL, "teacher": "model", "losses": {"logits": 1.0}}], BIASED)],
+)
+def test_a_frozen_teacher_has_no_moments_and_stays(
+    students: Sequence[Mapping[str, Any]], tables: dict[str, Any]
+) -> None:
+    figures, _, state = train_alone(students, distill={"frozen": True}, **tables)
+    (expected, *_), _, _ = train_alone([], **tables)
+    initial = start_run(tiny_job(**BUSY, **tables))
     values = put_together([[plain(shard) for shard in initial.state().shards]])
     teacher = own_state(state, "")
     assert {key.partition("/")[0] for key in teacher} == {"parameter"}
     assert all(np.array_equal(teacher[key], values[key]) for key in teacher)
-    assert figures[0]["loss"] == pytest.approx(expected[0][0]["loss"], rel=1e-12)
+    assert figures[0]["loss"] == pytest.approx(expected["loss"], rel=1e-12)
     assert figures[0]["grad_norm"] == 0.0
     assert figures[1]["small/grad_norm"] > 0
     initial.close()

@@ -26,6 +26,7 @@ from moesaic.base.safetensors_file import ITEM_BYTES
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import fp8, names
+from moesaic.models.hf.config import read_config
 from moesaic.store.expert_files import StoredBytes, StoredMatrix
 
 SINGLE_NAME = "model.safetensors"
@@ -87,10 +88,6 @@ class HFSource:
         """Messages about skipped tensors on file, with the reason."""
         if model.tied and names.HEAD in self._headers:
             self._check_tied(directory)
-
-    def __contains__(self, name: str) -> bool:
-        """Return whether the directory has the parameter."""
-        return name in self._slices
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `read` returns a parameter: as on file, fp32 for fp8 blocks."""
@@ -177,12 +174,33 @@ class HFSource:
         self._open_file = None
 
 
-def open_pretrained(directory: Path, model: ModelConfig) -> HFSource:
-    """Return the weights in `directory` that a run of `model` starts from; it may add a
-    classifier."""
-    if model.labels and names.SCORE not in scan_weights(directory):
-        model = model.model_copy(update={"labels": 0})
-    return HFSource(directory, model)
+class PretrainedSource:
+    """Weights of a directory for a model that may have more embeddings than the directory, and a
+    classifier that the directory lacks."""
+
+    def __init__(self, directory: Path, model: ModelConfig) -> None:
+        stored, _ = read_config(directory)
+        self._vocab = min(stored.vocab, model.vocab)
+        """Embeddings of the directory."""
+        self.has_classifier = stored.labels > 0
+        """True if the directory has a classifier."""
+        changes = {"vocab": self._vocab, "labels": model.labels if stored.labels else 0}
+        self._source = HFSource(directory, model.model_copy(update=changes))
+        self.notes = self._source.notes
+        """See `HFSource`."""
+
+    def is_partial(self, shard: TensorShard) -> bool:
+        """Return whether the directory lacks rows of `shard`, an embedding or a head."""
+        by_word = shard.name in names.BY_WORD
+        return by_word and shard.offset[0] + shard.size[0] > self._vocab
+
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Write values into `shards`; rows that the directory lacks keep theirs."""
+        self._source.fill([shard for shard in shards if not self.is_partial(shard)])
+        for shard in filter(self.is_partial, shards):
+            with shard.borrow(writes=True) as tensor:
+                rows = tensor[: max(self._vocab - shard.offset[0], 0)]
+                self._source.fill([shard.with_tensor(rows)])
 
 
 def _read_whole(header: TensorHeader) -> Tensor:
