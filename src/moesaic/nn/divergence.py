@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moesaic.facts.job.distill import Divergence
+from moesaic.facts.workload.parts import relation_heads
 from moesaic.facts.workload.sizes import DIVERGENCE_BLOCK_BYTES, DIVERGENCE_QUERY_BLOCK
 from moesaic.nn.attention_backends import AttentionMetadata, QueryBlock
-from moesaic.nn.inputs import Divergence
 from moesaic.nn.reports import AttentionReport
 
 _HIDDEN_SCORE = -1e30
@@ -195,15 +196,9 @@ def _relations(
     assert teacher is not None, "attention was to keep queries and keys"
     assert student is not None
     both = [x.transpose(1, 2).flatten(2) for x in (teacher, student)]
-    heads = relation_heads(teacher.shape[1], *(x.shape[2] for x in both))
+    heads = relation_heads(both[1].shape[2], both[0].shape[2], teacher.shape[1])
     first, second = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in both)
     return AttentionReport(first, first), [AttentionReport(second, second)]
-
-
-def relation_heads(heads: int, *widths: int) -> int:
-    """Return the largest number up to `heads` that divides all `widths`."""
-    common = math.gcd(*widths)
-    return next(number for number in range(heads, 0, -1) if common % number == 0)
 
 
 def hidden_distance(teacher: Tensor, student: Tensor, token_weights: Tensor) -> Tensor:

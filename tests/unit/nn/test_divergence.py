@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.nn.attention_backends import AttentionMetadata
-from moesaic.nn.divergence import (
-    attention_divergence,
-    hidden_distance,
-    relation_divergence,
-    relation_heads,
-)
+from moesaic.nn.divergence import attention_divergence, hidden_distance, relation_divergence
 from moesaic.nn.reports import AttentionReport
 from moesaic.testing.memory import peak_allocated
 
@@ -169,11 +164,6 @@ def test_relations_equal_whole_probabilities() -> None:
         gradients(actual.sum(), *students), gradients(sum(expected), *students),
         rtol=1e-9, atol=1e-9,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("widths", "heads"), [((24, 16), 4), ((12, 8), 4), ((35, 6), 1)])
-def test_relation_heads_divide_both_widths(widths: tuple[int, int], heads: int) -> None:
-    assert relation_heads(5, *widths) == heads
 
 
 def test_hidden_distance() -> None:
