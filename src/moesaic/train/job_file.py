@@ -33,7 +33,7 @@ from moesaic.base.config import (
 from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
-from moesaic.facts.job.distill import TEACHER
+from moesaic.facts.job.distill import TEACHER, logits_warnings
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
 from moesaic.facts.workload import count_parameters
@@ -134,7 +134,8 @@ def _resolve(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
             "Face model directory (model.from = DIR), or remove [finetune]"
         )
-    return job, [*notes, *_export_warnings(job), *_student_warnings(job)]
+    warnings = [*_export_warnings(job), *_size_warnings(job), *logits_warnings(job.student)]
+    return job, [*notes, *warnings]
 
 
 def _fill_students(
@@ -155,22 +156,15 @@ def _fill_students(
     return {**raw, "student": filled}
 
 
-def _student_warnings(job: Job) -> list[str]:
-    """Return a warning for each student with more parameters than its teacher, or that learns
-    logits of a teacher whose output projection no loss trains."""
+def _size_warnings(job: Job) -> list[str]:
+    """Return a warning for each student with more parameters than its teacher."""
     counts = {TEACHER: count_parameters(job.model).total}
     counts |= {one.name: count_parameters(one.model).total for one in job.student}
-    silent = {one.name for one in job.student if not (one.losses.text or one.losses.logits)}
     return [
         f'student "{one.name}" has {counts[one.name]:,} parameters, more than its teacher '
         f'"{one.teacher}" with {counts[one.teacher]:,}: it costs more than it can learn'
         for one in job.student
         if counts[one.name] > counts[one.teacher]
-    ] + [
-        f'student "{one.name}" learns the logits of "{one.teacher}", which no loss trains: give '
-        f'"{one.teacher}" losses.text or losses.logits'
-        for one in job.student
-        if one.losses.logits and one.teacher in silent
     ]
 
 

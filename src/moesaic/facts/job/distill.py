@@ -154,6 +154,17 @@ def students_in_order(students: Sequence[StudentConfig]) -> list[StudentConfig]:
         placed.update((one.name, one) for one in ready)
 
 
+def logits_warnings(students: Sequence[StudentConfig]) -> list[str]:
+    """Return a warning for each student of logits that no loss of its teacher trains."""
+    silent = {one.name for one in students if not (one.losses.text or one.losses.logits)}
+    return [
+        f'student "{one.name}" learns the logits of "{one.teacher}", which no loss trains: give '
+        f'"{one.teacher}" losses.text or losses.logits'
+        for one in students
+        if one.losses.logits and one.teacher in silent
+    ]
+
+
 def student_errors(model: ModelConfig, students: Sequence[StudentConfig]) -> Iterator[str]:
     """Yield a sentence for each reason why `students` cannot learn from `model`."""
     models = {TEACHER: model, **{one.name: one.model for one in students}}
