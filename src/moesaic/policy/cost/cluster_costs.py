@@ -285,7 +285,7 @@ class ClusterCosts:
         plan = self.plan
         chains = plan.pp_groups()
         return [
-            [list(range(plan.ranks))], *plan.exchange_groups(), plan.expert_dp_groups(),
+            [list(range(plan.ranks))], plan.ep_groups(), *plan.exchange_groups(), plan.expert_dp_groups(),
             plan.dp_shard_groups(), plan.dp_replicate_groups(), plan.stage_groups(),
             plan.tp_groups(), plan.dp_groups(), plan.etp_groups(),
             plan.same_etp_rank_groups(), chains,
