@@ -19,7 +19,7 @@ from moesaic.facts.job.bench import BenchConfig
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
-from moesaic.serve.config import GenerateConfig, ServeConfig
+from moesaic.serve.config import EvalConfig, GenerateConfig, ServeConfig
 
 DOCS = Path(__file__).parent
 
@@ -46,6 +46,10 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
     ),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
     "serve": (ServeConfig, "`moesaic serve MODEL --set KEY=VALUE`"),
+    "eval": (
+        EvalConfig,
+        "`moesaic eval MODEL --tasks PATH --set KEY=VALUE`, see [eval.md](eval.md).",
+    ),
     "convert": (ConvertConfig, "`moesaic convert SOURCE --out DIR --set KEY=VALUE`"),
     "probe": (ProbeConfig, "`moesaic probe --set KEY=VALUE`"),
     "bench": (BenchConfig, "`moesaic bench layer --set KEY=VALUE`"),

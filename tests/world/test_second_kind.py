@@ -263,7 +263,11 @@ class VectorsKind:
     unit = "samples"
     data_change = "the vectors have changed"
     new_run = "start a new run"
-    learning_rates = "optimizer.lr"
+
+    def learning_rates(self, job: VectorsJob) -> str:
+        """Return the key."""
+        del job
+        return "optimizer.lr"
 
     def units_per_step(self, job: VectorsJob) -> int:
         """Return the samples of a step."""
@@ -468,7 +472,7 @@ def refuse_placements(world: World) -> None:
         run = Run(job, world, [placement], [], objective, walk, world.group)
         with pytest.raises(ValueError, match=r"rank 1 does not hold the part, ranks \[0, 2\] do"):
             _ = run.part
-    for prefix in ("", "head.", "head.new."):
+    for prefix in ("head.", "head.new."):
         placements = [placement, place_part(prefix, [0])]
         with pytest.raises(
             ValueError, match=r'the prefix "head\..*" of a part starts with that of'

@@ -12,22 +12,31 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from moesaic.api.generation import Generation, TextRequest
+from moesaic.api.generation import Generation, Score, TextRequest
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
 from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
-from moesaic.serve.requests import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
+from moesaic.serve.requests import (
+    FinishEvent,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    TokenScores,
+)
 
 if TYPE_CHECKING:
+    from moesaic.api.evaluation import Evaluation
     from moesaic.facts.job import ModelConfig
     from moesaic.models.hf.origin import Origin
     from moesaic.serve.engine import InferenceEngine
     from moesaic.serve.engine_thread import EngineThread
     from moesaic.serve.loading import ServedModel
 
+ScoredText = str | Sequence[int]
+"""A context or a continuation: a text, or token ids."""
 _Arrivals = SimpleQueue[tuple[TextRequest, TokenEvent | FinishEvent]]
 
 _CACHE_FRACTION = 0.25
@@ -79,6 +88,11 @@ class TextEngine:
                 self._served.close()
             self._served = None
 
+    @property
+    def max_positions(self) -> int:
+        """Positions of the model."""
+        return self._origin.model.max_positions
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -94,7 +108,7 @@ class TextEngine:
             chat: send each text as a user message, by the model's chat template.
             system: system message before each prompt, in a chat.
             sampling: settings of `moesaic generate`, such as max_tokens=64, temperature=0,
-                top_p, top_k, stop, seed, n and logprobs.
+                top_p, top_k, stop, seed, n, logprobs and control={"genre": "docs"}.
         """
         if isinstance(prompts, str):
             raise ConfigError("prompts is a text: give a list of prompts")
@@ -128,6 +142,79 @@ class TextEngine:
             if piece:
                 yield piece
 
+    def score(
+        self, pairs: Sequence[tuple[str | Sequence[int], str | Sequence[int]]]
+    ) -> list[Score]:
+        """Return the log-probabilities of continuations, in the order of the pairs.
+
+        Args:
+            pairs: a context and its continuation, both as texts or both as token ids. An empty text
+                is a context without words.
+        """
+        ids = [self.prompts.encode_pair(*pair) for pair in pairs]
+        found = dict(self.score_tokens(ids))
+        return [
+            Score(*pair, tokens, list(found[index].logprobs), found[index].is_greedy)
+            for index, (pair, (_, tokens)) in enumerate(zip(pairs, ids, strict=True))
+        ]
+
+    def score_tokens(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> Iterator[tuple[int, TokenScores]]:
+        """Yield the index and the scores of each pair of token ids, as they arrive.
+
+        Pairs that differ in the last token alone are computed once. If contexts are equal, the
+        first pair is computed before the others, which find the context in the prefix cache.
+        """
+        pairs_of: dict[tuple[int, ...], list[int]] = {}
+        for index, (context, continuation) in enumerate(pairs):
+            if not context:
+                raise ConfigError("the context has no token: give at least one")
+            if continuation:
+                pairs_of.setdefault((*context, *continuation[:-1]), []).append(index)
+            else:
+                yield index, TokenScores((), True)
+        groups: dict[tuple[int, ...], list[TextRequest]] = {}
+        indices_of: dict[TextRequest, list[int]] = {}
+        for prompt, indices in pairs_of.items():
+            request = GenerationRequest(
+                prompt, 0, continuations=tuple(tuple(pairs[index][1]) for index in indices)
+            )
+            one = TextRequest(prompt, request, self.prompts.tokenizer, SamplingConfig())
+            indices_of[one] = indices
+            groups.setdefault(tuple(pairs[indices[0]][0]), []).append(one)
+        ordered = _first_of_each(list(groups.values()), self._config.max_running)
+        for one, _ in self.run(ordered):
+            if one.error is not None:
+                raise one.error
+            yield from zip(indices_of[one], one.scores, strict=True)
+
+    def evaluate(
+        self, tasks: Sequence[str | Path], *, scores: Sequence[str] = (), **settings: Any
+    ) -> Evaluation:
+        """Return the results on local tasks, by lm-eval.
+
+        Args:
+            tasks: directories with task files, or single .yaml and .jsonl files.
+            scores: scoring functions of multiple-choice tasks; "all": all five.
+            settings: shots, limit, chat and on_progress, as in `run_evaluation`.
+        """
+        from moesaic.api.evaluation import run_evaluation
+
+        return run_evaluation(self, tasks, scores=scores, **settings)
+
+    def generate_texts(
+        self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], *, is_chat: bool = False
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the index and the text of each prompt of token ids, as they end."""
+        index_of: dict[TextRequest, int] = {}
+        for index, (ids, config) in enumerate(prompts):
+            for one in self.requests(list(ids), config, is_chat=is_chat):
+                index_of[one] = index
+        for one, _ in self.run(list(index_of)):
+            if one.is_finished:
+                yield index_of[one], one.result().text
+
     def requests(
         self,
         prompt: Prompt,
@@ -137,7 +224,9 @@ class TextEngine:
         system: str | None = None,
     ) -> list[TextRequest]:
         """Return the `n` requests of a prompt."""
-        ids = self.prompts.encode(prompt, config.max_tokens, is_chat=is_chat, system=system)
+        ids = self.prompts.encode(
+            prompt, config.max_tokens, is_chat=is_chat, system=system, control=config.control
+        )
         self._check_tokens("logit_bias", config.logit_bias)
         self._check_tokens("prompt", ids)
         is_chat |= not isinstance(prompt, str) and isinstance(prompt[0], dict)
@@ -204,7 +293,10 @@ class TextEngine:
             if self._thread is None:
                 served = self._served or self._load()
                 self._served = served  # It is read once, even if the cache does not fit at first.
-                engine = make_engine(served, self._config, max_waiting=sys.maxsize)
+                engine = make_engine(
+                    served, self._config, max_waiting=sys.maxsize,
+                    masked_ids=self.prompts.masked_ids,
+                )  # fmt: skip
                 self._thread = EngineThread(engine)
                 self._thread.start()
                 # A thread that still waits at the end of the program aborts it.
@@ -227,6 +319,14 @@ def _close(thread: EngineThread, served: ServedModel) -> None:
     served.close()
 
 
+def _first_of_each(groups: Sequence[Sequence[TextRequest]], width: int) -> Iterator[TextRequest]:
+    """Yield the first request of `width` groups, then the others of these groups, and so on."""
+    for start in range(0, len(groups), width):
+        part = groups[start : start + width]
+        yield from (group[0] for group in part)
+        yield from (one for group in part for one in group[1:])
+
+
 def _put(arrivals: _Arrivals, one: TextRequest, event: TokenEvent | FinishEvent) -> None:
     arrivals.put((one, event))
 
@@ -240,8 +340,10 @@ def default_cache_tokens(
     return max(min(max_running * model.max_positions, room), PAGE_TOKENS)
 
 
-def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> InferenceEngine:
-    """Return an engine over a loaded model."""
+def make_engine(
+    served: ServedModel, config: EngineConfig, max_waiting: int, masked_ids: Sequence[int] = ()
+) -> InferenceEngine:
+    """Return an engine over a loaded model, which never generates `masked_ids`."""
     from moesaic.kernels import device as devices
     from moesaic.serve.engine import EngineLimits, InferenceEngine
 
@@ -259,7 +361,7 @@ def make_engine(served: ServedModel, config: EngineConfig, max_waiting: int) -> 
         tokens_per_pass=config.tokens_per_pass,
         cache_tokens=tokens,
     )  # fmt: skip
-    return InferenceEngine(served.model, limits, served.reads)
+    return InferenceEngine(served.model, limits, served.reads, masked_ids)
 
 
 def load_network(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.base.errors import MoesaicError
 from moesaic.serve.config import SamplingConfig
 from moesaic.serve.prompts import Prompt
-from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent
+from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent, TokenScores
 from moesaic.serve.text import TextStream
 
 if TYPE_CHECKING:
@@ -32,6 +33,26 @@ class Generation(NamedTuple):
     """Most likely tokens at each position with their log-probabilities, if asked for."""
 
 
+class Score(NamedTuple):
+    """Log-probabilities of a continuation."""
+
+    context: str | Sequence[int]
+    """The context as it was given: a text or token ids."""
+    continuation: str | Sequence[int]
+    """The continuation as it was given."""
+    tokens: list[int]
+    """Token ids of the continuation."""
+    logprobs: list[float]
+    """Log-probability of each token, given the context and the tokens before it."""
+    is_greedy: bool
+    """True if greedy decoding writes this continuation."""
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the whole continuation."""
+        return sum(self.logprobs)
+
+
 class TextRequest:
     """A request to the engine, and its answer so far."""
 
@@ -48,6 +69,8 @@ class TextRequest:
         self._pieces: list[str] = []
         self._events: list[TokenEvent] = []
         self._finish_reason: str | None = None
+        self.scores: tuple[TokenScores, ...] = ()
+        """Scores of the request's continuations, if it has any."""
         self.error: MoesaicError | None = None
         """Error that ended the request."""
 
@@ -64,7 +87,7 @@ class TextRequest:
             if self._stream.is_stopped:
                 self._finish_reason = "stop"
         elif event.reason in ("stop", "length"):
-            piece = self._stream.finish()
+            piece, self.scores = self._stream.finish(), event.scores
             self._finish_reason = "stop" if self._stream.is_stopped else event.reason
         else:
             piece = ""

@@ -127,7 +127,20 @@ def _describe_trained(facts: Mapping[str, Any], path: Path) -> dict[str, Any]:
     raw = job.get("model")
     if not isinstance(raw, dict):
         return {}
-    return _describe_model(parse(ModelConfig, raw, f"checkpoint '{path}'"))
+    students = _describe_students(job, f"checkpoint '{path}'")
+    model = _describe_model(parse(ModelConfig, raw, f"checkpoint '{path}'"))
+    return {**model, **({"students": students} if students else {})}
+
+
+def _describe_students(job: Mapping[str, Any], origin: str) -> list[dict[str, Any]]:
+    """Return name, teacher and number of parameters of each student of a job's content."""
+    return [
+        {
+            "name": one["name"], "teacher": one["teacher"],
+            "parameters": count_parameters(parse(ModelConfig, one["model"], origin)).total,
+        }
+        for one in job.get("student") or ()
+    ]  # fmt: skip
 
 
 def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
@@ -177,7 +190,7 @@ def _texts_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[st
     from moesaic.train.data.batch import split_documents
     from moesaic.train.data.text_data import TextData
 
-    data = TextData.open(job.data, job.seed, World.solo(), log)
+    data = TextData.open(job.data, job.seed, World.solo(), log, job.control)
     batch = data.train.batch(range(num_samples))
     rows = []
     for row in range(num_samples):
@@ -206,8 +219,10 @@ def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
     head: dict[str, Any] = {}
+    stats = None
     try:
-        head = summary(RunStats.read(path))
+        stats = RunStats.read(path)
+        head = summary(stats)
     except StoreError as error:
         damaged.append(str(error))
     for directory in list_committed(path / "checkpoints"):
@@ -222,9 +237,15 @@ def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
         "parameters_total", "parameters_active",
     )  # fmt: skip
     table = _inspect_table(path, head, damaged) if rows and head.get("table") else None
+    losses = head.get("students") or {}
+    students = [
+        {**one, **{name: losses.get(one["name"], {}).get(name)
+                   for name in ("loss", "validation_loss")}}
+        for one in (_describe_students(stats.job, f"run '{path}'") if stats else ())
+    ]  # fmt: skip
     return {
         "kind": "run", "path": str(path), **{name: head.get(name) for name in names},
-        "checkpoints": rows, "table": table, "damaged": damaged,
+        "students": students, "checkpoints": rows, "table": table, "damaged": damaged,
     }  # fmt: skip
 
 

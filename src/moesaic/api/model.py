@@ -132,8 +132,9 @@ def convert(
 
     device.activate(torch.device("cpu"))  # Reuse freed memory between tensors.
     return convert_model(
-        Path(source), Path(directory), config.to, config.dtype, config.max_shard_bytes, on_progress
-    )
+        Path(source), Path(directory), config.to, config.dtype, config.max_shard_bytes,
+        on_progress, config.student,
+    )  # fmt: skip
 
 
 def save(model: Model, directory: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Consoles, and progress of training, probes, batches and loading.
+"""Consoles, and progress of training, probes, batches, evaluations and loading.
 
 Progress is a bar on a terminal, and a line every few seconds elsewhere.
 """
@@ -210,6 +210,33 @@ def batch_progress(source: Path, is_shown: bool) -> Iterator[Callable[[BatchCoun
             if is_shown and not console.is_terminal and now - printed_s >= LINE_EVERY_S:
                 printed_s = now
                 console.print(f"{done}/{total} answers, {speed}")
+
+        yield show
+
+
+@contextmanager
+def evaluation_progress(is_shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show the progress of an evaluation on stderr.
+
+    Yield a function of the kind of requests, the number of answers, and the number of requests.
+    """
+    console = make_console("stderr")
+    with Progress(
+        TextColumn("{task.completed:.0f}/{task.total:.0f} {task.description}"),
+        BarColumn(bar_width=None), TimeRemainingColumn(compact=True),
+        console=console, transient=True, disable=not (is_shown and console.is_terminal),
+    ) as bar:  # fmt: skip
+        task, printed_s = bar.add_task("", total=0, visible=False), time.monotonic()
+
+        def show(kind: str, done: int, total: int) -> None:
+            nonlocal printed_s
+            now = time.monotonic()
+            if done == 0:
+                bar.reset(task, total=total, description=kind, visible=True)
+            bar.update(task, completed=done)
+            if is_shown and not console.is_terminal and now - printed_s >= LINE_EVERY_S:
+                printed_s = now
+                console.print(f"{done}/{total} {kind}")
 
         yield show
 

@@ -89,7 +89,7 @@ def serve(
         with load_network(origin, config, on_progress) as served, ExitStack() as stack:
             for warning in served.warnings:
                 on_warning(warning)
-            engine = make_engine(served, config, config.max_waiting)
+            engine = make_engine(served, config, config.max_waiting, prompts.masked_ids)
             if config.events is not None:
                 stack.callback(_log_decisions(served, Path(config.events), on_warning).close)
             name = config.name or directory.resolve().name
@@ -235,7 +235,8 @@ def _make_api_model(
             "raise cache_tokens, or lower context"
         )
     return ApiModel(
-        name=name, tokenizer=prompts.tokenizer, template=template, end_ids=prompts.end_ids,
+        name=name, tokenizer=prompts.tokenizer, control=prompts.control, template=template,
+        end_ids=prompts.end_ids,
         chat_end_ids=prompts.end_ids if template is None else prompts.chat_end_ids,
         vocab=facts.vocab, context=min(config.context or facts.max_positions, room),
         max_choices=limits.max_waiting, expert_layers=tuple(facts.expert_layers),

@@ -38,6 +38,13 @@ Packed = Annotated[
         help="Write each expert in one piece, for serving from a drive: short for to=packed.",
     ),
 ]
+Student = Annotated[
+    str | None,
+    typer.Option(
+        "--student", metavar="NAME", show_default=False,
+        help="Write this student of a run instead of its teacher: short for student=NAME.",
+    ),
+]  # fmt: skip
 
 
 def convert(
@@ -45,6 +52,7 @@ def convert(
     sets: Sets = None,
     out: Out = None,
     packed: Packed = False,
+    student: Student = None,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
@@ -61,6 +69,8 @@ def convert(
         if config.to not in ("huggingface", "packed"):
             raise ConfigError(f'--packed with to = "{config.to}": leave out one of them')
         config = config.model_copy(update={"to": "packed"})
+    if student is not None:
+        config = config.model_copy(update={"student": student})
     if out is None:
         raise ConfigError("--out is missing: name a directory that does not exist yet")
     if ".." in out.parts:  # The directory is renamed at the end; resolve it now.

@@ -14,6 +14,7 @@ from moesaic.api.batch import run_batch
 from moesaic.api.engine import Engine
 from moesaic.api.progress import batch_progress
 from moesaic.api.start import exit_on_interrupt, import_module
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, Json, Sets
@@ -38,6 +39,14 @@ Chat = Annotated[
     typer.Option("--chat", help="For models trained on chats: send each prompt as a user message."),
 ]
 
+Controls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--control", metavar="KEY=VALUE,...", show_default=False,
+        help="Attributes of the text, for models trained with [control]: genre=docs,length=80.",
+    ),
+]  # fmt: skip
+
 Input = Annotated[
     Path | None,
     typer.Option(
@@ -54,10 +63,11 @@ Output = Annotated[
 ]  # fmt: skip
 
 
-def generate(
+def generate(  # noqa: PLR0913 - a parameter for each flag
     model: Model = None,
     prompt: Prompts = None,
     chat: Chat = False,
+    control: Controls = None,
     source: Input = None,
     target: Output = None,
     sets: Sets = None,
@@ -69,7 +79,9 @@ def generate(
         flags.print_explanation(GenerateConfig, explain, as_json)
         return 0
     path = flags.require(model, "MODEL", "generate")
-    config = flags.parse_settings(GenerateConfig, sets)
+    config = flags.parse_settings(GenerateConfig, [*_control_sets(control or ()), *(sets or ())])
+    if config.control.given and not prompt and source is target is None:
+        prompt = [""]  # Attributes alone are a prompt.
     prompts = _read_prompts(prompt, source, target)
     loading = set(EngineConfig.model_fields)
     settings = {"chat": chat, **config.model_dump(exclude=loading)}
@@ -89,6 +101,31 @@ def generate(
             rows = engine.generate(prompts, **settings)
             print("\n".join(f"--- {row.prompt}\n{row.text}\n" for row in rows), end="")
     return 0
+
+
+def _control_sets(items: Sequence[str]) -> list[str]:
+    """Return the items of `--control` as items of `--set`.
+
+    An item without `=` is one more keyword: keywords=list,sort,length=80.
+    """
+    values: dict[str, list[str]] = {}
+    key = ""
+    for item in ",".join(items).split(",") if items else ():
+        name, separator, value = item.partition("=")
+        if separator:
+            key = name.strip()
+        elif key != "keywords":
+            raise ConfigError(
+                f"--control: '{item}' is not of the form key=value, as in genre=docs,length=80"
+            )
+        values.setdefault(key, []).append((value if separator else name).strip())
+    return [f"control.{name}={_control_value(name, given)}" for name, given in values.items()]
+
+
+def _control_value(name: str, given: list[str]) -> str:
+    """Return the value of an attribute as TOML: numbers and lists as such, all else as text."""
+    is_number = name in ("length", "soft_prompts") and given[-1].isdecimal()
+    return given[-1] if is_number else keys.toml(given if name == "keywords" else given[-1])
 
 
 def _run_batch(

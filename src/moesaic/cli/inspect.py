@@ -74,6 +74,10 @@ def _print_row(name: str, value: Any) -> None:
             screen.print_line(
                 f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
             )
+    elif name == "students":
+        screen.print_line(label.rstrip())
+        for row in value:
+            screen.print_line(f"    {_describe_student(row)}")
     elif name in ("samples", "clicks"):
         for number, row in enumerate(value):
             (_print_text if name == "samples" else _print_click)(number, row)
@@ -85,6 +89,18 @@ def _print_row(name: str, value: Any) -> None:
         screen.print_line(
             f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
+
+
+def _describe_student(row: dict[str, Any]) -> str:
+    """Return a student of a run or checkpoint in words."""
+    losses = [
+        f"{key.replace('_', ' ')} {row[key]:.4f}"
+        for key in ("loss", "validation_loss")
+        if row.get(key) is not None
+    ]
+    teacher = "the teacher" if row["teacher"] == "model" else row["teacher"]
+    words = [f"{row['parameters']:,} parameters", f"learns from {teacher}", *losses]
+    return f"{row['name']:<16}{', '.join(words)}"
 
 
 def _print_text(number: int, row: dict[str, Any]) -> None:

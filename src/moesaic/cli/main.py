@@ -23,14 +23,15 @@ from moesaic.base.errors import ConfigError, UserError, as_user_error
 from moesaic.cli import screen
 
 VERBS = (
-    "train", "generate", "serve", "predict", "convert", "inspect", "report", "replay", "probe",
-    "plan", "calibrate", "trace", "bench",
+    "train", "generate", "serve", "eval", "predict", "convert", "inspect", "report", "replay",
+    "probe", "plan", "calibrate", "trace", "bench",
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
 EXIT_USER_ERROR = 2
 MEMORY_HINTS = {
     "train": MEMORY_HINT, "generate": "lower cache_tokens or tokens_per_pass",
     "serve": "lower cache_tokens or tokens_per_pass",
+    "eval": "lower cache_tokens or tokens_per_pass",
 }  # fmt: skip
 
 

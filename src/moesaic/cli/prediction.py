@@ -43,7 +43,26 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
         "price": _describe_price(figures) if figures["price_per_billion_tokens"] else None,
     }
     _print_prediction(_describe_layout(plan, figures), figures, rows)
+    print_parts(figures["parts"])
     _print_rows(list(written.items()), _WIDTH)
+
+
+def print_parts(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Print parameters, memory and, if predicted, the time of teacher and students."""
+    if not parts:
+        return
+    names = ["parts", "learns from", "parameters", "memory without temporaries"]
+    screen.print_table(
+        [*names, *["step"] * ("step_s" in parts[0])], [_part_row(one) for one in parts], left=2
+    )
+
+
+def _part_row(part: Mapping[str, Any]) -> list[str]:
+    teacher = part["teacher"] or ("nothing, frozen" if part["frozen"] else "text")
+    auxiliary = part["auxiliary_parameters"]
+    numbers = f"{part['parameters']:,}" + f" + {auxiliary:,} auxiliary" * bool(auxiliary)
+    row = [f"  {part['name']}", teacher, numbers, format_bytes(part["memory_bytes"])]
+    return [*row, format_seconds(part["step_s"])] if "step_s" in part else row
 
 
 def print_traced_model(figures: Mapping[str, Any]) -> None:

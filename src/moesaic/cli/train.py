@@ -28,7 +28,7 @@ from moesaic.cli.flags import Explain, JobPath, Json, PlanPath, Sets
 from moesaic.facts.job import CtrJob
 from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.plan import Plan, describe_plan
-from moesaic.facts.workload import count_parameters
+from moesaic.facts.workload import count_parameters, job_parts
 from moesaic.facts.workload.parameters import describe_trainable
 from moesaic.train.job_file import holds_checkpoint
 
@@ -170,6 +170,13 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
     for finding in facts["findings"]:
         if finding["kind"].startswith("replicas_"):
             screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
+    for name, figures in facts["students"].items():
+        words = [
+            f"{term.replace('_', ' ')} {figures[term]:.3f}"
+            for term in ("loss", "validation_loss")
+            if figures.get(term) is not None
+        ]
+        screen.print_line(f"  student {name}: {', '.join(words)}" * bool(words))
     rows = {
         "run": run.directory, "checkpoint": facts["newest_checkpoint"], "report": page,
         "next": _next_command(run),
@@ -218,6 +225,10 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
         return
     for line in (f"# {path}, resolved\n", job.to_toml(), *lines):
         screen.print_line(line)
+    if facts.get("parts"):
+        from moesaic.cli.prediction import print_parts
+
+        print_parts(facts["parts"])
 
 
 def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:
@@ -245,6 +256,9 @@ def _describe_language_model(job: LanguageModelJob, plan: Plan) -> tuple[dict[st
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
         "memory_tiers": tiers,
+        "parts": [
+            part.describe(part.memory()) for part in (job_parts(job, plan) if job.student else ())
+        ],
     }
     share = f"{counts.active / counts.total:.0%}"
     lines = [

@@ -7,7 +7,6 @@ The blocks are embed, layers.0 ... layers.N-1 and head. Parameter names are the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -149,16 +148,12 @@ class LMHead(nn.Module):
         self, x: Tensor, targets: Tensor, inputs: Inputs
     ) -> tuple[Tensor, FollowerLosses | None]:
         dtype = compute_dtype(x)
-        followers = [
-            replace(one, hidden=one.hidden.to(dtype), weight=to_local(one.weight))
-            for one in inputs.followers
-        ]
         with torch.autocast(x.device.type, enabled=False):
             weight = to_local(self.weight if torch.is_grad_enabled() else self.weight.detach())
             # Only the loss refers to the gathered table, so it is freed together with the loss.
             return head_loss(
                 x.flatten(0, 1).to(dtype), self.column_shard.gather_table(weight),
-                targets.flatten(), inputs.loss_scale, self.tp, followers,
+                targets.flatten(), inputs.loss_scale, self.tp, inputs.followers,
             )  # fmt: skip
 
 

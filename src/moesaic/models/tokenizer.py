@@ -36,7 +36,8 @@ COMPANION_FILES = (
 """Files that other libraries keep beside tokenizer.json, copied with it."""
 
 COMMON_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-_DEFAULT_SETTINGS = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
+DEFAULT_SETTINGS = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
+"""Settings of a tokenizer without a settings file."""
 
 
 class Tokenizer(Protocol):
@@ -75,17 +76,26 @@ def open_tokenizer(
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name, end_token, key)
 
 
-def check_vocabulary(vocab: int, tokenizer: Tokenizer, *, is_fixed: bool = False) -> None:
-    """Raise unless a model with `vocab` embeddings covers all ids; `is_fixed`: it has weights
-    already."""
+def check_vocabulary(
+    vocab: int, tokenizer: Tokenizer, *, is_fixed: bool = False, has_control: bool = False
+) -> None:
+    """Raise unless a model with `vocab` embeddings covers all ids.
+
+    Args:
+        vocab: number of embeddings.
+        tokenizer: the tokenizer.
+        is_fixed: whether the model has weights already.
+        has_control: whether some of the ids are those of [control].
+    """
     if vocab < tokenizer.size:
         more = f"set model.vocab = {-(-tokenizer.size // 64) * 64} (any number from "
         remedy = "use the tokenizer that the model was trained with"
         if not is_fixed:
             remedy = f"{more}{tokenizer.size}), or choose another tokenizer"
+        added = " with the tokens of [control]" if has_control else ""
         raise ConfigError(
             f"model.vocab = {vocab} is less than the {tokenizer.size} ids of data.tokenizer = "
-            f"{keys.show(tokenizer.name)}: {remedy}"
+            f"{keys.show(tokenizer.name)}{added}: {remedy}"
         )
 
 
@@ -143,10 +153,10 @@ class ByteTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([tokenizers.AddedToken(end, special=True)])
-        settings = {**json.loads(_DEFAULT_SETTINGS), "eos_token": end}
+        settings = {**json.loads(DEFAULT_SETTINGS), "eos_token": end}
         return {
             TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(),
-            SETTINGS_FILE: _to_json(settings),
+            SETTINGS_FILE: to_json(settings),
         }
 
 
@@ -159,21 +169,22 @@ class FileTokenizer:
         self.name = name
         self._path = _tokenizer_file(name, key)
         content = self._path.read_bytes()
-        self._tokenizer = _parse(self._path, content, key)
-        # The file may carry the truncation and padding of its last use.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._tokenizer = parse_tokenizer(content, f"{key}: '{self._path}'")
         self._end_token = self._find_end_token(end_token)
+        self._measure(content)
+
+    def _measure(self, content: bytes) -> None:
+        """Set size, end id and digest of the tokenizer, whose file has `content`."""
+        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         end_id = self._tokenizer.token_to_id(self._end_token)
-        assert end_id is not None, "_find_end_token looks it up"
+        assert end_id is not None, "the end token was looked up"
         self.end_id = end_id
         self.digest = hashlib.sha256(content + b"\0" + self._end_token.encode()).hexdigest()
 
     def encode(self, text: str, with_special_tokens: bool = False) -> list[int]:
         """See `Tokenizer`."""
         ids: list[int] = self._tokenizer.encode(
-            _replace_surrogates(text), add_special_tokens=not with_special_tokens
+            replace_surrogates(text), add_special_tokens=not with_special_tokens
         ).ids
         return ids[:-1] if ids and ids[-1] == self.end_id and not with_special_tokens else ids
 
@@ -187,7 +198,7 @@ class FileTokenizer:
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return for each text its ids, and the character span [start, stop) of each id."""
         encode = self._tokenizer.encode_batch
-        encodings = encode([_replace_surrogates(text) for text in texts], add_special_tokens=False)
+        encodings = encode([replace_surrogates(text) for text in texts], add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def added_token_texts(self) -> list[str]:
@@ -198,7 +209,7 @@ class FileTokenizer:
         """See `Tokenizer`."""
         documents = []
         for encoding in self._tokenizer.encode_batch_fast(
-            [_replace_surrogates(text) for text in texts]
+            [replace_surrogates(text) for text in texts]
         ):
             ids = encoding.ids
             documents.append(ids if ids and ids[-1] == self.end_id else [*ids, self.end_id])
@@ -211,10 +222,10 @@ class FileTokenizer:
         contents = {TOKENIZER_FILE: self._path.read_bytes()}
         contents |= {name: path.read_bytes() for name, path in self._companion_files()}
         if self._declared_end_token() != self._end_token:
-            contents = {SETTINGS_FILE: _DEFAULT_SETTINGS, **contents}
+            contents = {SETTINGS_FILE: DEFAULT_SETTINGS, **contents}
             for name in contents.keys() & {SETTINGS_FILE, TOKENS_FILE}:
                 settings = json.loads(contents[name])
-                contents[name] = _to_json({**settings, "eos_token": self._end_token})
+                contents[name] = to_json({**settings, "eos_token": self._end_token})
         return contents
 
     def _companion_files(self) -> list[tuple[str, Path]]:
@@ -277,16 +288,21 @@ def _tokenizer_file(name: str, key: str) -> Path:
     return path / TOKENIZER_FILE
 
 
-def _parse(path: Path, content: bytes, key: str) -> tokenizers.Tokenizer:
+def parse_tokenizer(content: bytes, label: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a tokenizer.json, without truncation and padding; errors start with
+    `label`."""
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         raise DataError(
-            f"{key}: '{path}' is not a tokenizer of Hugging Face tokenizers ({error}): "
-            "save it again"
+            f"{label} is not a tokenizer of Hugging Face tokenizers ({error}): save it again"
         ) from None
+    # The file may carry the truncation and padding of its last use.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
@@ -313,11 +329,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _to_json(settings: dict[str, Any]) -> bytes:
+def to_json(settings: dict[str, Any]) -> bytes:
+    """Return settings as the content of a file."""
     return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _replace_surrogates(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return `text` without lone surrogates, which UTF-8 cannot encode and the library rejects."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
 

@@ -61,7 +61,7 @@ class AttentionMetadata:
     [documents + 1]; None unless segments are documents that cover all tokens."""
 
     @cached_property
-    def blocks(self) -> tuple[_Block, ...]:
+    def blocks(self) -> tuple[QueryBlock, ...]:
         """Kernel calls, the same in every layer."""
         return tuple(_blocks(self))
 
@@ -73,10 +73,17 @@ class AttentionMetadata:
         return np.array(bounds, np.int64).reshape(-1, 2)
 
     @cached_property
-    def _masks(self) -> dict[_Block, Tensor | None]:
+    def _masks(self) -> dict[QueryBlock, Tensor | None]:
         return {}
 
-    def mask(self, block: _Block, like: Tensor) -> Tensor | None:
+    def banded_blocks(self, size: int) -> Iterator[QueryBlock]:
+        """Yield blocks of at most `size` queries with their bands; each query is in at most one."""
+        for rows, queries, keys in self.segments:
+            window = min(self.window or len(keys), len(keys))
+            if rows:
+                yield from _banded_blocks(rows, queries, keys, window, size)
+
+    def mask(self, block: QueryBlock, like: Tensor) -> Tensor | None:
         """Return the mask of a block, made once for all layers."""
         if block not in self._masks:
             self._masks[block] = block.mask(like)
@@ -236,7 +243,7 @@ def attend_blocks(
     return result
 
 
-class _Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Part of a segment for one kernel call."""
 
     rows: range
@@ -252,34 +259,41 @@ class _Block(NamedTuple):
         """Return the mask to add to the scores, [queries, keys]."""
         if self.band is None:
             return None
+        hidden = self.hidden(like.device)
+        return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+
+    def hidden(self, device: torch.device) -> Tensor:
+        """Return which keys a query does not attend to, by the band, [queries, keys]."""
+        assert self.band is not None
         first, last = self.band
-        sizes = (len(self.queries), len(self.keys))
-        hidden = like.new_ones(sizes, dtype=torch.bool).tril_(last).triu_(first).logical_not_()
-        return like.new_zeros(sizes).masked_fill_(hidden, -torch.inf)
+        seen = torch.ones((len(self.queries), len(self.keys)), dtype=torch.bool, device=device)
+        return seen.tril_(last).triu_(first).logical_not_()
 
 
-def _blocks(metadata: AttentionMetadata) -> Iterator[_Block]:
+def _blocks(metadata: AttentionMetadata) -> Iterator[QueryBlock]:
     """Yield the kernel calls of `metadata`; each query is in at most one."""
     for rows, queries, keys in metadata.segments:
         if not (rows and queries):
             continue
         window = min(metadata.window or len(keys), len(keys))
         if len(queries) == 1:
-            yield _Block(rows, queries, keys[-window:])
+            yield QueryBlock(rows, queries, keys[-window:])
         elif len(queries) == len(keys) == window:
-            yield _Block(rows, queries, keys, is_causal=True)
+            yield QueryBlock(rows, queries, keys, is_causal=True)
         else:
-            yield from _banded_blocks(rows, queries, keys, window)
+            yield from _banded_blocks(rows, queries, keys, window, ATTENTION_QUERY_BLOCK)
 
 
-def _banded_blocks(rows: range, queries: range, keys: range, window: int) -> Iterator[_Block]:
+def _banded_blocks(
+    rows: range, queries: range, keys: range, window: int, size: int
+) -> Iterator[QueryBlock]:
     shift = keys.stop - queries.stop
-    for start in range(queries.start, queries.stop, ATTENTION_QUERY_BLOCK):
-        stop = min(start + ATTENTION_QUERY_BLOCK, queries.stop)
+    for start in range(queries.start, queries.stop, size):
+        stop = min(start + size, queries.stop)
         last = start + shift
         seen = range(max(keys.start, last + 1 - window), stop + shift)
         band = (last + 1 - window - seen.start, last - seen.start)
-        yield _Block(rows, range(start, stop), seen, band=band)
+        yield QueryBlock(rows, range(start, stop), seen, band=band)
 
 
 class CpuFlashKernel:
@@ -298,7 +312,7 @@ class CpuFlashKernel:
     @staticmethod
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, denominators: Tensor,
-        block: _Block, scale: float,
+        block: QueryBlock, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients of q, k and v."""
         grads: tuple[Tensor, Tensor, Tensor]
@@ -326,7 +340,7 @@ class RecomputingKernel:
     @staticmethod
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, denominators: Tensor,
-        block: _Block, scale: float,
+        block: QueryBlock, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients of q, k and v."""
         del out, denominators
@@ -349,7 +363,7 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[QueryBlock, ...], scale: float
     ) -> Tensor:
         """Return the result in token order in memory, as [rows, heads, queries, channels]."""
         kernel = _block_kernel(q)
@@ -404,7 +418,7 @@ class _BlockAttention(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def _is_whole(blocks: Sequence[_Block], q: Tensor, k: Tensor) -> bool:
+def _is_whole(blocks: Sequence[QueryBlock], q: Tensor, k: Tensor) -> bool:
     """Return whether there is one block, with all rows, queries and keys."""
     sizes = (len(q), q.shape[2], k.shape[2])
     return len(blocks) == 1 and tuple(map(len, blocks[0][:3])) == sizes and len(q) > 0

@@ -11,15 +11,24 @@ no gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from moesaic.nn.attention_backends import AttentionMetadata
+from moesaic.facts.workload.sizes import DIVERGENCE_BLOCK_BYTES, DIVERGENCE_QUERY_BLOCK
+from moesaic.nn.attention_backends import AttentionMetadata, QueryBlock
 from moesaic.nn.inputs import Divergence
 from moesaic.nn.reports import AttentionReport
+
+_HIDDEN_SCORE = -1e30
+"""Score of a key that a query does not attend to: finite, but its probability is exactly 0."""
+
+_EPSILON = 1e-6
+"""Epsilon of the norm of hidden states."""
 
 
 def attention_divergence(
@@ -36,7 +45,124 @@ def attention_divergence(
         metadata: keys that each query attends to.
         token_weights: factor of each query's divergence, [batch, sequence].
     """
-    raise NotImplementedError
+    tensors, scales = list[Tensor](), list[float]()
+    for report in (teacher, *students):
+        assert report.queries is not None, "attention was to keep queries and keys"
+        assert report.keys is not None
+        tensors += (report.queries, report.keys)
+        width = report.queries.shape[-1]
+        scales.append(width**-0.5 if report.scale is None else report.scale)
+    tensors[:2] = (tensor.detach() for tensor in tensors[:2])
+    with torch.autocast(token_weights.device.type, enabled=False):
+        result: Tensor = _AttentionDivergence.apply(metadata, token_weights, scales, *tensors)
+    return result
+
+
+class _AttentionDivergence(torch.autograd.Function):
+    """Divergence of the attention of several students from that of one teacher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        metadata: AttentionMetadata,
+        token_weights: Tensor,
+        scales: Sequence[float],
+        *tensors: Tensor,
+    ) -> Tensor:
+        """Return the students' sums; `tensors` are queries and keys of teacher and students."""
+        needs = ctx.needs_input_grad[3:]
+        models = [
+            _Scores(q, k, scale, needs_grad=any(needs[2 * index : 2 * index + 2]))
+            for index, (q, k, scale) in enumerate(
+                zip(tensors[::2], tensors[1::2], scales, strict=True)
+            )
+        ]
+        teacher, *students = models
+        totals = token_weights.new_zeros(len(students), dtype=teacher.q.dtype)
+        weights = (token_weights / teacher.q.shape[1]).to(teacher.q.dtype)
+        for block in _blocks(metadata, teacher.q):
+            hidden = block.hidden(teacher.q.device)
+            log_p = teacher.log_probabilities(block, hidden)
+            p = log_p.exp()
+            part = weights[_slice(block.rows), None, _slice(block.queries)]
+            for index, student in enumerate(students):
+                log_q = student.log_probabilities(block, hidden)
+                values = (log_p - log_q).mul_(p).sum(dim=-1)
+                totals[index] += (values.unflatten(0, (len(block.rows), -1)) * part).sum()
+                if student.needs_grad:
+                    student.add_grad(block, log_q.exp_().sub_(p), part[..., None])
+        ctx.save_for_backward(*(x for one in students for x in (one.grad_q, one.grad_k)))
+        return totals
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that forward computed, times the factors of the sums."""
+        saved = ctx.saved_tensors
+        results = [
+            None if one is None else (one * grads[0][index // 2]) for index, one in enumerate(saved)
+        ]
+        return None, None, None, None, None, *results
+
+
+class _Scores:
+    """Attention scores of one model, and the gradients of its queries and keys so far."""
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float, *, needs_grad: bool) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.q, self.k = (q.to(wide) * scale).contiguous(), k.to(wide).contiguous()
+        self.needs_grad, self._scale = needs_grad, scale
+        self.grad_q = torch.zeros_like(self.q) if needs_grad else None
+        self.grad_k = torch.zeros_like(self.k) if needs_grad else None
+
+    def log_probabilities(self, block: QueryBlock, hidden: Tensor) -> Tensor:
+        """Return the logarithms of the attention, [rows * heads, queries, keys].
+
+        Hidden keys have a finite one, so that differences between models do.
+        """
+        q, k = self._operands(block)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(-1, *hidden.shape)
+        return F.log_softmax(scores.masked_fill_(hidden, _HIDDEN_SCORE), dim=-1)
+
+    def _operands(self, block: QueryBlock) -> tuple[Tensor, Tensor]:
+        """Return queries and keys of a block as batches of matrices, one for each KV head.
+
+        The query heads that share a KV head are rows of one matrix.
+        """
+        k = self.k[_slice(block.rows), :, _slice(block.keys)].flatten(0, 1)
+        q = self.q[_slice(block.rows), :, _slice(block.queries)]
+        return q.reshape(len(k), -1, q.shape[-1]), k
+
+    def add_grad(self, block: QueryBlock, grad: Tensor, weights: Tensor) -> None:
+        """Add the gradients that follow from the gradient of a block's scores.
+
+        `weights` of the queries are multiplied into the results, which are smaller.
+        """
+        assert self.grad_q is not None
+        assert self.grad_k is not None
+        q, k = self._operands(block)
+        rows, queries, keys = _slice(block.rows), _slice(block.queries), _slice(block.keys)
+        grad = grad.view(*q.shape[:2], -1)
+        part = self.grad_q[rows, :, queries]
+        torch.mul(torch.bmm(grad, k).view(part.shape), weights * self._scale, out=part)
+        weighted = (q.view(part.shape) * weights).view(q.shape)
+        part = self.grad_k[rows, :, keys]
+        part += torch.bmm(grad.transpose(1, 2), weighted).view(part.shape)
+
+
+def _blocks(metadata: AttentionMetadata, q: Tensor) -> Iterator[QueryBlock]:
+    """Yield blocks of rows and queries whose scores stay in the cache of a CPU."""
+    for block in metadata.banded_blocks(DIVERGENCE_QUERY_BLOCK):
+        row_bytes = q.shape[1] * len(block.queries) * len(block.keys) * q.itemsize
+        size = len(block.rows)
+        if q.device.type == "cpu":
+            size = max(1, DIVERGENCE_BLOCK_BYTES // row_bytes)
+        for start in block.rows[::size]:
+            yield block._replace(rows=range(start, min(start + size, block.rows.stop)))
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
 
 
 def relation_divergence(
@@ -51,7 +177,32 @@ def relation_divergence(
     concatenated and split again into relation heads: as many as divide both widths, and at most as
     many as the teacher has heads. The result is the mean of both relations.
     """
-    raise NotImplementedError
+    totals = []
+    for student in students:
+        relations = [
+            attention_divergence(*_relations(*both), metadata, token_weights)
+            for both in zip(teacher[:2], student[:2], strict=True)
+        ]
+        totals.append(torch.cat(relations).mean())
+    return torch.stack(totals)
+
+
+def _relations(
+    teacher: Tensor | None, student: Tensor | None
+) -> tuple[AttentionReport, list[AttentionReport]]:
+    """Return queries or keys, [batch, heads, sequence, channels], as both sides of relations."""
+    assert teacher is not None, "attention was to keep queries and keys"
+    assert student is not None
+    both = [x.transpose(1, 2).flatten(2) for x in (teacher, student)]
+    heads = relation_heads(teacher.shape[1], *(x.shape[2] for x in both))
+    first, second = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in both)
+    return AttentionReport(first, first), [AttentionReport(second, second)]
+
+
+def relation_heads(heads: int, *widths: int) -> int:
+    """Return the largest number up to `heads` that divides all `widths`."""
+    common = math.gcd(*widths)
+    return next(number for number in range(heads, 0, -1) if common % number == 0)
 
 
 def hidden_distance(teacher: Tensor, student: Tensor, token_weights: Tensor) -> Tensor:
@@ -59,7 +210,11 @@ def hidden_distance(teacher: Tensor, student: Tensor, token_weights: Tensor) -> 
 
     Both states are [batch, sequence, width].
     """
-    raise NotImplementedError
+    wide = torch.promote_types(student.dtype, torch.float32)
+    target, state = (
+        F.rms_norm(x.to(wide), x.shape[-1:], eps=_EPSILON) for x in (teacher.detach(), student)
+    )
+    return ((state - target).square().mean(dim=-1) * token_weights).sum()
 
 
 def logits_divergence(

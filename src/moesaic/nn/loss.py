@@ -24,15 +24,15 @@ from torch import Tensor
 
 from moesaic.dist.collectives import all_gather
 from moesaic.facts.workload.sizes import (
+    DIVERGENCE_BLOCK_BYTES,
     FOLLOWER_CHUNK_TOKENS,
-    LOGITS_BLOCK_BYTES,
     LOSS_CHUNK_TOKENS,
 )
 from moesaic.kernels.grouped_mm import matmul
 from moesaic.nn.divergence import logits_divergence
 from moesaic.nn.inputs import HeadFollower
 from moesaic.nn.reports import FollowerLosses
-from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
+from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
 
 IGNORE_INDEX = -100
 
@@ -52,8 +52,10 @@ def head_loss(
     frozen model. They need whole vocabularies, without tensor parallelism.
     """
     assert not followers or tp.group is None, "the job refuses students beside layout.tp"
-    tensors = [tensor for one in followers for tensor in (one.hidden, one.weight)]
     with _gradients_of(followers):
+        tensors = list[Tensor]()
+        for one in followers:
+            tensors += (one.hidden.to(x_TH.dtype), to_local(one.weight))
         loss, follower_loss, sums = _HeadLoss.apply(
             x_TH, weight_VH, targets_T, scale, tp, followers, *tensors
         )
@@ -136,8 +138,9 @@ class _HeadLoss(torch.autograd.Function):
         ctx.save_for_backward(*(x for one in projections for x in (one.grad_x, one.grad_weight)))
         ctx.factors = [None] * len(projections)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(students.sums)
-        return total * scale, students.losses, students.sums
+        loss = total * scale
+        ctx.mark_non_differentiable(students.sums, *(() if model.needs_grad else (loss,)))
+        return loss, students.losses, students.sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -232,7 +235,7 @@ def _chunks(tokens: range, size: int) -> Iterator[slice]:
 def _block_rows(logits: Tensor) -> int:
     if logits.device.type != "cpu":
         return len(logits)
-    return max(1, LOGITS_BLOCK_BYTES // logits[0].nbytes)
+    return max(1, DIVERGENCE_BLOCK_BYTES // logits[0].nbytes)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from moesaic.base.units import format_clock
-from moesaic.report.charts import balance, clicks, experts, learning, memory, speed, timeline
+from moesaic.report.charts import (
+    balance,
+    clicks,
+    experts,
+    learning,
+    memory,
+    speed,
+    students,
+    timeline,
+)
 from moesaic.report.document import cards, document, header, section, table, table_card
 from moesaic.report.prediction import Prediction
 from moesaic.report.run_stats import RunStats
@@ -40,7 +49,8 @@ def render(run: RunStats) -> str:
     headline = summary(run)
     parts, figures, loads = [], [], None
     if len(run.steps):
-        groups = [("Learning", "", learning.figures(run)), ("Clicks", "", clicks.figures(run))]
+        groups = [("Learning", "", learning.figures(run)), ("Students", "", students.figures(run))]
+        groups.append(("Clicks", "", clicks.figures(run)))
         if run.loads is not None:
             loads = experts.page_data(run.loads)
             groups.append(("Experts", _controls(loads["layers"]), experts.figures(run.loads)))

@@ -34,6 +34,8 @@ _PLANNED_ENDS: dict[str, Status] = {
     "finished": "finished", "stopped early": "stopped early",
 }  # fmt: skip
 """Status by the reason of an end that the run or its caller chose."""
+STUDENT_TERMS = ("logits", "attention", "relations", "hidden")
+"""Figures of a student with its distances from its teacher, behind its name and a slash."""
 SILENCE_S = 120.0
 """Seconds without an event after which an unfinished run counts as stopped ..."""
 SILENT_STEPS = 20
@@ -149,6 +151,14 @@ class RunStats:
         """Committed checkpoint of the latest step."""
         done = [checkpoint for checkpoint in self.checkpoints if checkpoint.state == "done"]
         return done[-1] if done else None
+
+    @property
+    def students(self) -> list[str]:
+        """Names of the students that have logged a loss, in their order."""
+        logged = [*self.steps.figures, *(name for one in self.validations for name in one.figures)]
+        pairs = (name.rpartition("/") for name in logged)
+        terms = {"loss", *STUDENT_TERMS}
+        return list(dict.fromkeys(name for name, _, term in pairs if name and term in terms))
 
     def setting(self, key: str) -> Any:
         """Return the value of a dotted key of the job; None if it is absent."""

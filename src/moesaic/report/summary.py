@@ -52,6 +52,7 @@ def summary(run: RunStats) -> dict[str, Any]:
         "skipped": int(np.nansum(run.steps.skipped)),
         "loss_scale": float(run.steps.loss_scale[-1]) if len(run.steps) else None,
         "experts": _experts(run),
+        "students": _students(run),
         "clicks": _clicks(run),
         "table": _table(run),
         "balance": _balance(run),
@@ -84,6 +85,24 @@ def _losses(run: RunStats) -> dict[str, Any]:
         "validation_step": validations[-1].step if validations else None,
         "best_validation_loss": best.loss if best else None,
         "best_validation_step": best.step if best else None,
+    }
+
+
+def _students(run: RunStats) -> dict[str, dict[str, float]]:
+    """Return figures by student: means of recent steps, and those of the last validation with
+    "validation_" before their name."""
+    recent = min(_RECENT, max(len(run.steps) // 10, 1))
+    figures = {name: known_mean(values[-recent:]) for name, values in run.steps.figures.items()}
+    for name, value in run.validations[-1].figures.items() if run.validations else ():
+        student, slash, term = name.rpartition("/")
+        figures[f"{student}{slash}validation_{term}"] = value
+    return {
+        name: {
+            key.rpartition("/")[2]: value
+            for key, value in figures.items()
+            if key.rpartition("/")[0] == name
+        }
+        for name in run.students
     }
 
 

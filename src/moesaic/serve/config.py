@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from moesaic.base.config import Section
 from moesaic.base.units import parse_bytes
+from moesaic.facts.job.control import ControlValues
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.policy.serving.budget import PAGE_TOKENS
 
@@ -84,6 +85,8 @@ class SamplingConfig(Section):
     """Subtracted from the score of a token for each time that it is among the new ones."""
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     """Numbers to add to the scores of tokens, by token id."""
+    control: ControlValues = ControlValues()
+    """Attributes that the text should have, for models trained with [control]."""
     stop: str | list[str] = Field(default_factory=list)
     """Strings that end a text."""
     include_stop: bool = False
@@ -112,6 +115,17 @@ class GenerateConfig(EngineConfig, SamplingConfig):
 
     system: str | None = None
     """System message before each prompt, in a chat."""
+
+
+class EvalConfig(EngineConfig):
+    """Settings of `moesaic eval`."""
+
+    shots: int | None = Field(default=None, ge=0)
+    """Examples in front of each question, drawn from the task's data; unset: as the task says."""
+    limit: int | None = Field(default=None, ge=1)
+    """Documents per task, the first ones; unset: all."""
+    chat: bool = False
+    """Send each question as a user message, by the model's chat template."""
 
 
 class ServeConfig(EngineConfig):

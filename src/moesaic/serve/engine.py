@@ -2,8 +2,8 @@
 
 A pass is one row of tokens of many requests. `plan_pass` decides which requests take part; the
 engine places their pages, runs the model's blocks, and chooses the next token of each request whose
-tokens are all computed. Keys, positions and attention metadata of a pass are made once, for all
-layers.
+tokens are all computed. Requests with continuations get scores instead. Keys, positions and
+attention metadata of a pass are made once, for all layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError, MoesaicError, StoreError
-from moesaic.facts.job import ModelConfig
 from moesaic.kernels import cpu_attention
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.attention_backends import AttentionMetadata, Segment
@@ -37,8 +36,15 @@ from moesaic.policy.serving.batching import (
 from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.cache import PagedCache, page_keys
 from moesaic.serve.expert_reads import ExpertReads
-from moesaic.serve.requests import EngineFull, EventHandler, FinishEvent, GenerationRequest
+from moesaic.serve.requests import (
+    EngineFull,
+    EventHandler,
+    FinishEvent,
+    GenerationRequest,
+    check_request,
+)
 from moesaic.serve.sampling import choose_tokens
+from moesaic.serve.scoring import ContinuationScores, rows_at_once, score_targets
 
 _PASS_WEIGHT = 0.2
 """Weight of the last pass in the mean seconds of a pass."""
@@ -125,6 +131,11 @@ class RequestState:
     num_found: int | None = None
     """Prompt tokens that the prefix cache had at the first admission."""
     is_cancelled: bool = False
+    scores: ContinuationScores = field(init=False)
+    """Scores of the continuations so far."""
+
+    def __post_init__(self) -> None:
+        self.scores = ContinuationScores(self.request)
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +151,11 @@ class InferenceEngine:
     """
 
     def __init__(
-        self, model: LanguageModel, limits: EngineLimits, reads: ExpertReads | None = None
+        self,
+        model: LanguageModel,
+        limits: EngineLimits,
+        reads: ExpertReads | None = None,
+        masked_ids: Sequence[int] = (),
     ) -> None:
         """Make an engine.
 
@@ -148,6 +163,7 @@ class InferenceEngine:
             model: the model, whole, on one device.
             limits: sizes of the engine.
             reads: how experts are read; None: all of them are in memory.
+            masked_ids: tokens that are never generated, such as soft prompts.
         """
         self.model, self.limits, self._reads = model.eval(), limits, reads
         weight, num_pages = model.embed.weight, limits.cache_tokens // limits.page_tokens
@@ -155,8 +171,14 @@ class InferenceEngine:
             weight.device,
             PagedCache(model.config, num_pages, limits.page_tokens, weight.detach()),
         )
+        self._masked = None
+        if masked_ids:
+            self._masked = torch.tensor(masked_ids, dtype=torch.int64, device=weight.device)
         cpu_attention.prepare(weight.dtype, weight.device)  # Else the first token waits for it.
         self._pages = self._cache.pages
+        self._rows_at_once = rows_at_once(
+            model.config.vocab, limits.max_running, is_limited=reads is not None
+        )
         self._lock, self._ids = Lock(), count(1)
         self._live = dict[int, RequestState]()
         """Requests that wait or run."""
@@ -234,9 +256,7 @@ class InferenceEngine:
         num_tokens = sum(number for _, number in shares)
         if self._reads is not None:
             self._reads.begin(num_tokens)
-        logits = self._compute(shares)
-        if logits is not None:
-            self._choose(logits, [state for state, _ in shares if state.is_complete])
+        self._answer(self._compute(shares), shares)
         self._count_pass(num_tokens, time.perf_counter() - began)
         return True
 
@@ -284,8 +304,9 @@ class InferenceEngine:
 
     def _count_known(self, state: RequestState, num_pages: int) -> int:
         """Return the tokens that need not be computed, given the pages found; the last one always
-        is."""
-        return min(num_pages * self.limits.page_tokens, len(state.tokens) - 1)
+        is, and all whose next tokens are scored."""
+        num_needed = max(state.request.num_scored, 1)
+        return min(num_pages * self.limits.page_tokens, len(state.tokens) - num_needed)
 
     def _preempt(self, request_ids: Sequence[int]) -> None:
         """Send the requests admitted last back to the head of the queue."""
@@ -293,7 +314,7 @@ class InferenceEngine:
             state = self._running.pop()
             assert state.id == request_id, "the request admitted last is preempted first"
             self._pages.release(state.id)
-            state.num_computed = 0
+            state.num_computed, state.scores = 0, ContinuationScores(state.request)
             with self._lock:
                 self._waiting.appendleft(state)
         self._counts["preemptions"] += len(request_ids)
@@ -308,7 +329,7 @@ class InferenceEngine:
             found = self._pages.place(
                 state.id,
                 count_pages(len(state.tokens), page_tokens),
-                count_pages(_num_positions(state.request), page_tokens),
+                count_pages(state.request.num_positions, page_tokens),
                 state.keys,
             )
             state.num_computed = self._count_known(state, found)
@@ -318,14 +339,14 @@ class InferenceEngine:
                 self._counts["prefix_queries"] += len(state.tokens)
                 self._counts["prefix_hits"] += state.num_computed
 
-    def _compute(self, shares: Sequence[tuple[RequestState, int]]) -> Tensor | None:
-        """Compute the next tokens of each request; return logits of those that are complete."""
+    def _compute(self, shares: Sequence[tuple[RequestState, int]]) -> Tensor:
+        """Compute the next tokens of each request; return their hidden states, [tokens, hidden]."""
         page_tokens = self.limits.page_tokens
         for state, number in shares:
             needed = count_pages(state.num_computed + number, page_tokens)
             self._pages.grow(state.id, needed)
         tokens, positions, places = list[int](), list[int](), list[int]()
-        segments, last = list[Segment](), list[int]()
+        segments = list[Segment]()
         for state, number in shares:  # Pages have moved, if at all, before this loop.
             start, stop = state.num_computed, state.num_computed + number
             base = self._pages.pages(state.id).start * page_tokens
@@ -334,17 +355,14 @@ class InferenceEngine:
             tokens += state.tokens[start:stop]
             positions += range(start, stop)
             places += range(base + start, base + stop)
-            if stop == len(state.tokens):
-                last.append(queries[-1])
-        logits = self._forward(
-            torch.tensor((tokens, positions, places), device=self._device), segments, last
-        )
+        rows = torch.tensor((tokens, positions, places), device=self._device)
+        hidden = self._forward(rows, segments)
         for state, number in shares:
             first = state.num_computed // page_tokens
             state.num_computed += number
             if self.limits.prefix_cache:
                 self._record_pages(state, range(first, state.num_computed // page_tokens))
-        return logits
+        return hidden
 
     def _record_pages(self, state: RequestState, indices: range) -> None:
         """Record pages that are complete, so that other requests find them."""
@@ -353,24 +371,51 @@ class InferenceEngine:
         for index in indices:
             self._pages.record(state.id, index, state.keys[index])
 
-    def _forward(
-        self, rows: Tensor, segments: Sequence[Segment], last: Sequence[int]
-    ) -> Tensor | None:
-        """Return the logits of the tokens with indices `last`; `rows` has tokens, their positions
-        and their places in the cache, [3, tokens]."""
+    def _forward(self, rows: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Return the last hidden states; `rows` has tokens, their positions and their places in
+        the cache, [3, tokens]."""
         tokens, positions, places = rows
         self._cache.write_to(places)
         attention = AttentionMetadata(tuple(segments), self.model.config.window)
         x: Tensor = tokens[None]
         inputs = Inputs(self.model.rotary(positions[None]), attention=attention, cache=self._cache)
         for name, block in self.model.blocks():
-            if name == "head":
-                if not last:
-                    return None
-                if len(last) < len(tokens):
-                    x = x[:, torch.tensor(last, device=x.device)]
-            x, _ = block(x, inputs)
+            if name != "head":
+                x, _ = block(x, inputs)
         return x[0]
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, [rows, vocab]."""
+        positions = torch.zeros((1, 1), dtype=torch.int64, device=hidden.device)
+        logits: Tensor = self.model.head(hidden[None], Inputs(self.model.rotary(positions)))[0]
+        return logits[0]
+
+    def _answer(self, hidden: Tensor, shares: Sequence[tuple[RequestState, int]]) -> None:
+        """Choose the next token of each request whose tokens are all computed; score others."""
+        choosing, last = list[RequestState](), list[int]()
+        scoring, stop = list[tuple[RequestState, range]](), 0
+        for state, number in shares:
+            rows, stop = range(stop, stop + number), stop + number
+            if state.request.continuations:
+                scoring.append((state, rows))
+            elif state.is_complete:
+                choosing.append(state)
+                last.append(rows[-1])
+        if choosing:
+            is_part = len(last) < len(hidden)
+            index = torch.tensor(last, device=hidden.device) if is_part else slice(None)
+            self._choose(self._project(hidden[index]), choosing)
+        targets = [
+            target
+            for state, rows in scoring
+            for target in state.scores.targets(
+                range(state.num_computed - len(rows), state.num_computed), rows.start
+            )
+        ]
+        score_targets(self._project, hidden, targets, self._rows_at_once)
+        for state, _ in scoring:
+            if state.is_complete:
+                self._finish(state, state.scores.finish())
 
     def _choose(self, logits: Tensor, states: Sequence[RequestState]) -> None:
         """Choose the next token of each request, and send the events."""
@@ -384,7 +429,8 @@ class InferenceEngine:
             states = [state for state, finite in zip(states, is_finite, strict=True) if finite]
         if not states:
             return
-        for state, event in zip(states, choose_tokens(logits, states), strict=True):
+        events = choose_tokens(logits, states, self._masked)
+        for state, event in zip(states, events, strict=True):
             state.tokens.append(event.token)
             state.generated.append(event.token)
             state.on_event(event._replace(cached_tokens=state.num_found or 0))
@@ -419,37 +465,6 @@ class InferenceEngine:
         """Return the seconds until the first running request ends, if it takes all its tokens."""
         rests = [one.request.max_tokens - len(one.generated) for one in list(self._running)]
         return max(1.0, min(rests, default=0) * self._pass_s)
-
-
-def check_request(request: GenerationRequest, model: ModelConfig, num_positions: int) -> None:
-    """Raise ConfigError if a request can never run with a cache of `num_positions`."""
-    length = len(request.prompt)
-    if not length:
-        raise ConfigError("the prompt holds no token: give it at least one")
-    if not all(0 <= token < model.vocab for token in request.prompt):
-        raise ConfigError(
-            f"the prompt holds a token beyond the model's vocabulary of {model.vocab}: it was made "
-            "with another tokenizer"
-        )
-    if request.max_tokens < 1:
-        raise ConfigError(f"max_tokens = {request.max_tokens}: ask for 1 or more")
-    if length + request.max_tokens > model.max_positions:
-        raise ConfigError(
-            f"the prompt has {length} tokens and max_tokens = {request.max_tokens}: together more "
-            f"than the model's {model.max_positions} positions; lower max_tokens or shorten the "
-            "prompt"
-        )
-    if _num_positions(request) > num_positions:
-        raise ConfigError(
-            f"the prompt has {length} tokens and max_tokens = {request.max_tokens}: together more "
-            f"than the cache's {num_positions} positions; lower max_tokens, shorten the prompt, or "
-            "give the cache more memory"
-        )
-
-
-def _num_positions(request: GenerationRequest) -> int:
-    """Return the positions of the cache that a request needs; the last token needs none."""
-    return len(request.prompt) + request.max_tokens - 1
 
 
 def _not_finite(state: RequestState) -> StoreError:

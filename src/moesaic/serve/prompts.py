@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
+from moesaic.models.hf.special_tokens import START_KEY, special_token_ids
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
+    from moesaic.facts.job import ControlValues
     from moesaic.models.chat import ChatTemplate
+    from moesaic.models.control import ControlPrompts
     from moesaic.models.hf.origin import Origin
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -30,10 +33,11 @@ class PromptEncoder:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with, unless another one is chosen."""
         origin = self._origin
-        data = (origin.facts.get("job") or {}).get("data") or {}
+        job = origin.facts.get("job") or {}
+        data = job.get("data") or {}
         if self._chosen is not None:
             tokenizer = open_tokenizer(self._chosen, key="tokenizer")
-        elif data.get("tokenizer") == "bytes":
+        elif data.get("tokenizer") == "bytes" and job.get("control") is None:
             tokenizer = open_tokenizer("bytes")
         else:
             found = [file.parent for file in origin.companions if file.name == "tokenizer.json"]
@@ -49,6 +53,18 @@ class PromptEncoder:
                 "was trained with"
             )
         return tokenizer
+
+    @cached_property
+    def control(self) -> ControlPrompts | None:
+        """Prompts of attributes; None if the model was trained without them."""
+        from moesaic.models.control import ControlPrompts
+
+        return ControlPrompts.find(self.tokenizer)
+
+    @property
+    def masked_ids(self) -> Sequence[int]:
+        """Tokens that are never generated, because only prompts have them."""
+        return () if self.control is None else self.control.reserved_ids
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -76,6 +92,38 @@ class PromptEncoder:
         end = template.end_of_turn_id(self.tokenizer)
         return self.end_ids if end is None else self.end_ids | {end}
 
+    @cached_property
+    def start_id(self) -> int:
+        """Token before a text that has no context: the tokenizer's start token, else its end
+        token."""
+        path = Path(self.tokenizer.name).expanduser()
+        if isinstance(self.tokenizer, FileTokenizer):
+            directory = path if path.is_dir() else path.parent
+            start: int = special_token_ids(directory).get(START_KEY, self.tokenizer.end_id)
+            return start
+        return self.tokenizer.end_id
+
+    def encode_pair(
+        self, context: str | Sequence[int], continuation: str | Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens of a context and of the text that continues it.
+
+        They are encoded as one text. Spaces at the end of the context belong to the continuation,
+        as tokenizers join them with the next word. An empty context becomes the start token.
+        """
+        if not isinstance(context, str) or not isinstance(continuation, str):
+            if isinstance(context, str) or isinstance(continuation, str):
+                raise ConfigError(
+                    f"context {keys.show(context)} and continuation {keys.show(continuation)}: "
+                    "give two texts, or token ids of both"
+                )
+            return list(context), list(continuation)
+        encode, stripped = self.tokenizer.encode, context.rstrip()
+        if not stripped:
+            return [self.start_id], encode(context + continuation, with_special_tokens=True)
+        before = encode(stripped)
+        return before, encode(context + continuation)[len(before) :]
+
     def encode(
         self,
         prompt: Prompt,
@@ -83,6 +131,7 @@ class PromptEncoder:
         *,
         is_chat: bool = False,
         system: str | None = None,
+        control: ControlValues | None = None,
     ) -> list[int]:
         """Return the tokens of a prompt; ConfigError for one without room for `max_tokens`.
 
@@ -91,8 +140,12 @@ class PromptEncoder:
             max_tokens: maximum number of tokens that follow.
             is_chat: whether a text is a user message of a chat.
             system: system message before a chat that has none.
+            control: attributes of the text, which may be empty then.
         """
-        ids = self._encode(prompt, is_chat, system)
+        if control is None or not control.given:
+            ids = self._encode(prompt, is_chat, system)
+        else:
+            ids = self._encode_control(prompt, is_chat, control)
         limit = self._origin.model.max_positions
         if not ids:
             raise ConfigError(f"prompt {keys.show(prompt)} has no tokens: give some text")
@@ -102,6 +155,19 @@ class PromptEncoder:
                 f"exceed the model's {limit} positions: shorten the prompt, or lower max_tokens"
             )
         return ids
+
+    def _encode_control(self, prompt: Prompt, is_chat: bool, control: ControlValues) -> list[int]:
+        if self.control is None:
+            raise ConfigError(
+                f"control = {keys.show(control.given)}, and '{self._origin.path}' was trained "
+                "without [control]: leave it out, or train with that table"
+            )
+        if is_chat or not isinstance(prompt, str):
+            raise ConfigError(
+                f"control = {keys.show(control.given)} stands before a text, and the prompt "
+                f"{keys.show(prompt)} is none: leave it out, or give a text"
+            )
+        return self.control.encode(control, prompt)
 
     def _encode(self, prompt: Prompt, is_chat: bool, system: str | None) -> list[int]:
         parts: Any = prompt

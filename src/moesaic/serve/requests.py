@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from moesaic.base.errors import MoesaicError
+from moesaic.base.errors import ConfigError, MoesaicError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moesaic.facts.job import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One text to generate."""
+    """One text to generate, or continuations of a prompt to score."""
 
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     max_tokens: int
-    """Maximum number of new tokens."""
+    """Maximum number of new tokens; 0 if `continuations` are scored."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the text; the end token is the last event's."""
@@ -57,6 +60,19 @@ class GenerationRequest:
     """Number of this text among several of one prompt and seed."""
     top_logprobs: int | None = None
     """Most likely tokens whose log-probabilities each event has; None: no log-probabilities."""
+    continuations: tuple[tuple[int, ...], ...] = ()
+    """Token sequences to score. The last token of each follows the prompt, and its other tokens
+    are the last ones of the prompt."""
+
+    @property
+    def num_scored(self) -> int:
+        """Positions of the prompt, at its end, whose next tokens are scored."""
+        return max(map(len, self.continuations), default=0)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the cache that the request needs; the last new token needs none."""
+        return len(self.prompt) + max(self.max_tokens - 1, 0)
 
 
 class TokenEvent(NamedTuple):
@@ -71,12 +87,23 @@ class TokenEvent(NamedTuple):
     """Prompt tokens that were found in the prefix cache."""
 
 
+class TokenScores(NamedTuple):
+    """Scores of a continuation."""
+
+    logprobs: tuple[float, ...]
+    """Log-probability of each token after all tokens before it."""
+    is_greedy: bool
+    """True if each token is the most likely one."""
+
+
 class FinishEvent(NamedTuple):
     """The end of a request; no event follows."""
 
     reason: Literal["stop", "length", "cancelled", "error"]
     """stop: an end token; length: `max_tokens`; error: see `error`."""
     error: MoesaicError | None = None
+    scores: tuple[TokenScores, ...] = ()
+    """Scores of each of the request's continuations."""
 
 
 EventHandler = Callable[[TokenEvent | FinishEvent], None]
@@ -90,3 +117,47 @@ class EngineFull(MoesaicError):
     def __init__(self, num_waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{num_waiting} requests wait already: try again in {retry_after_s:.0f} s")
         self.retry_after_s = retry_after_s
+
+
+def check_request(request: GenerationRequest, model: ModelConfig, num_positions: int) -> None:
+    """Raise ConfigError if a request can never run with a cache of `num_positions`."""
+    length = len(request.prompt)
+    if not length:
+        raise ConfigError("the prompt holds no token: give it at least one")
+    tokens = chain(request.prompt, *request.continuations)
+    if not all(0 <= token < model.vocab for token in tokens):
+        raise ConfigError(
+            f"the prompt holds a token beyond the model's vocabulary of {model.vocab}: it was made "
+            "with another tokenizer"
+        )
+    if request.continuations:
+        _check_continuations(request)
+    elif request.max_tokens < 1:
+        raise ConfigError(f"max_tokens = {request.max_tokens}: ask for 1 or more")
+    if length + request.max_tokens > model.max_positions:
+        raise ConfigError(
+            f"the prompt has {length} tokens and max_tokens = {request.max_tokens}: together more "
+            f"than the model's {model.max_positions} positions; lower max_tokens or shorten the "
+            "prompt"
+        )
+    if request.num_positions > num_positions:
+        raise ConfigError(
+            f"the prompt has {length} tokens and max_tokens = {request.max_tokens}: together more "
+            f"than the cache's {num_positions} positions; lower max_tokens, shorten the prompt, or "
+            "give the cache more memory"
+        )
+
+
+def _check_continuations(request: GenerationRequest) -> None:
+    length = len(request.prompt)
+    if request.max_tokens:
+        raise ConfigError(
+            f"max_tokens = {request.max_tokens} of a request whose continuations are scored: set "
+            "it to 0"
+        )
+    if not all(1 <= len(one) <= length for one in request.continuations):
+        raise ConfigError(
+            f"the prompt has {length} tokens and continuations have "
+            f"{sorted(set(map(len, request.continuations)))}: give continuations of 1 to {length} "
+            "tokens"
+        )

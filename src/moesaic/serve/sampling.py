@@ -36,18 +36,22 @@ class SequenceState(Protocol):
 
 
 @torch.inference_mode()
-def choose_tokens(logits: Tensor, sequences: Sequence[SequenceState]) -> list[TokenEvent]:
+def choose_tokens(
+    logits: Tensor, sequences: Sequence[SequenceState], masked: Tensor | None = None
+) -> list[TokenEvent]:
     """Return the next token of each sequence, with log-probabilities if its request asks.
 
     Args:
         logits: finite, [sequences, vocab].
         sequences: the sequence of each row.
+        masked: ids that are never chosen, on the device of the logits.
     """
+    candidates = logits if masked is None else logits.index_fill(1, masked, -torch.inf)
     settings = [sequence.request.sampling for sequence in sequences]
     tokens = [0] * len(sequences)
     for rows in _groups((one.temperature, one.top_p, one.top_k) for one in settings):
         members = [sequences[row] for row in rows]
-        scores = _adjust(_take(logits, rows), members)
+        scores = _adjust(_take(candidates, rows), members)
         for row, token in zip(rows, _choose(scores, members), strict=True):
             tokens[row] = token
     events = [TokenEvent(token, None, ()) for token in tokens]

@@ -49,11 +49,11 @@ tensorboard = false
 """Job file of a tiny run on the CPU."""
 
 
-def tiny_job(**tables: dict[str, Any]) -> Job:
-    """Return the tiny job with the given keys of its tables changed."""
+def tiny_job(**tables: Any) -> Job:
+    """Return the tiny job with the given keys of its tables changed, or lists of tables set."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     for table, changes in tables.items():
-        raw[table] = {**raw.get(table, {}), **changes}
+        raw[table] = {**raw.get(table, {}), **changes} if isinstance(changes, dict) else changes
     return parse(Job, raw, "tiny job")
 
 

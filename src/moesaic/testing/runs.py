@@ -36,18 +36,18 @@ def train_text(
     out: Path,
     resume: str | None = None,
     plan: Plan | None = None,
-    **tables: dict[str, Any],
+    **tables: Any,
 ) -> RecordingProgress:
-    """Train the tiny job over `text`, with the given keys of its tables changed; return its
-    progress."""
-    keys: dict[str, dict[str, Any]] = {
+    """Train the tiny job over `text`, with the given keys of its tables changed, or lists of tables
+    set; return its progress."""
+    keys: dict[str, Any] = {
         "model": {"vocab": 260},
         "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
         "train": {"steps": 4, "batch": 8, "micro_batches": 2},
         "checkpoint": {"every": 2}, "log": {"tensorboard": False},
     }  # fmt: skip
     for table, changes in tables.items():
-        keys[table] = {**keys.get(table, {}), **changes}
+        keys[table] = {**keys.get(table, {}), **changes} if isinstance(changes, dict) else changes
     progress = RecordingProgress()
     loaded = LoadedJob(tiny_job(**keys), "", [], plan)
     train(loaded, out, resume, world, progress, LanguageModelKind())

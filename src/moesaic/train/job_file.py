@@ -473,8 +473,16 @@ def _check_data(job: Job) -> None:
             from moesaic.train.data.text import check_first_record
 
             check_first_record(source)
-    tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
-    check_vocabulary(job.model.vocab, tokenizer, is_fixed=job.source is not None)
+    has_control = job.control is not None
+    if job.control is not None:
+        from moesaic.train.data.control import open_control
+
+        tokenizer, _ = open_control(job.data, job.control)
+    else:
+        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+    check_vocabulary(
+        job.model.vocab, tokenizer, is_fixed=job.source is not None, has_control=has_control
+    )
     if job.data.format == "chat":
         from moesaic.train.data.chat import ChatEncoder
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moesaic.base.decisions import Decision
 from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import PARAMETER, Source, SplitSource, TensorShard
+from moesaic.dist.state import PARAMETER, Source, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import BalanceCosts, Job
+from moesaic.facts.job.distill import StudentConfig, student_prefix, students_in_order
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.init import InitialSource
+from moesaic.models.student import AUXILIARY
 from moesaic.models.tokenizer import check_vocabulary
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.policy.balance import reason_not_to_balance
-from moesaic.train.assemble import LMRun, assemble
+from moesaic.train.assemble import LMRun, assemble, place_parts
 from moesaic.train.data.text_data import TextData
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.parts import find_prefix, parts_source
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 from moesaic.train.topology import check_topology, resolve_dispatch
 from moesaic.train.trainer import RunStart
@@ -34,7 +38,10 @@ class LanguageModelKind:
     unit = "tokens"
     data_change = "the files of its text or its tokenizer have changed"
     new_run = "start a new run from its weights (moesaic convert, then [model] from)"
-    learning_rates = "optimizer.lr"
+
+    def learning_rates(self, job: Job) -> str:
+        """Return the keys of the learning rates."""
+        return "optimizer.lr or the student's lr" if job.student else "optimizer.lr"
 
     def units_per_step(self, job: Job) -> int:
         """Return the tokens in one step."""
@@ -55,8 +62,8 @@ class LanguageModelKind:
 
     def open_data(self, job: Job, world: World, log: Callable[[str], None]) -> TextData:
         """Open the text, and tokenise it first if the cache lacks it."""
-        data = TextData.open(job.data, job.seed, world, log)
-        check_vocabulary(job.model.vocab, data.tokenizer)
+        data = TextData.open(job.data, job.seed, world, log, job.control)
+        check_vocabulary(job.model.vocab, data.tokenizer, has_control=job.control is not None)
         return data
 
     def assemble(self, start: RunStart[Job]) -> LMRun:
@@ -69,8 +76,9 @@ class LanguageModelKind:
         if job.routing.replay:
             replay = RoutingReplay(Path(job.routing.replay), job, data.digest)
             replay.check_steps(first_step)
-        source: Source = checkpoint or _initial_source(job)
-        if checkpoint is not None:
+        source: Source = InitialWeights(job)
+        if checkpoint is not None and counters is not None:
+            source = parts_source(checkpoint, source, place_parts(job, plan), counters, start.log)
             has_fixed_placement = loaded.plan is not None and job.balance.migrate_every == 0
             plan = _restore_decisions(plan, checkpoint, has_fixed_placement)
         run = assemble(job, plan, start.world, source, counters, start.log, start.decisions)
@@ -91,7 +99,8 @@ class LanguageModelKind:
         for line in (_describe_backends(run), _describe_balance(run)):
             if line is not None:
                 yield line
-        if run.part.tiers is not None and not run.part.tiers.is_direct:
+        tiers = run.objective.part.tiers
+        if tiers is not None and not tiers.is_direct:
             assert job.memory is not None
             yield (
                 f"warning: memory.ssd = '{job.memory.ssd}' has no direct I/O, so the page cache "
@@ -102,6 +111,7 @@ class LanguageModelKind:
         is_pinned = job.kernels.grouped_mm != "auto" and job.model.experts > 0
         if is_pinned and run.world.device.type == "cpu":
             yield "kernels.grouped_mm has no effect on a CPU"
+        yield from map(_describe_student, students_in_order(job.student))
 
     def start_fields(self, run: LMRun) -> dict[str, Any]:
         """Return numbers of parameters, and the kernels of this rank."""
@@ -109,13 +119,20 @@ class LanguageModelKind:
         return {
             "parameters_total": counts.total, "parameters_active": counts.active,
             "backends": _describe_backends(run),
+            "students": [
+                {
+                    "name": one.name, "teacher": one.teacher,
+                    "parameters_total": count_parameters(one.model).total,
+                }
+                for one in run.objective.job.student
+            ],
         }  # fmt: skip
 
 
 def _describe_backends(run: LMRun) -> str | None:
     """Describe this rank's grouped matmul and its token transports for the user; None without
     experts."""
-    moe = next((moe for _, moe in run.part.model.expert_layers()), None)
+    moe = next((moe for _, moe in run.objective.part.model.expert_layers()), None)
     if moe is None:
         return None
     dtype = LOW_PRECISION.get(run.job.train.precision, moe.bank.arena.dtype)
@@ -129,7 +146,7 @@ def _describe_balance(run: LMRun) -> str | None:
     balancing."""
     job, migration = run.objective.job, run.objective.migration
     costs, config = run.plan.balance_costs, job.balance
-    balances = any(moe.balancer for _, moe in run.part.model.expert_layers())
+    balances = any(moe.balancer for _, moe in run.objective.part.model.expert_layers())
     reason = reason_not_to_balance(job, run.plan)
     if costs is None or not (balances or migration):
         return None if reason is None else f"balance: no replicas, {reason}"
@@ -149,16 +166,53 @@ def _describe_balance(run: LMRun) -> str | None:
     return f"balance: {policy}{migrates}; {costs.describe()}{hint}"
 
 
-def _initial_source(job: Job) -> Source:
-    initial = InitialSource(job.seed, job.model.init_std)
-    if job.source is None:
-        return initial
-    return SplitSource(HFSource(Path(job.source), job.model), initial, _lacks_pretrained)
+def _describe_student(student: StudentConfig) -> str:
+    """Describe a student and what it learns from for the user."""
+    losses = ", ".join(
+        f"{name} {weight:g}" for name, weight in student.losses.model_dump().items() if weight
+    )
+    every = f", every {student.interval} steps" if student.interval > 1 else ""
+    layer = "; with an auxiliary layer" if student.auxiliary_layer else ""
+    return (
+        f'student "{student.name}": {count_parameters(student.model).total:,} parameters; learns '
+        f'from "{student.teacher}"{every}: {losses}{layer}'
+    )
 
 
-def _lacks_pretrained(shard: TensorShard) -> bool:
-    """Return whether a Hugging Face directory has no values of `shard`: of a moment or adapter."""
-    return shard.kind != PARAMETER or shard.name.endswith((A, B))
+@dataclass(frozen=True)
+class InitialWeights:
+    """Source of the values at the start of a run: of the model, and of each student."""
+
+    job: Job
+
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Fill shards from the directories that the job names, and the others at random."""
+        models = {"": (self.job.source, self.job.model)}
+        models |= {student_prefix(one.name): (one.source, one.model) for one in self.job.student}
+        groups: dict[str, list[TensorShard]] = {prefix: [] for prefix in models}
+        for shard in shards:
+            groups[find_prefix(shard.name, models) or ""].append(shard)
+        for prefix, group in groups.items():
+            source, model = models[prefix]
+            stored = [one for one in group if source is not None and _is_pretrained(one, prefix)]
+            kept = {id(one) for one in stored}
+            initial = InitialSource(self.job.seed, model.init_std)
+            initial.fill([one for one in group if id(one) not in kept])
+            if source is not None and stored:
+                HFSource(Path(source), model).fill(
+                    [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
+                )
+
+
+def _is_pretrained(shard: TensorShard, prefix: str) -> bool:
+    """Return whether a Hugging Face directory has values of `shard`: it has none of moments,
+    adapters, and auxiliary weights of students."""
+    name = shard.name.removeprefix(prefix)
+    return (
+        shard.kind == PARAMETER
+        and not name.endswith((A, B))
+        and not name.startswith(f"{AUXILIARY}.")
+    )
 
 
 def _restore_decisions(plan: Plan, checkpoint: Checkpoint, has_fixed_placement: bool) -> Plan:

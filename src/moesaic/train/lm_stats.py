@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -40,6 +40,22 @@ BALANCE_SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
+class StudentStats:
+    """Statistics of one student in one step, equal on every rank."""
+
+    losses: Mapping[str, float]
+    """Losses by name, without their weights; "loss" is that of the text. A loss that the step does
+    not have is absent."""
+    grad_norm: float
+    lr: float
+
+    def figures(self, name: str) -> dict[str, float]:
+        """Return scalars of student `name`, such as "small/loss"."""
+        figures = {**self.losses, "grad_norm": self.grad_norm, "lr": self.lr}
+        return {f"{name}/{key}": value for key, value in figures.items()}
+
+
+@dataclass(frozen=True)
 class LMStepStats:
     """Statistics of one step, equal on every rank except for `phases`, `balance` and
     `counts_by_rank`."""
@@ -70,6 +86,8 @@ class LMStepStats:
     """Traffic of this rank's expert state between memory and drive; None without a budget."""
     migrations: Sequence[LayerMigration] = ()
     """Experts of all layers that migrated after this step."""
+    students: Mapping[str, StudentStats] = field(default_factory=dict)
+    """Statistics of each student by its name."""
 
     def figures(self, step_s: float) -> dict[str, float]:
         """Return scalars of the step, which took `step_s` seconds."""
@@ -86,6 +104,8 @@ class LMStepStats:
             figures |= _balance_figures([one.stats for one in self.balance.values()])
         if self.loss_scale is not None:
             figures |= {"loss_scale": self.loss_scale, "skipped": float(self.is_skipped)}
+        for name, student in self.students.items():
+            figures |= student.figures(name)
         return figures
 
     def rank_figures(self) -> dict[str, float]:

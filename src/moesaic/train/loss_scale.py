@@ -56,12 +56,18 @@ def record_update(counters: dict[str, int]) -> None:
 
 
 def back_off(
-    counters: dict[str, int], norm: float, loss: float, *, is_updated: bool = False
+    counters: dict[str, int],
+    norm: float,
+    loss: float,
+    *,
+    whose: str = "",
+    is_updated: bool = False,
 ) -> None:
     """Halve the scale after a gradient with a `norm` that is not finite. Raise if no scale helps,
-    as when the unscaled `loss`, equal on all ranks, is not finite either. `is_updated` if experts
-    were updated before the norm was known, which needs an unscaled loss."""
-    step = f"step {counters['step'] + 1}: the gradient's norm is {norm}"
+    as when the unscaled `loss`, equal on all ranks, is not finite either. `whose` names the part,
+    " of ...", if there are several. `is_updated` if experts were updated before the norm was known,
+    which needs an unscaled loss."""
+    step = f"step {counters['step'] + 1}: the gradient's norm{whose} is {norm}"
     if EXPONENT not in counters:
         state = (
             "which was known only after the update of experts"

@@ -7,7 +7,7 @@ all parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
@@ -41,11 +41,16 @@ class PartPlacement:
     """Ranks and layout of one part, known on every rank of the run."""
 
     prefix: str
-    """Start of the logical names of the part's tensors; empty for the only part."""
+    """Start of the logical names of the part's tensors; empty for one part, whose names start with
+    no other prefix."""
     plan: Plan
     """Layout at the start over `ranks`, which it numbers from 0."""
     ranks: Sequence[int]
     """Ranks of the run that hold the part, ascending."""
+    title: str = ""
+    """Words for the part in messages; empty: its prefix."""
+    lr: float | None = None
+    """Peak learning rate; None: that of the job."""
 
     def __post_init__(self) -> None:
         """Check that the plan is one for these ranks."""
@@ -54,6 +59,11 @@ class PartPlacement:
                 f'the plan of part "{self.prefix}" has {self.plan.ranks} ranks, and ranks = '
                 f"{list(self.ranks)} are {len(self.ranks)}: make the plan for as many"
             )
+
+    @property
+    def label(self) -> str:
+        """Words for the part in messages."""
+        return self.title or f'part "{self.prefix}"'
 
     @property
     def start_counter(self) -> str:
@@ -113,7 +123,7 @@ class Part(Generic[M]):
 
     @property
     def prefix(self) -> str:
-        """Start of the logical names of the part's tensors; empty for the only part."""
+        """Start of the logical names of the part's tensors."""
         return self.placement.prefix
 
     def local_samples(self, samples: range) -> range:
@@ -233,13 +243,21 @@ def parts_source(
     Added parts are named to `log`, and `counters` counts their updates from here on. Tensors of
     parts that the run no longer has are ignored.
     """
-    saved = [key.partition("/")[2] for key in checkpoint.tensors]
-    added = [part for part in placements if not any(name.startswith(part.prefix) for name in saved)]
-    prefixes = tuple(part.prefix for part in added)
-    for part in added:
-        counters[part.start_counter] = num_updates(counters)
-        log(f'the checkpoint has no part "{part.prefix}": it starts from initial values')
-    return SplitSource(checkpoint, initial, lambda shard: shard.name.startswith(prefixes))
+    prefixes = [part.prefix for part in placements]
+    saved = {find_prefix(key.partition("/")[2], prefixes) for key in checkpoint.tensors}
+    added = {part.prefix for part in placements if part.prefix not in saved}
+    for part in placements:
+        if part.prefix in added:
+            counters[part.start_counter] = num_updates(counters)
+            log(f"the checkpoint has no {part.label}: it starts from initial values")
+    return SplitSource(
+        checkpoint, initial, lambda shard: find_prefix(shard.name, prefixes) in added
+    )
+
+
+def find_prefix(name: str, prefixes: Iterable[str]) -> str | None:
+    """Return the longest of `prefixes` that a logical name starts with; None if there is none."""
+    return max((one for one in prefixes if name.startswith(one)), key=len, default=None)
 
 
 def make_part(

@@ -29,6 +29,11 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
     would resume on other samples, whose `digest` does not start with its own, or another model."""
     facts, path = checkpoint.facts, checkpoint.path
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
+    messages = [
+        f'student "{name}" is no longer in the job: its weights stay in earlier checkpoints'
+        for name in _student_names(before)
+        if name not in _student_names(now)
+    ]
     if before.get("kind", "lm") != job.kind:
         raise ConfigError(
             f"resume: '{path}' is of a job of kind = {_format_value(before['kind'])}, the job has "
@@ -38,19 +43,18 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
         changes = [
             f"{key} = {_format_value(now.get(key))}, was {_format_value(before.get(key))}"
             for key in _changed_keys(before, now)
-            if key == "seed" or (key.startswith("data.") and key != "data.cache")
+            if key == "seed" or (key.startswith(("data.", "control")) and key != "data.cache")
         ]
         reason = "; ".join(changes) or kind.data_change
         raise ConfigError(
             f"resume: '{path}' was trained on other samples ({reason}): restore them, or "
             f"{kind.new_run}"
         )
-    messages = list[str]()
     for key in _changed_keys(before, now):
         old, new = before.get(key), now.get(key)
         change = f"{key} = {_format_value(old)}, the job has {_format_value(new)}"
-        table, _, name = key.partition(".")
-        if table == "finetune" or key in _FIXED_KEYS or _changes_storage(key, old, new):
+        table, _, name = _without_student(key).partition(".")
+        if table == "finetune" or key in _FIXED_KEYS or _lacks_state(key, old, new):
             raise ConfigError(
                 f"resume: '{path}' was trained with {change}: restore it, or {kind.new_run}"
             )
@@ -65,9 +69,24 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
     return messages
 
 
-def _changes_storage(key: str, old: Any, new: Any) -> bool:
-    """Return whether weights have another dtype after this change."""
-    return key == "train.precision" and DTYPES[old] != DTYPES[new]
+def _student_names(keys_of_job: Mapping[str, Any]) -> list[str]:
+    """Return the names of the students of a flattened job."""
+    return [str(value) for key, value in keys_of_job.items() if key == f"student.{value}.name"]
+
+
+def _without_student(key: str) -> str:
+    """Return "model.hidden" for "student.small.model.hidden", and other keys as they are."""
+    parts = key.split(".")
+    return ".".join(parts[2:]) if parts[0] == "student" and len(parts) > 2 else key
+
+
+def _lacks_state(key: str, old: Any, new: Any) -> bool:
+    """Return whether weights have another dtype after this change, or a checkpoint lacks state: of
+    a teacher that was frozen, or of an auxiliary layer."""
+    has_new_layer = _without_student(key) == "auxiliary_layer" and new
+    was_frozen = key == "distill.frozen" and old
+    changes_dtype = key == "train.precision" and DTYPES[old] != DTYPES[new]
+    return has_new_layer or was_frozen or changes_dtype
 
 
 def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -90,5 +109,8 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
+        elif key == "student":
+            for one in value:
+                yield from _flatten(one, f"{prefix}{key}.{one['name']}.")
         else:
             yield f"{prefix}{key}", value

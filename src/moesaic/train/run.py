@@ -13,7 +13,7 @@ these samples. A rank may hold some of the parts, or none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -108,29 +108,30 @@ class Run(Generic[ObjectiveT, StatsT]):
         phases = PhaseTimer(self.world.device, self.phase_hook)
         with phases("data"):
             batches, context = self._load_global_batch(samples)
-        lr, number = self._learning_rate(), loss_scale.num_updates(self.counters) + 1
+        rates = {part.prefix: self._learning_rate(part) for part in self.placements}
+        number = loss_scale.num_updates(self.counters) + 1
         for part in self.parts:
-            part.begin_step(self._update_number(part, number), lr)
+            part.begin_step(self._update_number(part, number), rates[part.prefix])
         losses = self._forward_backward(batches, context, phases)
         with phases("reduce"):
             self._reduce_gradients()
         with phases("clip"):
-            grad_norm = self._grad_norm() / context.scale
-            # All ranks get the same result, whichever overflowed.
-            is_finite = math.isfinite(grad_norm)
+            # All ranks get the same norms, whichever overflowed.
+            norms = {prefix: norm / context.scale for prefix, norm in self._grad_norms().items()}
+            is_finite = all(map(math.isfinite, norms.values()))
         with phases("optimizer"):
             if is_finite:
-                self._update(number, grad_norm, context.scale, lr)
+                self._update(number, norms, context.scale, rates)
                 self.objective.after_update(losses)
             else:
-                self._skip_update(grad_norm, losses)
+                self._skip_update(norms, losses)
         self.counters["step"] += 1
         self.counters["samples"] += self.job.train.batch
         if self.objective.unit != "samples":
             self.counters[self.objective.unit] += context.units
         is_scaled = loss_scale.EXPONENT in self.counters
         result = StepResult(
-            self.counters["step"], batches, losses, context.units, grad_norm, lr,
+            self.counters["step"], batches, losses, context.units, norms, rates,
             loss_scale=context.scale if is_scaled else None, is_skipped=not is_finite,
         )  # fmt: skip
         stats: StatsT = self.objective.finish_step(result, phases)
@@ -174,38 +175,55 @@ class Run(Generic[ObjectiveT, StatsT]):
         for part in self.parts:
             part.reduce_gradients()
 
-    def _grad_norm(self) -> float:
-        """Return the norm of the whole gradient of all parts on all ranks."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
-        for part in self.parts:
-            total += part.squared_grad_norm()
-        return math.sqrt(float(all_reduce_(total, self.world.group)))
+    def _grad_norms(self) -> dict[str, float]:
+        """Return the norm of the whole gradient of each part, on all ranks, by its prefix."""
+        held = {part.prefix: part for part in self.parts}
+        none = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        squares = torch.cat(
+            [
+                held[prefix].squared_grad_norm() if prefix in held else none
+                for prefix in (part.prefix for part in self.placements)
+            ]
+        )
+        sums = all_reduce_(squares, self.world.group).tolist()
+        return {
+            part.prefix: math.sqrt(one) for part, one in zip(self.placements, sums, strict=True)
+        }
 
-    def _update(self, number: int, norm: float, scale: float, lr: float) -> None:
-        """Take update `number`, from 1, by gradients that are `scale` times too large."""
-        train = self.job.train
-        clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
+    def _update(
+        self, number: int, norms: Mapping[str, float], scale: float, rates: Mapping[str, float]
+    ) -> None:
+        """Take update `number`, from 1, by gradients that are `scale` times too large.
+
+        Each part is clipped by its own norm, so a part changes nothing for the others.
+        """
+        limit = self.job.train.clip
         for part in self.parts:
-            part.update(self._update_number(part, number), lr=lr, clip=clip / scale)
+            clip = min(1.0, limit / (norms[part.prefix] + 1e-6)) if limit else 1.0
+            part.update(self._update_number(part, number), lr=rates[part.prefix], clip=clip / scale)
         loss_scale.record_update(self.counters)
 
     def _update_number(self, part: Part[Any], number: int) -> int:
         """Return update `number` of the run, counted from the part's first one."""
         return number - self.counters.get(part.placement.start_counter, 0)
 
-    def _skip_update(self, norm: float, losses: Sequence[Any]) -> None:
+    def _skip_update(self, norms: Mapping[str, float], losses: Sequence[Any]) -> None:
         """Skip the update after an overflow and back off the loss scale."""
+        first = next(part for part in self.placements if not math.isfinite(norms[part.prefix]))
+        whose = f" of {first.label}" if len(self.placements) > 1 else ""
         is_updated = any(part.tiers is not None and part.tiers.updates_early for part in self.parts)
         loss = self.objective.total_loss(losses)
-        loss_scale.back_off(self.counters, norm, loss, is_updated=is_updated)
+        norm = norms[first.prefix]
+        loss_scale.back_off(self.counters, norm, loss, whose=whose, is_updated=is_updated)
         for part in self.parts:
             part.drop_gradients()
 
-    def _learning_rate(self) -> float:
-        """Return this step's learning rate. Skipped steps count, so that the schedule ends with the
-        run."""
+    def _learning_rate(self, part: PartPlacement) -> float:
+        """Return this step's learning rate of a part. Skipped steps count, so that the schedule
+        ends with the run."""
         step, steps = self.counters["step"] + 1, self.job.train.steps
-        return learning_rate(step, steps, self.job.optimizer.lr, self.job.schedule)
+        peak = self.job.optimizer.lr if part.lr is None else part.lr
+        return learning_rate(step, steps, peak, self.job.schedule)
 
     @torch.no_grad()
     def validate(self, samples: Any, max_samples: int) -> tuple[float, int, dict[str, float]]:
@@ -241,9 +259,12 @@ class Run(Generic[ObjectiveT, StatsT]):
 
 
 def _check_prefixes(prefixes: Sequence[str]) -> None:
-    """Raise ValueError if a tensor's name could start with the prefixes of two parts."""
+    """Raise ValueError if a tensor's name could start with the prefixes of two parts.
+
+    The empty prefix is allowed beside others: a name belongs to its longest prefix.
+    """
     for first, second in pairwise(sorted(prefixes)):
-        if second.startswith(first):
+        if second.startswith(first) and (first or not second):
             raise ValueError(
                 f'the prefix "{second}" of a part starts with that of another, "{first}": choose '
                 "prefixes that do not"

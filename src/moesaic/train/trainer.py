@@ -109,8 +109,9 @@ class JobKind(Protocol[J]):
     changed"."""
     new_run: str
     """Remedy for a resume that cannot go on: "start a new run ..."."""
-    learning_rates: str
-    """Keys to lower if training diverges, such as "optimizer.lr"."""
+
+    def learning_rates(self, job: J) -> str:
+        """Return the keys to lower if training diverges, such as "optimizer.lr"."""
 
     def units_per_step(self, job: J) -> int:
         """Return the units in one step."""
@@ -198,7 +199,7 @@ def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
         return
     for part in run.placements:
         ranks = ", ".join(map(str, part.ranks))
-        yield f'plan of part "{part.prefix}" on ranks {ranks}: {describe_plan(part.plan)}'
+        yield f"plan of {part.label} on ranks {ranks}: {describe_plan(part.plan)}"
 
 
 def _open_checkpoint(
@@ -387,7 +388,7 @@ class _Session(Generic[J]):
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self.record.out / "checkpoints")
         restart = "go on from the newest checkpoint, with resume" if candidates else "start again"
-        lower = self.kind.learning_rates
+        lower = self.kind.learning_rates(self.job)
         return f"lower {lower} or lengthen schedule.warmup, and {restart}"
 
     def _on_phase(self, phase: str) -> None:

@@ -398,3 +398,53 @@ def test_mistakes(line: str, words: str, place: Path, commands: Commands) -> Non
     line = f"plan {line}".replace("CLUSTER", "job.toml --cluster cluster.toml")
     assert words in commands.refusal(line)
     assert set(place.iterdir()) == before
+
+
+STUDENTS = """
+[[student]]
+name = "small"
+teacher = "assistant"
+model = { preset = "tiny-dense", layers = 2 }
+losses = { attention = 1.0, logits = 0.5, text = 1.0 }
+
+[[student]]
+name = "assistant"
+model = { preset = "tiny-mixtral" }
+"""
+
+
+@pytest.mark.parametrize("frozen", ["false", "true"])
+def test_students_are_added_up(place: Path, commands: Commands, frozen: str) -> None:
+    """The step is that of the parts; only a frozen teacher costs less than without students."""
+    alone = predict("dp_shard=2")
+    (place / "job.toml").write_text(JOB + STUDENTS)
+    (place / "nowhere").write_text("text")
+    items = [
+        "--set",
+        "layout.dp_shard=2",
+        "--set",
+        f"distill.frozen={frozen}",
+        "--set=data.format=text",
+    ]
+    facts = commands.facts([*LINE, *items, "--nproc", "16", "--out", "plan.json"])
+    teacher, assistant, small = facts["parts"]
+    assert [one["name"] for one in facts["parts"]] == ["model", "assistant", "small"]
+    assert [one["teacher"] for one in facts["parts"]] == [None, "model", "assistant"]
+    assert facts["step_s"] == pytest.approx(sum(one["step_s"] for one in facts["parts"]))
+    assert (teacher["step_s"] == pytest.approx(alone["step_s"])) is (frozen == "false")
+    if frozen == "true":
+        assert 0.15 < teacher["step_s"] / alone["step_s"] < 0.5
+    assert sum(facts["blocks_s"].values()) == pytest.approx(facts["step_s"])
+    blocks = [name for name in facts["blocks_s"] if name.startswith("students.small.")]
+    assert {"students.small.layers.1.ffn", "students.small.auxiliary"} < set(blocks)
+    needs = facts["memory_per_rank"]
+    parts_bytes = sum(one["memory_bytes"] for one in facts["parts"])
+    assert needs["peak_bytes"] == parts_bytes + needs["working_bytes"]
+    assert teacher["parameters"] == alone["parameters"]["total"] > assistant["parameters"]
+    assert min(assistant["auxiliary_parameters"], small["auxiliary_parameters"]) > 0
+    text = commands.output([*LINE, *items, "--plan", "plan.json"])
+    assert re.search(r"\n  small +assistant +[0-9,]+ \+ [0-9,]+ auxiliary ", text)
+    learns_from = "nothing, frozen" if frozen == "true" else "text"
+    assert re.search(rf"\n  model +{learns_from} ", text)
+    dry = commands.facts(["train", "job.toml", *items, "--nproc", "16", "--dry-run"])
+    assert [one["name"] for one in dry["parts"]] == ["model", "assistant", "small"]

@@ -72,6 +72,8 @@ class Story:
     """Part of a step that waits for the drive, in a run with a memory budget."""
     balanced: bool = False
     """A balance policy runs, and its times are measured."""
+    students: tuple[str, ...] = ()
+    """Names of students, whose losses and distances from their teacher are logged."""
     balance: dict[str, float] = field(default_factory=dict)
     """Overrides of the balance record of each layer."""
 
@@ -154,6 +156,7 @@ class Fabric:
                 "memory_read_bytes": 3 << 30, "memory_written_bytes": 1 << 30,
                 "memory_read_s": 0.7 * step_s, "memory_write_s": 0.2 * step_s}
                if story.stall is not None else {}),
+            **self._student_figures(step, loss),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
             held = memory + 37_000_000 * rank
@@ -170,7 +173,7 @@ class Fabric:
             self.now_s += 0.9
             log.emit(
                 "validation", time=self.now_s, step=step, loss=loss + 0.11, tokens=16_384,
-                seconds=0.9,
+                seconds=0.9, **{f"{name}/loss": loss + 0.3 for name in story.students},
             )  # fmt: skip
         if step % story.checkpoint_every == 0:
             path = f"checkpoints/step-{step:08d}"
@@ -179,6 +182,15 @@ class Fabric:
                 "checkpoint_done", time=self.now_s + 0.8, step=step, path=path,
                 bytes=163_900_000, seconds=0.8,
             )  # fmt: skip
+
+    def _student_figures(self, step: int, loss: float) -> dict[str, float]:
+        """Return figures of students; every third step has the loss on text alone."""
+        found = dict[str, float]()
+        for index, name in enumerate(self.story.students, 1):
+            found |= {f"{name}/loss": loss + 0.2 * index, f"{name}/grad_norm": 1.0}
+            if step % 3:
+                found |= {f"{name}/attention": 0.1 * index, f"{name}/logits": index / step}
+        return found
 
     def _phases(self, step: int, rank: int) -> dict[str, float]:
         noise = 1 + 0.05 * self.random.normal(size=7)

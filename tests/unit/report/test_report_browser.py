@@ -11,7 +11,7 @@ import pytest
 from fabricated import PREDICTED, TIMELINE, fabricate, predict
 
 from browser import needs_browser, open_browser
-from moesaic.report import RunStats, page
+from moesaic.report import RunStats, page, summary
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 ui = pytest.importorskip("selenium.webdriver.support.ui")
@@ -208,4 +208,31 @@ def test_balance_is_drawn(show: Open, tmp_path: Path) -> None:
     browser.execute_script("Plotly.Fx.hover('balance-layers', [{curveNumber: 0, pointNumber: 3}])")
     hover = browser.find_element("css selector", "#balance-layers .hoverlayer").text
     assert "layer 3, without replicas: 2.11x" in hover
+    assert_silent(browser)
+
+
+def test_all_students_share_a_plot(show: Open, tmp_path: Path) -> None:
+    """The teacher and three students have a curve and their validations each."""
+    names = ("small", "tiny-1", "assistant")
+    run = RunStats.read(fabricate(tmp_path / "run", steps=60, experts=0, students=names))
+    browser = show(page.render(run))
+    shown = {trace["name"]: trace["points"] for trace in traces(browser, "student-losses")}
+    assert shown == {
+        name: points
+        for one in ("teacher", *names)
+        for name, points in ((one, 60), (f"{one}, validation", 3))
+    }
+    shown = {trace["name"]: trace["points"] for trace in traces(browser, "student-distances")}
+    assert shown == {f"{one}, {term}": 40 for one in names for term in ("logits", "attention")}
+    lines = browser.execute_script(
+        "return ['student-losses', 'student-distances'].map((chart) => "
+        "document.querySelectorAll(`#${chart} .scatterlayer .trace path.js-line`).length)"
+    )
+    assert lines == [4, 6]
+    legend = browser.find_element("css selector", "#student-losses .legend").text
+    assert legend.split() == ["teacher", *names]
+    facts = summary(run)["students"]["small"]
+    assert facts["loss"] == pytest.approx(run.steps.figures["small/loss"][-6:].mean())
+    assert facts["validation_loss"] == run.validations[-1].figures["small/loss"]
+    assert facts["attention"] == pytest.approx(0.1)
     assert_silent(browser)

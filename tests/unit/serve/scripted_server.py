@@ -32,9 +32,9 @@ CONTEXT = 4096
 DAMAGE = "damage"
 """A prompt with this text ends with an error after its second token."""
 MODEL = ApiModel(
-    name="scripted", tokenizer=ByteTokenizer(), template=None, end_ids=frozenset({256}),
-    chat_end_ids=frozenset({256}), vocab=260, context=CONTEXT, max_choices=8,
-    expert_layers=(1, 2), num_experts=4, created=1,
+    name="scripted", tokenizer=ByteTokenizer(), control=None, template=None,
+    end_ids=frozenset({256}), chat_end_ids=frozenset({256}), vocab=260, context=CONTEXT,
+    max_choices=8, expert_layers=(1, 2), num_experts=4, created=1,
 )  # fmt: skip
 
 

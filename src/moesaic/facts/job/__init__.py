@@ -2,6 +2,7 @@
 
 from moesaic.facts.job.balance import BalanceConfig, BalanceCosts
 from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
+from moesaic.facts.job.control import ControlConfig, ControlValues
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.distill import DistillConfig, StudentConfig, students_in_order
@@ -27,6 +28,8 @@ __all__ = [
     "BalanceCosts",
     "CheckpointConfig",
     "ClicksConfig",
+    "ControlConfig",
+    "ControlValues",
     "CtrJob",
     "DataConfig",
     "DistillConfig",

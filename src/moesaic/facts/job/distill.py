@@ -19,6 +19,16 @@ Divergence = Literal["forward", "reverse", "jensen"]
 """Divergences between the next-token distributions of teacher and student."""
 
 
+AUXILIARY_PREFIX = "auxiliary."
+"""Start of the logical names of a student's auxiliary weights, behind its own prefix; exports leave
+them out."""
+
+
+def student_prefix(name: str) -> str:
+    """Return the start of the logical names of a student's tensors."""
+    return f"students.{name}."
+
+
 class StudentLosses(Section):
     """Weights of a student's losses; a loss with weight 0 is not computed."""
 

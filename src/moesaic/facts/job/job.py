@@ -13,6 +13,7 @@ from moesaic.base import keys
 from moesaic.base.config import Section, parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.balance import BalanceConfig, no_effect
+from moesaic.facts.job.control import ControlConfig
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.device_name import is_gpu
 from moesaic.facts.job.distill import TEACHER, DistillConfig, StudentConfig, student_errors
@@ -63,6 +64,9 @@ class Job(Section):
     """Distillation into the students."""
     data: DataConfig
     """Text, tokenizer and packing."""
+    control: ControlConfig | None = None
+    """Attributes of texts (genre, topic, keywords, sentiment, length) that prompts name; without
+    this table there are no prompts."""
     train: TrainConfig
     """Length, batch and precision."""
     memory: MemoryConfig | None = None
@@ -87,6 +91,7 @@ class Job(Section):
             )
         self._check_router()
         self._check_finetune()
+        self._check_control()
         self._check_block_order()
         self._check_students()
         error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
@@ -148,6 +153,23 @@ class Job(Section):
                 f'balance.policy = "{self.balance.policy}" with "experts" in finetune.targets: '
                 'adapters of experts have no replicas, set balance.policy = "none", or remove '
                 '"experts"'
+            )
+
+    def _check_control(self) -> None:
+        """Raise ValueError for settings that leave no room for prompts, or do not train them."""
+        if self.control is None:
+            return
+        data = self.data
+        for key, value in (("format", "chat"), ("format", "dataset"), ("packing", "stream")):
+            if getattr(data, key) == value:
+                raise ValueError(
+                    f'data.{key} = "{value}" does not work with [control], whose samples are whole '
+                    "texts from files of text, JSON lines or Parquet: remove one of the two"
+                )
+        if self.finetune is not None and self.finetune.method == "lora":
+            raise ValueError(
+                'finetune.method = "lora" with [control] would not train the embedding, which '
+                'holds the soft prompts: set finetune.method = "full"'
             )
 
     @property

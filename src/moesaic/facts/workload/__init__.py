@@ -11,6 +11,7 @@ from moesaic.facts.workload.parameters import (
     expert_name,
     parameters,
 )
+from moesaic.facts.workload.parts import Part, add_memory, job_parts
 from moesaic.facts.workload.rank_params import expert_bytes
 from moesaic.facts.workload.sizes import COMPUTED_BYTES, STORED_BYTES
 from moesaic.facts.workload.spec import BlockSpec, block_specs
@@ -32,11 +33,14 @@ __all__ = [
     "Memory",
     "Op",
     "Parameter",
+    "Part",
     "TracedModel",
+    "add_memory",
     "block_specs",
     "count_parameters",
     "expert_bytes",
     "expert_name",
+    "job_parts",
     "load_traced",
     "memory",
     "parameters",

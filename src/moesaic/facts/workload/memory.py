@@ -282,7 +282,7 @@ class _StepMemory:
         self.current += sum(stage.saved.values()) + sent_bytes
         # Forward has prefetched no layer after the last one.
         gathered = self._gathered_bytes(len(stage.layers) + self.is_by_block)
-        logits = _logits_bytes(self.sizes) if stage.is_last else 0
+        logits = logits_bytes(self.sizes) if stage.is_last else 0
         self._record(self.made, self.current, gathered, logits)
         if self.is_by_block and self.is_sharded:  # Gloo has a layer that arrives twice.
             arriving = self.dense_bytes[f"layers.{stage.layers[-1]}"]
@@ -357,7 +357,7 @@ def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:
     return elements * s.compute_bytes
 
 
-def _logits_bytes(s: Sizes) -> int:
+def logits_bytes(s: Sizes) -> int:
     """Return peak bytes of the loss beside what it saves.
 
     These are its input, and logits and log-probabilities of a chunk. Low precision adds a cast

@@ -26,8 +26,11 @@ LOSS_CHUNK_TOKENS = 1024
 FOLLOWER_CHUNK_TOKENS = 256
 """Tokens per chunk of the losses of students, which bounds their logits in memory."""
 
-LOGITS_BLOCK_BYTES = 1 << 20
-"""Bytes of a student's logits between two passes over them on a CPU, so that they stay in cache."""
+DIVERGENCE_QUERY_BLOCK = 128
+"""Queries per matmul of the divergence of attention, which bounds the scores in memory."""
+
+DIVERGENCE_BLOCK_BYTES = 1 << 20
+"""Bytes of logits or scores between two passes over them on a CPU, so that they stay in cache."""
 
 EXPERT_CHUNK_BYTES = 1 << 20
 """Bytes between two expert matmuls on a CPU, which bounds the tokens per chunk."""

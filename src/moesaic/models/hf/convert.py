@@ -41,6 +41,7 @@ def convert(
     dtype: Precision = "keep",
     max_shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
+    student: str | None = None,
 ) -> Origin:
     """Write the model at `source` as `target` and return its origin, with warnings.
 
@@ -52,9 +53,10 @@ def convert(
         dtype: dtype of the weights on file; keep: the dtype of each tensor.
         max_shard_bytes: maximum bytes of a file, except for one larger tensor or an adapter.
         progress: callback with (bytes done, bytes in total) after every tensor.
+        student: student of a run to write instead of its teacher.
     """
     check_empty_directory(target)
-    origin = open_origin(source, reads_once=True)
+    origin = open_origin(source, reads_once=True, student=student)
     if to == "packed" and not origin.model.experts:
         raise ConfigError(
             f"'{origin.path}' has no experts to pack: write it with to = \"huggingface\""

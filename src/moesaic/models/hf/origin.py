@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError, StoreError, WeightsError
 from moesaic.dist.checkpoint import Checkpoint, newest_intact
 from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.distill import student_prefix
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import expert_name, parameters
 from moesaic.facts.workload.parameters import A, B, adapter_prefix, adapters
@@ -119,16 +121,22 @@ class Origin:
                 progress(done, total)
 
 
-def open_origin(path: Path, reads_once: bool = False) -> Origin:
+def open_origin(path: Path, reads_once: bool = False, student: str | None = None) -> Origin:
     """Return the model at `path`, in any of its forms.
 
     Args:
         path: a Hugging Face directory, a checkpoint or a run.
-        reads_once: bypass the page cache, because nothing is read a second time."""
+        reads_once: bypass the page cache, because nothing is read a second time.
+        student: student of a run, instead of its teacher."""
     if (path / CONFIG_NAME).is_file():
+        if student is not None:
+            raise ConfigError(
+                f"student = {keys.show(student)}: '{path}' is a Hugging Face model directory, "
+                "which holds one model: give a run with students, or leave out the student"
+            )
         return _from_huggingface(path, reads_once)
     checkpoint, skipped = find_checkpoint(path, reads_once)
-    origin = _from_checkpoint(checkpoint)
+    origin = _from_checkpoint(checkpoint, student)
     origin.warnings[:0] = skipped
     return origin
 
@@ -173,11 +181,13 @@ def _from_huggingface(path: Path, reads_once: bool) -> Origin:
     return Origin(path, model, source, find_companions(path), facts, [*warnings, *source.notes])
 
 
-def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
+def _from_checkpoint(checkpoint: Checkpoint, student: str | None) -> Origin:
     path, facts = checkpoint.path, checkpoint.facts
+    prefix = "" if student is None else student_prefix(student)
+    facts = _facts_of_one(facts, student, path)
     job = facts.get("job") or {}
     model, warnings = _model_of(facts, path), []
-    router = (job.get("routing") or {}).get("router", "top-k")
+    router = (job.get("routing") or {}).get("router", "top-k") if model.experts else "top-k"
     if router == "gshard":  # The gshard router always renormalises.
         model = model.model_copy(update={"renormalise": True})
     elif router == "balanced":
@@ -198,9 +208,26 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
     if job.get("finetune") is not None:
         finetune = parse(FinetuneConfig, job["finetune"], f"checkpoint '{path}'")
         facts = {**facts, "job": {**job, "finetune": None}}  # Adapters are merged as they are read.
-    tensors = CheckpointTensors(checkpoint, model, finetune)
+    tensors = CheckpointTensors(checkpoint, model, finetune, prefix)
     special = special if job else {}
     return Origin(path, model, tensors, companions, facts, warnings, finetune, special)
+
+
+def _facts_of_one(facts: dict[str, Any], student: str | None, path: Path) -> dict[str, Any]:
+    """Return the facts of a checkpoint as if it held one model: that of `student`, or the
+    teacher."""
+    job = facts.get("job") or {}
+    students = {one["name"]: one for one in job.get("student") or ()}
+    changes: dict[str, Any] = {"student": [], "distill": {}}
+    if student is not None:
+        if not students:
+            raise ConfigError(
+                f"student = {keys.show(student)}: '{path}' is of a run without students: leave out "
+                "the student"
+            )
+        keys.check_choice("student", student, list(students))
+        changes |= {key: students[student][key] for key in ("model", "source")}
+    return {**facts, "job": {**job, **changes}} if students else facts
 
 
 def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -249,15 +276,20 @@ class CheckpointTensors:
     """Parameters of a checkpoint of any layout, with adapters merged into their matrices."""
 
     def __init__(
-        self, checkpoint: Checkpoint, model: ModelConfig, finetune: FinetuneConfig | None = None
+        self,
+        checkpoint: Checkpoint,
+        model: ModelConfig,
+        finetune: FinetuneConfig | None = None,
+        prefix: str = "",
     ) -> None:
-        self._checkpoint = checkpoint
+        """Read the parameters of `model`, whose names in the checkpoint start with `prefix`."""
+        self._checkpoint, self._prefix = checkpoint, f"{PARAMETER}/{prefix}"
         self._records = checkpoint.tensors
         self._scale = 0.0 if finetune is None else finetune.scale
         everything = (*parameters(model), *adapters(model, finetune))
         self._shapes = {p.name: p.shape for p in everything}
         for name, shape in self._shapes.items():
-            record = self._records.get(f"{PARAMETER}/{name}")
+            record = self._records.get(f"{self._prefix}{name}")
             if record is None or record.shape != shape or record.dtype not in DTYPES:
                 found = f"{record.dtype} {list(record.shape)}" if record else "nothing"
                 raise WeightsError(
@@ -267,13 +299,13 @@ class CheckpointTensors:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of one parameter."""
-        return DTYPES[self._records[f"{PARAMETER}/{name}"].dtype]
+        return DTYPES[self._records[f"{self._prefix}{name}"].dtype]
 
     def read(self, name: str) -> Tensor:
         """Return one whole parameter; adapters are merged in fp64."""
         stem = adapter_prefix(name)
         if f"{stem}{A}" not in self._shapes:
-            view = self._checkpoint.view_tensor(f"{PARAMETER}/{name}")
+            view = self._checkpoint.view_tensor(f"{self._prefix}{name}")
             return self._stored(name) if view is None else view
         tensor = self._stored(name)
         a, b = (self._stored(f"{stem}{end}").double() for end in (A, B))
@@ -286,9 +318,9 @@ class CheckpointTensors:
                 f"'{self._checkpoint.path}' holds adapters of experts, which cannot be read in "
                 "place: write the merged model with `moesaic convert`, and give that"
             )
-        dtype, width = self._records[f"{PARAMETER}/{name}"].dtype, self._shapes[name][1]
+        dtype, width = self._records[f"{self._prefix}{name}"].dtype, self._shapes[name][1]
         found = []
-        for record, file, start in self._checkpoint.locate(f"{PARAMETER}/{name}"):
+        for record, file, start in self._checkpoint.locate(f"{self._prefix}{name}"):
             (first_row, first_column), (rows, columns) = record.offset, record.size
             values = StoredBytes(record.entry, file, start, dtype, (rows, columns))
             found.append(StoredMatrix(values, first_row * width + first_column, width))
@@ -297,7 +329,8 @@ class CheckpointTensors:
     def _stored(self, name: str) -> Tensor:
         shape = self._shapes[name]
         tensor = torch.empty(shape, dtype=self.dtype(name))
+        kind, _, stored = f"{self._prefix}{name}".partition("/")
         self._checkpoint.fill(
-            [TensorShard.of_tensor(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
+            [TensorShard.of_tensor(kind, stored, shape, (0,) * len(shape), tensor, (0,))]
         )
         return tensor

@@ -24,3 +24,5 @@ class ConvertConfig(Section):
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
     """Maximum bytes of a weight file; one larger tensor still fills one file, and an adapter is
     always one file."""
+    student: str | None = None
+    """Student of a run to write instead of its teacher; unset: the teacher."""

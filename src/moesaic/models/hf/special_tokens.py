@@ -12,7 +12,9 @@ from moesaic.models.tokenizer import TOKENIZER_FILE, read_json_object, special_t
 
 EOS_KEY = "eos_token_id"
 """Key of the end tokens: an id, or a list of ids."""
-TOKEN_ID_KEYS = ("bos_token_id", EOS_KEY, "pad_token_id")
+START_KEY = "bos_token_id"
+"""Key of the token that starts a text."""
+TOKEN_ID_KEYS = (START_KEY, EOS_KEY, "pad_token_id")
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 

@@ -41,7 +41,9 @@ def overlap_backward(events: Sequence[Event]) -> list[Event]:
     found: list[Event] = []
     last_scatter: AsyncMessage | None = None
     last: AsyncMessage | None = None
-    for event in _prefetch_all_gathers(events, [0, *(need + 1 for need in needs[:-1])]):
+    for event in _prefetch_all_gathers(
+        events, [0, *(need + 1 for need in needs[:-1])][: len(needs)]
+    ):
         if event.name in (_REDUCE_SCATTER, _REPLICA_ALL_REDUCE):
             last = AsyncMessage()
             last_scatter = last if event.name == _REDUCE_SCATTER else last_scatter

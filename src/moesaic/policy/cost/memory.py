@@ -12,8 +12,7 @@ from moesaic.facts.cluster import Cluster, Device, Place
 from moesaic.facts.expert_blocks import MIN_BLOCKS
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import Memory, memory
-from moesaic.facts.workload.rank_params import RankParams
+from moesaic.facts.workload import Memory, add_memory, job_parts, memory
 from moesaic.policy.cost.step import JobCosts, equal_ranks
 from moesaic.policy.plan.budget import budget_bytes, budget_facts, divide_budget
 
@@ -36,12 +35,13 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
 
     The first of ranks with equal work stands for all of them: its shards are the largest.
     """
-    candidates = []
+    candidates, parts = [], job_parts(costs.job, costs.plan)
     for rank in costs.equal_ranks():
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
-        needs = memory(costs.job, costs.plan, rank, costs.loads, on_cpu=on_cpu)
-        if costs.job.memory is not None:
+        if costs.job.memory is None:
+            needs = add_memory([part.memory(rank, costs.loads, on_cpu=on_cpu) for part in parts])
+        else:
             needs = _with_budget(costs.job, costs.plan, rank, int(device.memory_bytes))
         candidates.append(RankMemory(rank, needs, device))
     return max(candidates, key=lambda one: one.used_fraction)
@@ -53,7 +53,8 @@ def highest_memory(job: Job, plan: Plan) -> Memory:
     if job.memory is not None:
         found = [_with_budget(job, plan, rank, free_memory_bytes() // plan.ranks) for rank in ranks]
     else:
-        found = [memory(job, plan, rank) for rank in ranks]
+        parts = job_parts(job, plan)
+        found = [add_memory([part.memory(rank) for part in parts]) for rank in ranks]
     return max(found, key=lambda one: one.peak_bytes)
 
 
@@ -88,8 +89,9 @@ def checkpoint_cost(
 
     The first rank of each pipeline rank stands for the others.
     """
+    parts = job_parts(job, plan)
     bytes_of_rank = [
-        RankParams(job, plan, pp_rank * plan.ranks_per_stage).checkpoint_bytes()
+        sum(part.checkpoint_bytes(pp_rank * plan.ranks_per_stage) for part in parts)
         for pp_rank in range(plan.pp)
     ]
     by_host: Counter[str] = Counter()

@@ -6,18 +6,18 @@ Without a pipeline, every rank runs the same events in the same order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from numpy.typing import ArrayLike
 
 from moesaic.facts.cluster import Cluster, place_ranks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stage_blocks
-from moesaic.facts.workload import Block, Op, workload
+from moesaic.facts.workload import STEP, Block, Op, Part, job_parts, workload
 from moesaic.facts.workload.sizes import Sizes
 from moesaic.policy.cost import fsdp_overlap, gradient_reduction
 from moesaic.policy.cost.cluster_costs import PHASE_ORDER, ClusterCosts
-from moesaic.policy.cost.event import Event, Segment, SegmentRun
+from moesaic.policy.cost.event import Event, Segment, SegmentRun, map_events
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_step
 
@@ -34,6 +34,8 @@ class JobCosts(ClusterCosts):
 
     A model of few layers, next to a large embedding and head, then predicts a deep one.
     """
+    part: Part | None = field(default=None, kw_only=True)
+    """Part of a job with students, whose job and plan these are; None for the whole job."""
     _blocks_by_rank: dict[int, list[Block]] = field(default_factory=dict, kw_only=True)
     """Cached blocks by rank."""
 
@@ -54,11 +56,30 @@ class JobCosts(ClusterCosts):
         network = network or NetworkModel(cluster, places)
         return cls(plan, cluster, places, network, job=job, loads=loads)
 
+    def parts(self) -> list[JobCosts]:
+        """Return the costs of each part of the job: its own model, then its students."""
+        return [
+            replace(
+                self, job=part.job, plan=part.plan, part=part,
+                loads=self.loads if part.student is None else None,
+                _blocks_by_rank={}, _compute_seconds={}, _groups_by_key={}, _block_cache={},
+                _communication_seconds={},
+            )
+            for part in job_parts(self.job, self.plan)
+        ]  # fmt: skip
+
     def step(self) -> list[SegmentRun]:
         """Return the events of one whole step."""
         same_work = self.equal_ranks()
         work = {rank: self.blocks(rank) for rank in same_work}
-        return self.step_from_blocks(work, same_work)
+        found = self.step_from_blocks(work, same_work)
+        prefix = "" if self.part is None else self.part.prefix
+
+        def with_prefix(event: Event) -> Event:
+            is_own = event.block != STEP
+            return replace(event, block=f"{prefix}{event.block}") if is_own else event
+
+        return map_events(found, with_prefix) if prefix else found
 
     def ops(self, rank: int) -> list[Op]:
         """Return all operations of `rank` in one whole step."""
@@ -75,7 +96,10 @@ class JobCosts(ClusterCosts):
         """Return the blocks of `rank`."""
         if rank not in self._blocks_by_rank:
             on_cpu = self.device(rank).kind == "cpu"
-            found = workload(self.job, self.plan, rank, self.loads, on_cpu=on_cpu)
+            if self.part is None:
+                found = workload(self.job, self.plan, rank, self.loads, on_cpu=on_cpu)
+            else:
+                found = self.part.blocks(rank, self.loads, on_cpu=on_cpu)
             self._blocks_by_rank[rank] = found
         return self._blocks_by_rank[rank]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moesaic.base import keys
@@ -41,7 +42,7 @@ from moesaic.facts.workload import (
 )
 from moesaic.policy.balance import break_even_tokens, layer_problem, should_balance
 from moesaic.policy.cost.drive import WAIT, DriveTime, Traffic, add_waiting, drive_seconds
-from moesaic.policy.cost.event import SegmentRun
+from moesaic.policy.cost.event import SegmentRun, Step
 from moesaic.policy.cost.memory import RankMemory, checkpoint_cost
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts, replicated_step
@@ -130,7 +131,9 @@ def predict_plan(
     """Return the predictions of a plan; `tiers` describes its expert state on drives, if any."""
     plan, job, cluster = choices.plan, facts.job, facts.cluster
     costs = facts.costs(plan)
-    step, drive = costs.step(), None
+    parts = costs.parts()
+    by_part = [part.step() for part in parts]
+    step, drive = [run for own in by_part for run in own], None
     if tiers is not None:
         step, drive = _add_drive(step, facts, plan.ranks, tiers["bytes_by_phase"])
     timeline = simulate_step(step, plan.ranks)
@@ -139,7 +142,7 @@ def predict_plan(
     check_step_time(cluster.name, timeline.step_s, *price.values())
     slowest = timeline.critical_rank
     device, memory = costs.device(slowest), facts.tightest_rank(plan)
-    counts, seconds_by_kind = count_parameters(job.model), _seconds_by_kind(costs, timeline)
+    counts, seconds_by_kind = count_parameters(job.model), _seconds_by_kind(parts, timeline)
     if drive is not None:
         seconds_by_kind["drive"] = drive.wait_s
     collectives_s, exposed_s = timeline.overlapped_s(slowest)
@@ -164,8 +167,9 @@ def predict_plan(
         "seconds_by_kind": seconds_by_kind,
         "overlapped_s": {"collectives": collectives_s, "exposed": exposed_s},
         "tokens_per_s": tokens / timeline.step_s,
-        "utilisation": sum(op.flops for op in costs.ops(slowest))
+        "utilisation": sum(op.flops for part in parts for op in part.ops(slowest))
         / (timeline.step_s * matmul_flops_per_s),
+        "parts": _describe_parts(parts, by_part, memory.rank) if job.student else [],
         "memory_tiers": tiers, "drive": None if drive is None else drive._asdict(),
         "checkpoint": checkpoint_cost(job, plan, cluster, facts.places)._asdict(),
         **price,
@@ -280,10 +284,25 @@ def _price(facts: PlanFacts, step_s: float, tokens: int) -> dict[str, float]:
     }
 
 
-def _seconds_by_kind(costs: JobCosts, timeline: Timeline) -> dict[str, float]:
+def _describe_parts(
+    parts: Sequence[JobCosts], by_part: Sequence[Step], rank: int
+) -> list[dict[str, Any]]:
+    """Return the time and the memory of each part alone, as plain data; memory is that of `rank`,
+    without temporaries."""
+    found = []
+    for costs, step in zip(parts, by_part, strict=True):
+        part, ranks = costs.part, costs.plan.ranks
+        assert part is not None
+        needs = part.memory(rank, costs.loads, on_cpu=costs.device(rank).kind == "cpu")
+        found.append({**part.describe(needs), "step_s": simulate_step(step, ranks).step_s})
+    return found
+
+
+def _seconds_by_kind(parts: Sequence[JobCosts], timeline: Timeline) -> dict[str, float]:
     """Return the seconds of a step by kind, on the critical rank."""
     rank = timeline.critical_rank
-    matmul_s, elementwise_s = costs.matmul_and_elementwise_s(rank, costs.ops(rank))
+    each = [costs.matmul_and_elementwise_s(rank, costs.ops(rank)) for costs in parts]
+    matmul_s, elementwise_s = (sum(column) for column in zip(*each, strict=True))
     queueing_s = timeline.queueing_s(rank)
     return {
         "matmul": matmul_s,
@@ -356,7 +375,8 @@ def _missing_memory(plan: Plan, facts: PlanFacts, memory: RankMemory) -> str:
     if advice.memory.used_fraction <= 1:
         remedy = f"it fits with {changes} ({size})"
     else:
-        remedy = "use devices with more memory, or more ranks with a larger layout.pp"
+        more = "" if facts.job.student else ", or more ranks with a larger layout.pp"
+        remedy = f"use devices with more memory{more}"
         if changes:
             remedy = f"with {changes} it needs {size}; {remedy}"
     return (

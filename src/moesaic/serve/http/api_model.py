@@ -6,8 +6,10 @@ import secrets
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moesaic.base.errors import DataError
+from moesaic.base.errors import ConfigError, DataError
+from moesaic.facts.job.control import ControlValues
 from moesaic.models.chat import ChatTemplate
+from moesaic.models.control import ControlPrompts
 from moesaic.models.tokenizer import Tokenizer
 from moesaic.serve.http.errors import ApiError, too_long
 from moesaic.serve.http.schemas import ChatRequest, CompletionRequest
@@ -23,6 +25,8 @@ class ApiModel:
 
     name: str
     tokenizer: Tokenizer
+    control: ControlPrompts | None
+    """Prompts of attributes; None if the model was trained without them."""
     template: ChatTemplate | None
     """Chat template; None if the model has none."""
     end_ids: frozenset[int]
@@ -86,6 +90,9 @@ class ApiModel:
     def _encode_prompts(self, body: CompletionRequest) -> list[tuple[int, ...]]:
         prompts = []
         for prompt in body.prompt:
+            if body.control is not None:
+                prompts.append(self._encode_control(body.control, prompt))
+                continue
             if isinstance(prompt, str):
                 prompts.append(tuple(self.tokenizer.encode(prompt)))
                 continue
@@ -98,6 +105,19 @@ class ApiModel:
                 )  # fmt: skip
             prompts.append(prompt)
         return prompts
+
+    def _encode_control(
+        self, values: ControlValues, prompt: str | tuple[int, ...]
+    ) -> tuple[int, ...]:
+        reason = "is for prompts that are texts: give one, or leave it out"
+        if self.control is None:
+            reason = f"is not known to the model '{self.name}': leave it out"
+        elif isinstance(prompt, str):
+            try:
+                return tuple(self.control.encode(values, prompt))
+            except ConfigError as error:
+                raise ApiError(str(error), param="control", code="invalid_value") from None
+        raise ApiError(f"control {reason}", param="control", code="invalid_value")
 
     def _encode_chat(self, body: ChatRequest) -> tuple[int, ...]:
         if self.template is None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moesaic.base import keys
+from moesaic.facts.job.control import ControlValues
 from moesaic.serve.config import MAX_CHOICES, MAX_TOP_LOGPROBS
 from moesaic.serve.http.errors import ApiError, unsupported
 
@@ -118,6 +119,14 @@ class CompletionRequest(_Request):
     prompt: tuple[str | tuple[int, ...], ...]
     """Prompts as texts or token ids."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    control: ControlValues | None = None
+    """Attributes of the text, as in `moesaic generate`; not a field of OpenAI."""
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> CompletionRequest:
+        if not all(self.prompt) and self.control is None:
+            raise ValueError("prompt is empty: give some text")
+        return self
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -127,8 +136,6 @@ class CompletionRequest(_Request):
             prompts = [prompts]
         if not prompts or not all(isinstance(one, str) or _is_token_list(one) for one in prompts):
             raise ValueError("it must be a text, a list of texts, token ids, or lists of token ids")
-        if not all(prompts):
-            raise ValueError("it is empty: give some text")
         return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
 
     @property

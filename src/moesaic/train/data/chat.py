@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
 from moesaic.models.chat import TOOL_CALLS, ChatTemplate, TextSpan, function_of
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer
+from moesaic.train.data.corpus import BATCH_CHARACTERS, EncodedDocuments, split_batches
 from moesaic.train.data.sources import TextSource
 from moesaic.train.data.text import read_records
 
@@ -50,19 +51,10 @@ class Conversation(NamedTuple):
     """Spans of `text` that the assistant wrote."""
 
 
-class EncodedDocuments(NamedTuple):
-    """Documents as tokens."""
-
-    tokens: NDArray[Any]
-    """Token ids of all documents, concatenated."""
-    lengths: NDArray[np.int64]
-    """Tokens per document."""
-    loss_mask: NDArray[np.bool_] | None
-    """True for tokens that are trained; None for all."""
-
-
 class ChatEncoder:
-    """Encoder of conversations into tokens."""
+    """Encoder of conversations into tokens; see `DocumentEncoder`."""
+
+    extra: ClassVar[Literal["loss_mask", "parts"]] = "loss_mask"
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(tokenizer, FileTokenizer), "data.format = chat refuses bytes"
@@ -96,8 +88,14 @@ class ChatEncoder:
             )
         return Conversation(text, spans)
 
-    def encode(self, conversations: Sequence[Conversation]) -> EncodedDocuments:
-        """Return `conversations` as tokens."""
+    def encode(self, source: TextSource) -> Iterator[EncodedDocuments]:
+        """Yield the conversations of `source` as tokens, some at a time."""
+        # Token offsets take far more memory than token ids.
+        limit = BATCH_CHARACTERS >> 4
+        for conversations in split_batches(self.read(source), lambda one: len(one.text), limit):
+            yield self._encode(conversations)
+
+    def _encode(self, conversations: Sequence[Conversation]) -> EncodedDocuments:
         encoded = self._tokenizer.encode_with_offsets(
             [conversation.text for conversation in conversations]
         )

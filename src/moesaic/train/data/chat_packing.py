@@ -1,22 +1,20 @@
 """Samples of whole conversations: best-fit packing without splits.
 
 A conversation ends with its last answer, because nothing after it is trained. Longer ones are
-truncated to a sample, and dropped if no answer remains. Best fit, longest first, leaves little
-room. The rest of a sample repeats it from the beginning without targets, so routers see text
-instead of padding.
+truncated to a sample, and dropped if no answer remains.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.nn.loss import IGNORE_INDEX
-from moesaic.train.data.batch import Batch, Integers, enumerate_segments, to_tensor
+from moesaic.train.data.batch import Batch, Integers, enumerate_segments
 from moesaic.train.data.corpus import Corpus
+from moesaic.train.data.packing import best_fit_pack, fill_samples
 from moesaic.train.data.shuffle import Shuffle
 
 _NONE = np.int8(0)
@@ -60,22 +58,13 @@ class ConversationSamples:
         counts = self._bounds[windows + 1] - first
         row, number = enumerate_segments(counts)
         conversation = first[row] + number
-        part, position = enumerate_segments(self._lengths[conversation])
-        token_index = self._starts[conversation][part] + position
-        # From here on [B, S]: column c of a row with `used` tokens is its token c % used.
-        used = np.bincount(row[part], minlength=len(samples))[:, None]
-        column = np.arange(self._sequence)
-        source = (np.cumsum(used) - used[:, 0])[:, None] + column % used
-        targets = self._tokens[token_index[source] + 1].astype(np.int64)
-        targets[(column >= used) | ~self._loss_mask[token_index[source] + 1]] = IGNORE_INDEX
-        documents = number[part][source] + column // used * counts[:, None]
-        return Batch(
-            samples=to_tensor(samples),
-            inputs=to_tensor(self._tokens[token_index[source]].astype(np.int64)),
-            targets=to_tensor(targets),
-            documents=to_tensor(documents.astype(np.int32)),
-            positions=to_tensor(position[source]),
-        )
+        lengths = self._lengths[conversation]
+        part, position = enumerate_segments(lengths)
+        index = self._starts[conversation][part] + position
+        targets = self._tokens[index + 1].astype(np.int64)
+        targets[~self._loss_mask[index + 1]] = IGNORE_INDEX
+        inputs = self._tokens[index].astype(np.int64)
+        return fill_samples(samples, inputs, targets, lengths, counts, self._sequence)
 
 
 def _truncate_to_answers(
@@ -90,32 +79,3 @@ def _truncate_to_answers(
     stops = np.minimum(np.concatenate(([0], ends))[num_answers], limits)
     is_cut = np.concatenate(([0], ends))[np.searchsorted(begins, bounds[1:])] > limits
     return starts, np.maximum(stops - starts - 1, 0), is_cut
-
-
-def best_fit_pack(lengths: Integers, capacity: int) -> Integers:
-    """Return the sample of each conversation by best fit, longest first.
-
-    Samples are numbered in the order of their first, and longest, conversations.
-    """
-    samples = np.empty(len(lengths), np.int64)
-    openers: list[int] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms: list[int] = []  # Sizes of the free room in open samples, ascending.
-    sizes = lengths.tolist()
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        length = sizes[index]
-        slot = bisect_left(rooms, length)
-        if slot == len(rooms):
-            sample, left = len(openers), capacity - length
-            openers.append(index)
-        else:
-            sample, left = with_room[rooms[slot]].pop(), rooms[slot] - length
-            if not with_room[rooms[slot]]:
-                del rooms[slot]
-        samples[index] = sample
-        if not with_room[left]:
-            insort(rooms, left)
-        with_room[left].append(sample)
-    rank = np.empty(len(openers), np.int64)
-    rank[np.argsort(openers)] = np.arange(len(openers))
-    return rank[samples]

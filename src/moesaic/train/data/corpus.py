@@ -2,8 +2,9 @@
 
 A corpus is a directory of the cache: `tokens.bin` (all documents, concatenated), `bounds.bin`
 (start of each, and the end) and `corpus.json` (metadata). Conversations also have `loss_mask.bin`,
-their loss mask. The directory's name is a hash of the files, their sizes and times, the tokenizer,
-and the column or chat template. It is written under another name and renamed when complete; a lock
+their loss mask; texts behind prompts have `parts.bin`, the lengths of their prompts. The
+directory's name is a hash of the files, their sizes and times, the tokenizer, and the column, chat
+template or labellers. It is written under another name and renamed when complete; a lock
 serialises writers on one machine.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,6 @@ from numpy.typing import NDArray
 from moesaic.base.errors import DataError, StoreError
 from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.data.cache_directory import write_once
-from moesaic.train.data.chat import ChatEncoder, EncodedDocuments
 from moesaic.train.data.sources import TextSource, fingerprint
 from moesaic.train.data.text import read_text
 
@@ -35,8 +35,34 @@ T = TypeVar("T")
 ProgressCallback = Callable[[int, int], None]
 """Callback that receives the documents and tokens done so far, repeatedly."""
 
-_BATCH_CHARACTERS = 1 << 22
-_FILES = ("tokens.bin", "bounds.bin", "loss_mask.bin")
+BATCH_CHARACTERS = 1 << 22
+"""Characters of the texts that are encoded together."""
+_FILES = ("tokens.bin", "bounds.bin")
+
+
+class EncodedDocuments(NamedTuple):
+    """Documents as tokens."""
+
+    tokens: NDArray[Any]
+    """Token ids of all documents, concatenated."""
+    lengths: NDArray[np.int64]
+    """Tokens per document."""
+    extra: NDArray[Any] | None = None
+    """Values of the encoder's `extra`; None for text."""
+
+
+class DocumentEncoder(Protocol):
+    """Encoder of documents that are more than a text."""
+
+    extra: ClassVar[Literal["loss_mask", "parts"]]
+    """Field of `Corpus` that its documents have besides tokens."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything besides files and tokenizer that determines the documents."""
+
+    def encode(self, source: TextSource) -> Iterator[EncodedDocuments]:
+        """Yield the documents of `source`, some at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +76,10 @@ class Corpus:
     digest: str
     """Hash of tokens, bounds and loss mask."""
     loss_mask: NDArray[np.bool_] | None = None
-    """True for tokens that are trained, in conversations; None for text."""
+    """True for tokens that are trained, in conversations; None for others."""
+    parts: NDArray[np.int32] | None = None
+    """Genre of each text behind a prompt and lengths of its parts, [documents, 5]; None for others.
+    See `train.data.control`."""
 
     @property
     def num_documents(self) -> int:
@@ -63,7 +92,7 @@ def open_corpus(
     tokenizer: Tokenizer,
     cache: Path,
     on_progress: ProgressCallback = lambda *_: None,
-    chat: ChatEncoder | None = None,
+    encoder: DocumentEncoder | None = None,
 ) -> Corpus:
     """Return the tokens of `source` from the cache, after tokenising it into the cache if
     necessary.
@@ -73,13 +102,13 @@ def open_corpus(
         tokenizer: tokenizer of the text.
         cache: directory of all corpora.
         on_progress: see `ProgressCallback`.
-        chat: encoder of conversations, if `source` holds them.
+        encoder: encoder of documents that are more than a text.
     """
     try:
-        name = _cache_key(source, tokenizer, chat)
+        name = _cache_key(source, tokenizer, encoder)
         write_once(
             cache / name,
-            lambda directory: _build(source, tokenizer, directory, on_progress, chat),
+            lambda directory: _build(source, tokenizer, directory, on_progress, encoder),
             on_wait=lambda: on_progress(0, 0),
         )
         return _open(cache / name)
@@ -92,10 +121,10 @@ def open_corpus(
         ) from None
 
 
-def _cache_key(source: TextSource, tokenizer: Tokenizer, chat: ChatEncoder | None) -> str:
+def _cache_key(source: TextSource, tokenizer: Tokenizer, encoder: DocumentEncoder | None) -> str:
     lines = [f"format {FORMAT}", tokenizer.digest, *fingerprint(source)]
-    if chat is not None:
-        lines.append(chat.digest)
+    if encoder is not None:
+        lines.append(encoder.digest)
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
@@ -104,14 +133,15 @@ def _build(
     tokenizer: Tokenizer,
     directory: Path,
     on_progress: ProgressCallback,
-    chat: ChatEncoder | None,
+    encoder: DocumentEncoder | None,
 ) -> None:
-    if chat is None:
+    names: tuple[str, ...] = _FILES
+    if encoder is None:
         datasets = directory.parent / "datasets"
         documents = _encode_text(read_text(source, datasets), tokenizer)
     else:
-        documents = _encode_chat(source, chat)
-    names = _FILES[: 2 if chat is None else 3]
+        documents = encoder.encode(source)
+        names = (*_FILES, f"{encoder.extra}.bin")
     facts = _write(directory, documents, tokenizer.size, on_progress, names)
     facts |= {"format": FORMAT, "path": source.path, "files": names}
     if not facts["documents"]:
@@ -125,15 +155,8 @@ def _build(
 
 
 def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
-    for texts in _batches(documents, len, _BATCH_CHARACTERS):
-        yield EncodedDocuments(*tokenizer.encode_documents(texts), None)
-
-
-def _encode_chat(source: TextSource, chat: ChatEncoder) -> Iterator[EncodedDocuments]:
-    # Token offsets take far more memory than token ids.
-    limit = _BATCH_CHARACTERS >> 4
-    for conversations in _batches(chat.read(source), lambda one: len(one.text), limit):
-        yield chat.encode(conversations)
+    for texts in split_batches(documents, len, BATCH_CHARACTERS):
+        yield EncodedDocuments(*tokenizer.encode_documents(texts))
 
 
 def _write(
@@ -154,8 +177,8 @@ def _write(
         for chunk in documents:
             _append(files[0], hashes[0], chunk.tokens.astype(dtype))
             _append(files[1], hashes[1], (num_tokens + np.cumsum(chunk.lengths)).astype("<i8"))
-            if chunk.loss_mask is not None:
-                _append(files[2], hashes[2], chunk.loss_mask)
+            if chunk.extra is not None:
+                _append(files[2], hashes[2], np.ascontiguousarray(chunk.extra))
             num_documents += len(chunk.lengths)
             num_tokens += len(chunk.tokens)
             on_progress(num_documents, num_tokens)
@@ -172,7 +195,10 @@ def _append(file: BinaryIO, digest: Any, values: NDArray[Any]) -> None:
     digest.update(data)
 
 
-def _batches(documents: Iterable[T], length: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+def split_batches(
+    documents: Iterable[T], length: Callable[[T], int], limit: int
+) -> Iterator[list[T]]:
+    """Yield documents in lists whose `length`s add up to about `limit`."""
     batch: list[T] = []
     size = 0
     for document in documents:
@@ -191,10 +217,13 @@ def _open(directory: Path) -> Corpus:
         tokens = np.memmap(directory / "tokens.bin", np.dtype(facts["dtype"]), "r")
         bounds = np.memmap(directory / "bounds.bin", np.dtype("<i8"), "r")
         is_complete = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
-        digest, loss_mask = str(facts["digest"]), None
-        if _FILES[2] in facts["files"]:
-            loss_mask = np.asarray(np.memmap(directory / _FILES[2], np.bool_, "r"))
+        digest, loss_mask, parts = str(facts["digest"]), None, None
+        if "loss_mask.bin" in facts["files"]:
+            loss_mask = np.asarray(np.memmap(directory / "loss_mask.bin", np.bool_, "r"))
             is_complete = is_complete and len(loss_mask) == len(tokens)
+        if "parts.bin" in facts["files"]:
+            memory = np.memmap(directory / "parts.bin", np.dtype("<i4"), "r")
+            parts = np.asarray(memory).reshape(facts["documents"], -1)
         if not is_complete:
             raise ValueError("files shorter or longer than they were written")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -202,4 +231,4 @@ def _open(directory: Path) -> Corpus:
             f"tokenised text in '{directory}' is damaged ({error}): remove it, and it is made anew"
         ) from None
     # Plain arrays over the same pages: slicing a memmap object is slow.
-    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask)
+    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, parts)

@@ -39,6 +39,24 @@ def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
     return (text for text in documents if text)
 
 
+def read_texts_with_records(
+    source: TextSource, columns: Sequence[str]
+) -> Iterator[tuple[str, Path, str, dict[str, Any]]]:
+    """Yield the documents of `source` that are not empty: location in words, file, text, and the
+    record that may have `columns`."""
+    found: Iterable[tuple[str, dict[str, Any]]]
+    for file in source.files:
+        if source.kind == "text":
+            found = ((f"'{file}'", {source.text_key: text}) for text in _read_plain(file, source))
+        elif source.kind == "parquet":
+            found = _read_columns(file, (source.text_key, *columns))
+        else:
+            found = _read_lines(file)
+        for where, record in found:
+            if text := _get_text(record, where, source.text_key):
+                yield where, file, text, record
+
+
 def check_first_record(source: TextSource) -> None:
     """Raise if the first record of JSON lines or Parquet cannot be read."""
     if source.kind == "chat":

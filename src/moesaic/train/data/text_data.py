@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
-from moesaic.facts.job import DataConfig
+from moesaic.facts.job import ControlConfig, DataConfig
 from moesaic.kernels.randomness import uniform
+from moesaic.models.control import ControlPrompts
 from moesaic.models.hf.origin import TOKENIZER
 from moesaic.models.tokenizer import Tokenizer, open_tokenizer
 from moesaic.train.data.batch import PackedSamples, Samples
 from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.chat_packing import ConversationSamples
+from moesaic.train.data.control import ControlEncoder, open_control
+from moesaic.train.data.control_samples import ControlSamples
 from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
 from moesaic.train.data.rank_zero_first import make_progress_log, run_rank_zero_first
 from moesaic.train.data.sources import TextSource, find_sources
@@ -45,6 +48,7 @@ class TextData:
         seed: int,
         world: World,
         progress: Callable[[str], None] | None = None,
+        control: ControlConfig | None = None,
     ) -> TextData:
         """Open the text of `config`; tokenise it first if the cache lacks it.
 
@@ -53,12 +57,13 @@ class TextData:
             seed: seed of the sample order and of the choice of validation documents.
             world: the ranks; all of them call this.
             progress: receives messages about tokenising, on rank 0.
+            control: attributes that prompts name; None: there are no prompts.
         """
         log = progress if progress is not None and world.is_rank_zero else lambda _: None
         return run_rank_zero_first(
             world,
             f"data.path = '{config.path}'",
-            lambda beat: _open(config, seed, beat, log),
+            lambda beat: _open(config, seed, beat, log, control),
             lambda data: data.digest,
         )
 
@@ -68,25 +73,41 @@ class TextData:
 
 
 def _open(
-    config: DataConfig, seed: int, heartbeat: Callable[[], None], log: Callable[[str], None]
+    config: DataConfig,
+    seed: int,
+    heartbeat: Callable[[], None],
+    log: Callable[[str], None],
+    control: ControlConfig | None,
 ) -> TextData:
-    tokenizer = open_tokenizer(config.tokenizer, config.end_token)
+    encoder: ChatEncoder | ControlEncoder | None = None
+    if control is not None:
+        tokenizer, encoder = open_control(config, control)
+    else:
+        tokenizer = open_tokenizer(config.tokenizer, config.end_token)
+        if config.format == "chat":
+            encoder = ChatEncoder(config, tokenizer)
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
     sources = find_sources(config)
-    chat = ChatEncoder(config, tokenizer) if config.format == "chat" else None
     report = make_progress_log(heartbeat, log)
     corpora = [
-        open_corpus(source, tokenizer, cache, _progress_callback(source, report), chat)
+        open_corpus(source, tokenizer, cache, _progress_callback(source, report), encoder)
         for source in sources
     ]
+    prompts = None
+    if isinstance(encoder, ControlEncoder):
+        encoder.check(corpora[0])
+        prompts = encoder.prompts
     samples = [
-        _make_samples(config, seed, *part, log) for part in _split_validation(config, seed, corpora)
+        _make_samples(config, seed, *part, log, prompts)
+        for part in _split_validation(config, seed, corpora)
     ]
     validation = samples[1] if len(samples) > 1 else None
     fields = [
         tokenizer.digest, *(corpus.digest for corpus in corpora),
         seed, config.validation_share, config.sequence, config.packing,
     ]  # fmt: skip
+    if prompts is not None:
+        fields += ["prompts", *prompts.genres]
     digest = hashlib.sha256("\n".join(map(str, fields)).encode()).hexdigest()
     return TextData(tokenizer, samples[0], validation, digest)
 
@@ -138,12 +159,15 @@ def _make_samples(
     corpus: Corpus,
     selected: NDArray[np.bool_] | None,
     log: Callable[[str], None],
+    prompts: ControlPrompts | None,
 ) -> Samples:
     if selected is not None and not selected.any():
         raise DataError(
             f"{origin} gives no text: documents are held out as a whole, and a text file is one; "
             "change data.validation_share, or name data.validation_path"
         )
+    if prompts is not None:
+        return _make_control_samples(config, seed, origin, corpus, selected, prompts, log)
     if corpus.loss_mask is None:
         packed = PackedSamples(corpus, selected, config.sequence, config.packing, seed)
         samples: Samples = packed
@@ -161,6 +185,26 @@ def _make_samples(
             log(f"{origin}: {_describe_conversations(conversations, config.sequence)}")
     if not len(samples):
         raise DataError(f"{origin} {problem}")
+    return samples
+
+
+def _make_control_samples(
+    config: DataConfig,
+    seed: int,
+    origin: str,
+    corpus: Corpus,
+    selected: NDArray[np.bool_] | None,
+    prompts: ControlPrompts,
+    log: Callable[[str], None],
+) -> Samples:
+    samples = ControlSamples(corpus, selected, prompts, config.sequence, seed)
+    if samples.num_too_long:
+        raise DataError(
+            f"{origin}: {samples.num_too_long:,} of {samples.num_texts:,} texts are longer with "
+            f"their prompts than data.sequence = {config.sequence}, and samples hold whole texts: "
+            f"set data.sequence to {samples.longest}, or split these texts"
+        )
+    log(f"{origin}: {samples.num_texts:,} texts in {len(samples):,} samples")
     return samples
 
 

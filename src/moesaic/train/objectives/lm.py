@@ -18,7 +18,7 @@ from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.aux_loss import AuxLoss
 from moesaic.nn.inputs import ByProduct, Inputs
 from moesaic.nn.loss import IGNORE_INDEX
-from moesaic.nn.reports import BlockReport, MoEReport, moe_reports
+from moesaic.nn.reports import BlockReport, MoEReport, Reports, moe_reports
 from moesaic.policy.balance import LayerBalancer
 from moesaic.train.balancing import take_layer_balance
 from moesaic.train.data.batch import Batch, Samples
@@ -91,11 +91,18 @@ class LanguageModelObjective:
 
         The head computes its gradient in forward, in fp16 too, so the inputs carry the scale.
         """
-        inputs = self.training_inputs(batch, context)
+        root, losses, _ = self.run_model(batch, self.training_inputs(batch, context), context.scale)
+        return root, losses
+
+    def run_model(
+        self, batch: Batch, inputs: Inputs, scale: float
+    ) -> tuple[Tensor, Losses, Reports]:
+        """Run the model with its head; return what `compute_loss` does, and the reports of all
+        blocks."""
         loss, reports = self.part.model(batch.inputs.to(self.world.device), inputs)
-        root, aux_losses = self.attach_aux_losses(loss, reports.values(), context.scale)
-        reports = detach_all(moe_reports(reports.values()))
-        return root, Losses(loss.detach() / context.scale, aux_losses, reports)
+        root, aux_losses = self.attach_aux_losses(loss, reports.values(), scale)
+        moe = detach_all(moe_reports(reports.values()))
+        return root, Losses(loss.detach() / scale, aux_losses, moe), reports
 
     def attach_aux_losses(
         self, x: Tensor, reports: Iterable[BlockReport], scale: float

@@ -6,7 +6,7 @@ Types of samples, batches and losses are the objective's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -41,14 +41,24 @@ class StepResult:
     """Losses of each micro-batch."""
     units: int
     """Units of the whole global batch."""
-    grad_norm: float
-    """Norm of the gradient over all parts."""
-    lr: float
-    """Learning rate."""
+    grad_norms: Mapping[str, float]
+    """Norm of the gradient of each part, by its prefix; the first part comes first."""
+    learning_rates: Mapping[str, float]
+    """Learning rate of each part, by its prefix."""
     loss_scale: float | None
     """Loss scale of fp16 in this step; None in other precisions."""
     is_skipped: bool
     """True if the gradient overflowed and the update was skipped."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the gradient of the first part."""
+        return next(iter(self.grad_norms.values()))
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first part."""
+        return next(iter(self.learning_rates.values()))
 
 
 S = TypeVar("S", bound=StepStats, covariant=True)

@@ -37,10 +37,10 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 def ours(path: Path, **changes: Any) -> Rows:
     config = configure(path, **changes)
     chat = ChatEncoder(config, open_tokenizer(config.tokenizer))
-    found = chat.encode(list(chat.read(find_text("data.path", str(path), "chat", "text", "train"))))
-    assert found.loss_mask is not None
+    (found,) = chat.encode(find_text("data.path", str(path), "chat", "text", "train"))
+    assert found.extra is not None
     cuts = np.cumsum(found.lengths)[:-1]
-    parts = zip(np.split(found.tokens, cuts), np.split(found.loss_mask, cuts), strict=True)
+    parts = zip(np.split(found.tokens, cuts), np.split(found.extra, cuts), strict=True)
     return [(ids.tolist(), counted.astype(int).tolist()) for ids, counted in parts]
 
 

@@ -66,7 +66,7 @@ def test_batch_size_does_not_change_the_corpus(
     texts = [f"document {number}" * (number % 7 + 1) for number in range(100)]
     source, progress = write(tmp_path / "a.jsonl", texts), []
     whole = open_corpus(source, CountingTokenizer(), tmp_path / "one")
-    monkeypatch.setattr(corpora, "_BATCH_CHARACTERS", 50)
+    monkeypatch.setattr(corpora, "BATCH_CHARACTERS", 50)
     tokenizer = CountingTokenizer()
     parts = open_corpus(source, tokenizer, tmp_path / "two", lambda *done: progress.append(done))
     assert tokenizer.calls == len(progress) > 10

@@ -1,0 +1,319 @@
+"""Parts of a job that train together: the model, and each student with its distillation losses.
+
+Each part has the work and the memory of a job of its own. A student adds its auxiliary weights and
+the losses against its teacher; a frozen teacher has neither backward nor update. Passes of queries
+over keys are those of `nn.divergence`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from moesaic.facts.job import Job, ModelConfig, StudentConfig, students_in_order, teacher_job
+from moesaic.facts.job.distill import AUXILIARY_PREFIX, TEACHER, student_prefix
+from moesaic.facts.plan import Plan, student_plan
+from moesaic.facts.workload import ops
+from moesaic.facts.workload.blocks import Block, BlockWork, workload
+from moesaic.facts.workload.collectives import collective
+from moesaic.facts.workload.memory import Memory, logits_bytes, memory
+from moesaic.facts.workload.operation import MatmulShape, Op, Operation
+from moesaic.facts.workload.parameters import Parameter, count_parameters, moment_bytes
+from moesaic.facts.workload.rank_params import RankParams
+from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
+from moesaic.facts.workload.spec import BlockSpec
+
+DIVERGENCE_QUERIES = 64
+"""Queries at a time of the losses on attention; bounds the memory of their scores."""
+_TEACHER_PASSES, _STUDENT_PASSES = 7, 14
+"""Elements read and written for each score of a teacher, and of a student with its gradient."""
+_LOGITS_PASSES = {"forward": 9, "reverse": 9, "jensen": 19}
+"""Elements read and written for each logit of a student, by its divergence."""
+_COUNTERS = frozenset({"targets", "losses", "loads", "expert counts"})
+"""Collectives of numbers that a frozen model still counts."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of a job with its plan, on the ranks that train all parts."""
+
+    name: str
+    """Name of the student; "model" for the job's own model."""
+    job: Job
+    """Job of this part alone."""
+    plan: Plan
+    """Plan of this part alone."""
+    student: StudentConfig | None = None
+    """Settings of the student; None for the job's own model."""
+    teacher: ModelConfig | None = None
+    """Model of the student's teacher."""
+    is_frozen: bool = False
+    """True if it computes only forward."""
+    pays_for_teacher: bool = False
+    """True for the first student that compares attention with this teacher; the teacher's scores
+    are computed once."""
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of its blocks; empty for the job's own model."""
+        return "" if self.student is None else student_prefix(self.name)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that an export has."""
+        return count_parameters(self.job.model).total
+
+    @cached_property
+    def auxiliary(self) -> list[Parameter]:
+        """Auxiliary weights, whole on every rank."""
+        if self.student is None or self.teacher is None:
+            return []
+        return list(auxiliary_parameters(self.student, self.teacher))
+
+    def blocks(
+        self, rank: int, loads: Sequence[ArrayLike] | None = None, *, on_cpu: bool = True
+    ) -> list[Block]:
+        """Return the work of `rank`; names start without the prefix. Loads are the teacher's."""
+        if self.student is None:
+            found = workload(self.job, self.plan, rank, loads, on_cpu=on_cpu)
+            return _forward_only(found) if self.is_frozen else found
+        *found, last = workload(self.job, self.plan, rank, on_cpu=on_cpu)
+        losses = self.student.losses
+        if not (losses.text or losses.logits):
+            found = [_without_loss(block) for block in found]
+        return [*found, self._auxiliary_block(Sizes(self.job, self.plan, rank, on_cpu)), last]
+
+    def memory(
+        self,
+        rank: int | None = None,
+        loads: Sequence[ArrayLike] | None = None,
+        *,
+        on_cpu: bool = True,
+    ) -> Memory:
+        """Return the memory of `rank` (None: the last) for this part."""
+        rank = self.plan.ranks - 1 if rank is None else rank
+        if self.student is None:
+            found = memory(self.job, self.plan, rank, loads, on_cpu=on_cpu)
+            return self._forward_memory(found, rank, on_cpu) if self.is_frozen else found
+        found = memory(self.job, self.plan, rank, on_cpu=on_cpu)
+        sizes = Sizes(self.job, self.plan, rank, on_cpu)
+        weights = sum(p.size for p in self.auxiliary) * sizes.stored_bytes
+        moments = self._auxiliary_moments
+        return replace(
+            found,
+            parameters_bytes=found.parameters_bytes + weights,
+            moments_bytes=found.moments_bytes + moments,
+            staging_bytes=found.staging_bytes
+            + (found.staging_bytes > 0) * (weights + moments) // self.plan.ranks,
+            gradients_bytes=found.gradients_bytes + weights,
+            activations_bytes=found.activations_bytes + self._auxiliary_block(sizes).saved_bytes,
+        )
+
+    def describe(self, needs: Memory) -> dict[str, Any]:
+        """Return the part with the memory of a rank, without temporaries, as plain data."""
+        return {
+            "name": self.name, "teacher": None if self.student is None else self.student.teacher,
+            "frozen": self.is_frozen, "parameters": self.num_parameters,
+            "auxiliary_parameters": sum(one.size for one in self.auxiliary),
+            "memory_bytes": needs.peak_bytes - needs.working_bytes,
+        }  # fmt: skip
+
+    def checkpoint_bytes(self, rank: int) -> int:
+        """Return bytes that `rank` writes to a checkpoint for this part."""
+        params = RankParams(self.job, self.plan, rank)
+        if self.is_frozen:
+            whole = memory(self.job, self.plan, rank)
+            total = whole.parameters_bytes + whole.moments_bytes
+            return params.checkpoint_bytes() * whole.parameters_bytes // total
+        weights = sum(p.size for p in self.auxiliary) * STORED_BYTES[self.job.train.precision]
+        return params.checkpoint_bytes() + (weights + self._auxiliary_moments) // self.plan.ranks
+
+    @property
+    def _auxiliary_moments(self) -> int:
+        return sum(sum(moment_bytes(p, p.size, self.job)) for p in self.auxiliary)
+
+    def _forward_memory(self, found: Memory, rank: int, on_cpu: bool) -> Memory:
+        """Return the memory without backward: one layer's activations, then those of the loss."""
+        blocks = workload(self.job, self.plan, rank, on_cpu=on_cpu)
+        sizes = Sizes(self.job, self.plan, rank, on_cpu)
+        state = found.parameters_bytes + found.moments_bytes
+        return replace(
+            found,
+            moments_bytes=0,
+            staging_bytes=found.staging_bytes * found.parameters_bytes // state,
+            gradients_bytes=0,
+            activations_bytes=max(
+                block.saved_bytes for block in blocks if block.spec.layer is not None
+            ),
+            working_bytes=logits_bytes(sizes),
+        )
+
+    def _auxiliary_block(self, s: Sizes) -> Block:
+        """Return the work of the auxiliary weights, and of the losses against the teacher."""
+        operations = list(self._operations(s))
+        forward = tuple(one.forward for one in operations if one.forward is not None)
+        backward = tuple(one.backward for one in reversed(operations) if one.backward is not None)
+        num_bytes = sum(p.size for p in self.auxiliary) * s.stored_bytes
+        norm, clip, update = ops.optimizer_update(num_bytes, len(self.auxiliary))
+        updates = [norm, clip, update] if self.job.train.clip else [norm, update]
+        reduction = collective("reduce", "all_reduce", s.stage_ranks, num_bytes)
+        return Block(
+            BlockSpec(AUXILIARY_PREFIX.rstrip("."), "other"),
+            BlockWork(forward),
+            BlockWork(backward),
+            BlockWork(tuple(updates), reduction) if self.auxiliary else BlockWork(),
+            sum(one.saved_bytes for one in operations),
+        )
+
+    def _operations(self, s: Sizes) -> Iterator[Operation]:
+        """Yield the operations of the auxiliary weights and of the losses."""
+        assert self.student is not None
+        assert self.teacher is not None
+        student, teacher, own = self.student, self.teacher, s.model
+        losses, hidden = student.losses, own.hidden
+        heads = teacher if student.auxiliary_layer else own
+        q_width, kv_width = heads.heads * own.head_dim, heads.kv_heads * own.head_dim
+        if student.auxiliary_layer:
+            yield ops.norm(s, hidden, num_gradients=2, saves_result=True)
+            yield ops.linear("auxiliary q", s, q_width, hidden, casts_input=True)
+            yield ops.linear("auxiliary k", s, kv_width, hidden, casts_input=True)
+        if losses.attention:
+            teacher_width = self.pays_for_teacher * teacher.head_dim
+            yield _divergence(s, "attention", teacher.heads, teacher_width, own.head_dim)
+        if losses.relations:
+            # Every relation has the keys' or the queries' channels, split into equal heads.
+            for width, other in (
+                (q_width, teacher.heads * teacher.head_dim),
+                (kv_width, teacher.kv_heads * teacher.head_dim),
+            ):
+                count = relation_heads(width, other, teacher.heads)
+                yield _divergence(s, "relations", count, other // count, width // count)
+        if losses.hidden:
+            if hidden != teacher.hidden:
+                yield ops.linear("auxiliary projection", s, teacher.hidden, hidden)
+            moved = 8 * s.tokens * teacher.hidden * s.stored_bytes
+            yield Operation(
+                Op("hidden distance", (), moved, 8), Op("hidden distance", (), moved, 8)
+            )
+        if losses.logits:
+            logits = s.tokens * own.vocab
+            moved = _LOGITS_PASSES[student.divergence] * logits * s.stored_bytes
+            yield Operation(Op("divergence", (), moved, 8, num_transcendentals=2 * logits))
+
+
+def job_parts(job: Job, plan: Plan) -> list[Part]:
+    """Return the parts of `job` under `plan`: its own model, then students behind their teachers.
+
+    `plan` rules the model; those of students follow from it.
+    """
+    first = Part(TEACHER, teacher_job(job) if job.student else job, plan)
+    parts, paid = [replace(first, is_frozen=job.distill.frozen)], set[str]()
+    for student in students_in_order(job.student):
+        pays = student.losses.attention > 0 and student.teacher not in paid
+        paid |= {student.teacher} if pays else set()
+        alone, own_plan = student_plan(plan, job, student)
+        parts.append(
+            Part(
+                student.name, alone, own_plan, student, job.model_of(student.teacher),
+                pays_for_teacher=pays,
+            )
+        )  # fmt: skip
+    return parts
+
+
+def add_memory(parts: Sequence[Memory]) -> Memory:
+    """Return the memory of parts that train together.
+
+    All keep their state and activations until the one backward pass of all; temporaries are those
+    of one at a time.
+    """
+    total = {
+        kind: sum(getattr(part, kind) for part in parts) for kind in Memory.__dataclass_fields__
+    }
+    return Memory(**total | {"working_bytes": max(part.working_bytes for part in parts)})
+
+
+def auxiliary_parameters(student: StudentConfig, teacher: ModelConfig) -> Iterator[Parameter]:
+    """Yield the auxiliary weights of `student` beside `teacher`, with the student's own names."""
+    own = student.model
+    q_width, kv_width = teacher.heads * own.head_dim, teacher.kv_heads * own.head_dim
+    if student.auxiliary_layer:
+        yield Parameter(f"{AUXILIARY_PREFIX}norm.weight", (own.hidden,), "norm")
+        for name, width in (("q", q_width), ("k", kv_width)):
+            yield Parameter(f"{AUXILIARY_PREFIX}{name}.weight", (width, own.hidden), "dense")
+            if own.qk_norm is not None:
+                normed = own.head_dim if own.qk_norm == "heads" else width
+                yield Parameter(f"{AUXILIARY_PREFIX}{name}_norm.weight", (normed,), "norm")
+    if student.losses.hidden and own.hidden != teacher.hidden:
+        shape = teacher.hidden, own.hidden
+        yield Parameter(f"{AUXILIARY_PREFIX}projection.weight", shape, "dense")
+
+
+def relation_heads(width: int, teacher_width: int, max_heads: int) -> int:
+    """Return the most relation heads, up to `max_heads`, that divide both widths."""
+    common = math.gcd(width, teacher_width)
+    return max(count for count in range(1, max_heads + 1) if common % count == 0)
+
+
+def _divergence(s: Sizes, name: str, heads: int, teacher_width: int, width: int) -> Operation:
+    """Return the divergence of attention with its gradient, a few queries at a time.
+
+    A `teacher_width` of 0 leaves out the teacher's scores. Backward scales the gradients.
+    """
+    length = s.job.data.sequence
+    batch = s.tokens // length * heads
+    keys = (length + min(DIVERGENCE_QUERIES, length)) // 2  # Keys behind a block are skipped.
+    scores, elements = batch * length * keys, s.tokens * heads * width
+    matmuls = [
+        MatmulShape(length, keys, width, batch),
+        MatmulShape(length, width, keys, batch),
+        MatmulShape(keys, width, length, batch),
+    ]
+    passes, transcendentals = _STUDENT_PASSES, 2 * scores
+    if teacher_width:
+        matmuls.append(MatmulShape(length, keys, teacher_width, batch))
+        passes, transcendentals = passes + _TEACHER_PASSES, transcendentals + 2 * scores
+    num_blocks = -(-length // DIVERGENCE_QUERIES)
+    return Operation(
+        Op(name, tuple(matmuls), passes * scores * s.stored_bytes, 20 * num_blocks, s.precision,
+           num_transcendentals=transcendentals),
+        Op(name, (), 4 * elements * s.stored_bytes, 2),
+        3 * elements * s.stored_bytes,
+    )  # fmt: skip
+
+
+def _forward_only(blocks: Sequence[Block]) -> list[Block]:
+    """Return blocks without backward and update; the head has logits but no gradients."""
+    found = []
+    for block in blocks:
+        block = replace(block, backward=BlockWork(), saved_bytes=0, captured_bytes=0)
+        if block.name == "head":
+            forward_ops = tuple(_logits_only(op) for op in block.forward.ops)
+            block = replace(block, forward=replace(block.forward, ops=forward_ops))
+        calls = [one for one in block.update.collectives if one.name in _COUNTERS]
+        found.append(replace(block, update=BlockWork((), tuple(calls))))
+    return found
+
+
+def _logits_only(op: Op) -> Op:
+    """Return the work of a loss without its gradients, which are most of what it moves."""
+    if op.name != "loss":
+        return op
+    # For each size of chunks: logits, then the gradients of input and weight.
+    return replace(op, matmuls=op.matmuls[::3], moved_bytes=op.moved_bytes // 2)
+
+
+def _without_loss(block: Block) -> Block:
+    """Return the block without the loss on logits, if it has one."""
+    if block.name != "head":
+        return block
+    forward, backward = (
+        replace(work, ops=tuple(op for op in work.ops if op.name != "loss"))
+        for work in (block.forward, block.backward)
+    )
+    return replace(block, forward=forward, backward=backward)

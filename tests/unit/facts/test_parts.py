@@ -1,0 +1,139 @@
+"""Work and memory of teacher and students: those of each alone, added up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moesaic.base.config import parse
+from moesaic.facts.job import Job, student_job, teacher_job
+from moesaic.facts.job.job import fill_preset
+from moesaic.facts.plan import plan_from_job
+from moesaic.facts.workload import Part, add_memory, job_parts, memory, workload
+from moesaic.facts.workload.parts import relation_heads
+from moesaic.facts.workload.rank_params import RankParams
+from moesaic.models.lm import auxiliary_layer
+from moesaic.testing.jobs import TINY
+
+SIZES = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 12}
+LLAMA = {"family": "llama", **SIZES}
+MIXED = {"family": "qwen3_moe", **SIZES, "experts": 4, "top_k": 2, "renormalise": True}
+STUDENTS: list[dict[str, Any]] = [
+    {"name": "last", "model": LLAMA, "teacher": "first"},
+    {"name": "first", "model": MIXED, "losses": {"attention": 1, "logits": 1, "hidden": 1}},
+    {"name": "other", "model": LLAMA, "losses": {"relations": 1}, "teacher": "first"},
+    {"name": "twin", "model": LLAMA, "teacher": "first"},
+]  # fmt: skip
+
+
+def make_job(**changes: Any) -> Job:
+    raw = {**TINY, "layout": {"ep": 4}, "student": STUDENTS, **changes}
+    return parse(Job, fill_preset(raw, "job"), "job")
+
+
+def parts_of(job: Job, ranks: int = 4) -> dict[str, Part]:
+    return {part.name: part for part in job_parts(job, plan_from_job(job, ranks))}
+
+
+def test_parts_stand_behind_their_teachers() -> None:
+    parts = parts_of(make_job())
+    assert list(parts) == ["model", "first", "last", "other", "twin"]
+    assert [part.plan.ep for part in parts.values()] == [4, 4, 1, 1, 1]
+    assert parts["last"].teacher == parts["first"].job.model
+    assert [part.prefix for part in parts.values()][:2] == ["", "students.first."]
+    # The first of two students computes the scores of their teacher's attention.
+    assert [name for name, part in parts.items() if part.pays_for_teacher] == ["first", "last"]
+
+
+def test_a_job_without_students_is_one_part() -> None:
+    job = teacher_job(make_job())
+    (part,) = parts_of(job).values()
+    plan = plan_from_job(job, 4)
+    assert part.blocks(3) == workload(job, plan, 3)
+    assert add_memory([part.memory(3)]) == memory(job, plan, 3)
+    assert part.checkpoint_bytes(3) == RankParams(job, plan, 3).checkpoint_bytes()
+
+
+def test_the_work_of_a_student_is_that_of_its_own_job_and_its_losses() -> None:
+    job, rank = make_job(), 1
+    parts = parts_of(job)
+    assert parts["model"].blocks(rank) == workload(teacher_job(job), parts["model"].plan, rank)
+    for student in job.student:
+        part = parts[student.name]
+        assert part.job == student_job(job, student)
+        alone = workload(part.job, part.plan, rank)
+        *own, auxiliary, last = part.blocks(rank)
+        assert last == alone[-1]
+        assert own[:-1] == alone[:-2]
+        assert (own[-1] == alone[-2]) is (student.name != "other"), "no loss on logits, no logits"
+        assert auxiliary.name == "auxiliary"
+        assert auxiliary.forward.flops > 0
+        assert bool(auxiliary.update.collectives)
+    assert [op.name for op in parts["first"].blocks(rank)[-2].forward.ops] == [
+        "norm", "auxiliary q", "auxiliary k", "attention", "auxiliary projection",
+        "hidden distance", "divergence",
+    ]  # fmt: skip
+    last, twin = (parts[name].blocks(rank)[-2].forward.flops for name in ("last", "twin"))
+    assert 0 < twin < last, "the teacher's scores are computed once"
+
+
+@pytest.mark.parametrize("name", ["last", "first"])
+def test_auxiliary_weights_are_those_of_the_module(name: str) -> None:
+    part = parts_of(make_job())[name]
+    assert part.teacher is not None
+    module = auxiliary_layer(part.job.model, part.teacher)
+    expected = sorted(tuple(one.shape) for one in module.parameters())
+    own = [one for one in part.auxiliary if "projection" not in one.name]
+    assert sorted(one.shape for one in own) == expected
+    projected = [one.shape for one in part.auxiliary if "projection" in one.name]
+    assert projected == [(32, 16)] * (name == "first")
+
+
+def test_memory_adds_up() -> None:
+    job = make_job()
+    parts = parts_of(job)
+    each = {name: part.memory(2) for name, part in parts.items()}
+    total = add_memory(list(each.values()))
+    for kind, num_bytes in total.by_kind().items():
+        own = [one.by_kind()[kind] for one in each.values()]
+        assert num_bytes == (max(own) if kind == "working_bytes" else sum(own)), kind
+    part = parts["last"]
+    alone, weights = memory(part.job, part.plan, 2), 8 * sum(one.size for one in part.auxiliary)
+    assert weights > 0
+    assert each["last"].parameters_bytes == alone.parameters_bytes + weights
+    assert each["last"].moments_bytes == alone.moments_bytes + 2 * weights
+    assert each["last"].gradients_bytes == alone.gradients_bytes + weights
+    assert each["last"].staging_bytes == alone.staging_bytes + 3 * weights // 4
+
+
+def test_a_frozen_teacher_computes_forward_alone() -> None:
+    job = make_job(distill={"frozen": True})
+    part = parts_of(job)["model"]
+    trained = replace(part, is_frozen=False)
+    for own, whole in zip(part.blocks(0), trained.blocks(0), strict=True):
+        assert not own.backward.ops
+        assert not own.update.ops
+        if own.name != "head":
+            assert own.forward == whole.forward
+        else:
+            assert 3 * own.forward.flops == whole.forward.flops
+    assert {call.name for call in part.blocks(0)[-1].update.collectives} == {
+        "targets", "losses", "expert counts"
+    }  # fmt: skip
+    needs, whole_needs = part.memory(), trained.memory()
+    assert needs.parameters_bytes == whole_needs.parameters_bytes
+    assert needs.moments_bytes == needs.gradients_bytes == 0
+    assert 0 < needs.activations_bytes < whole_needs.activations_bytes
+    assert part.checkpoint_bytes(0) * 3 == pytest.approx(trained.checkpoint_bytes(0), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("width", "teacher_width", "max_heads", "heads"),
+    [(64, 64, 8, 8), (48, 64, 8, 8), (48, 64, 16, 16), (36, 64, 8, 4), (9, 64, 8, 1)],
+)
+def test_relation_heads_divide_both_widths(
+    width: int, teacher_width: int, max_heads: int, heads: int
+) -> None:
+    assert relation_heads(width, teacher_width, max_heads) == heads

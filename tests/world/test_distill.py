@@ -1,0 +1,322 @@
+"""Students beside their teacher: equal bits, equal layouts, and losses as on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layouts import Array, plain, put_together, sparing, worst_element
+from students import ALL, ASSISTANT, DENSE, SMALL, STUDENTS
+from torch import Tensor, nn
+
+from moesaic.base.errors import DivergedError
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.models.lm import LanguageModel
+from moesaic.nn.divergence import attention_divergence, hidden_distance, relation_divergence
+from moesaic.nn.reports import BlockReport
+from moesaic.testing.jobs import TINY, RandomSamples, tiny_job
+from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import start_run
+from moesaic.train.assemble import LMRun
+from moesaic.train.data.batch import Batch
+from moesaic.train.objectives.distill import DistillObjective, StudentObjective
+from moesaic.train.objectives.lm import make_inputs, num_targets
+from moesaic.train.parts import Part
+
+STEPS = 2
+BUSY: dict[str, Any] = {"train": {"micro_batches": 2}, "layout": {"ep": 1}}
+SAMPLES = RandomSamples(61, 12)
+Figures = list[dict[str, float]]
+
+
+def train(
+    world: World, job: Job, steps: int = STEPS
+) -> tuple[Figures, dict[str, float], list[Any]]:
+    """Train on one rank; return the figures of steps and of validation, and the state."""
+    run = start_run(job, world)
+    figures = [run.step(SAMPLES).figures(1.0) for _ in range(steps)]
+    loss, _, more = run.validate(SAMPLES, 8)
+    state = [plain(shard) for shard in run.state().shards]
+    run.close()
+    return figures, {"loss": loss, **more}, state
+
+
+def train_alone(students: Sequence[Mapping[str, Any]], **tables: Any) -> tuple[Any, ...]:
+    """Train the tiny job with `students` on this process."""
+    job = tiny_job(student=list(students), **{**BUSY, **tables})
+    figures, validation, state = train(World.solo(), job)
+    return figures, validation, put_together([state])
+
+
+@pytest.fixture(scope="module")
+def five() -> tuple[Any, ...]:
+    """A run with five students."""
+    return train_alone(STUDENTS)
+
+
+def own_figures(figures: Figures, start: str) -> Figures:
+    """Return the figures whose names start with `start`; with none of a student for ""."""
+    return [
+        {key: one[key] for key in one if (key.startswith(start) if start else "/" not in key)}
+        for one in figures
+    ]
+
+
+def own_state(state: Mapping[str, Array], start: str) -> dict[str, Array]:
+    """Return the tensors of a student whose prefix is `start`, or of the teacher for ""."""
+    return {
+        key: state[key]
+        for key in state
+        if (f"/students.{start}" in key if start else "/students." not in key)
+    }
+
+
+def assert_same_bits(one: tuple[Any, ...], other: tuple[Any, ...], name: str = "") -> None:
+    """Check that a student, or the teacher for "", is the same in both runs."""
+    figures = [own_figures(run[0], name and f"{name}/") for run in (one, other)]
+    assert figures[0] == figures[1]
+    assert figures[0][0]
+    states = [own_state(run[2], name and f"{name}.") for run in (one, other)]
+    assert states[0].keys() == states[1].keys() != set()
+    assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_the_teacher_keeps_its_bits_beside_one_student_and_five(five: tuple[Any, ...]) -> None:
+    without, one = train_alone([]), train_alone([ASSISTANT])
+    assert without[0][0]["grad_norm"] > TINY.get("train", {}).get("clip", 1.0)
+    for run in (one, five):
+        assert_same_bits(run, without)
+        assert run[1]["loss"] == without[1]["loss"]
+
+
+@pytest.mark.parametrize(
+    "names", [["assistant"], ["small", "assistant"], ["sparse", "quiet", "rare"]]
+)
+def test_a_student_keeps_its_bits_beside_siblings(five: tuple[Any, ...], names: list[str]) -> None:
+    some = train_alone([one for one in STUDENTS if one["name"] in names])
+    for name in names:
+        assert_same_bits(some, five, name)
+        assert some[1][f"{name}/loss"] == five[1][f"{name}/loss"]
+
+
+def test_figures_name_each_student(five: tuple[Any, ...]) -> None:
+    first, second = five[0]
+    assert {key for key in first if key.startswith("small/")} == {
+        f"small/{name}" for name in ("loss", *ALL, "grad_norm", "lr") if name != "text"
+    }
+    assert {key for key in first if key.startswith("assistant/")} >= {"assistant/balance_loss"}
+    assert "quiet/loss" not in first
+    assert "rare/logits" in first
+    assert "rare/logits" not in second
+    assert second["rare/loss"] != first["rare/loss"]
+    assert (first["lr"], first["assistant/lr"]) == (0.0015, 0.005)
+    assert set(five[1]) == {"loss", *(f"{one['name']}/loss" for one in STUDENTS)}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    sparing(
+        [
+            [2, {"ep": 2, "dp_shard": 2}], [2, {"dp_shard": 2}], [4, {"ep": 4}],
+            [4, {"ep": 2, "dp_shard": "all"}],
+        ],
+        4,
+    ),
+)  # fmt: skip
+def test_every_layout_equals_one_process(
+    ranks: RankPool, size: int, layout: dict[str, Any]
+) -> None:
+    """With four ranks and micro-batches of two samples, two ranks have none."""
+    students = [one for one in STUDENTS if one["name"] != "quiet"]
+    students = students if size == 4 else students[:2]
+    micro_batches = {"train": {"micro_batches": 4}}
+    job = tiny_job(student=students, layout=layout, **micro_batches)
+    results = ranks.run(size, train, job)
+    expected = train_alone(students, **micro_batches)
+    for figures, validation, _ in results:
+        for one, other in zip([*figures, validation], [*expected[0], expected[1]], strict=True):
+            assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
+    assert worst_element(put_together([state for *_, state in results]), expected[2]) < 1e-9
+
+
+def run_whole(part: Part[LanguageModel], batch: Batch, job: Job) -> tuple[Tensor, BlockReport]:
+    """Return the logits of a model, [batch, sequence, vocab], and the report of its last layer."""
+    inputs = replace(
+        make_inputs(part.model, batch, job, 0),
+        project=False, training=True, keep=frozenset({"hidden_states", "queries_and_keys"}),
+    )  # fmt: skip
+    normed, reports = part.model(batch.inputs, inputs)
+    return normed @ part.model.head.weight.T, reports[f"layers.{job.model.layers - 1}"]
+
+
+def compare_logits(p: Tensor, q: Tensor, kind: str) -> Tensor:
+    """Return the divergence of each token from log-probabilities, [batch, sequence]."""
+    if kind == "jensen":
+        mean = (p.exp() + q.exp()).log() - np.log(2.0)
+        return (compare_logits(p, mean, "forward") + compare_logits(q, mean, "forward")) / 2
+    p, q = (q, p) if kind == "reverse" else (p, q)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def whole_losses(
+    student: StudentObjective,
+    own: tuple[Tensor, BlockReport],
+    teacher: tuple[Tensor, BlockReport],
+    batch: Batch,
+    units: int,
+) -> dict[str, Tensor]:
+    """Return all losses of a student, from whole tensors; `teacher` has no gradient."""
+    config, (logits, last), (target, target_last) = student.config, own, teacher
+    present = (batch.targets >= 0).double() / units
+    log_p, log_q = (one.log_softmax(-1) for one in (target, logits))
+    text = -log_q.gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
+    tempered = [(one / config.temperature).log_softmax(-1) for one in (log_p, log_q)]
+    inputs = make_inputs(student.part.model, batch, student.job, 0)
+    found = {
+        "text": (text * present).sum(),
+        "logits": (compare_logits(*tempered, config.divergence) * present).sum(),
+    }
+    if config.losses.needs_attention:
+        queries_keys = student.auxiliary.attention(last, inputs)
+        for name, divergence in (
+            ("attention", attention_divergence), ("relations", relation_divergence)
+        ):  # fmt: skip
+            found[name] = divergence(
+                target_last.attention, [queries_keys], inputs.attention, present
+            )[0]
+    if config.losses.hidden:
+        states = student.auxiliary.hidden_states(last)
+        found["hidden"] = hidden_distance(target_last.hidden_states, states, present)
+    return found
+
+
+def without_gradient(done: tuple[Tensor, BlockReport]) -> tuple[Tensor, BlockReport]:
+    """Return the logits and the report of a teacher, detached."""
+    logits, last = done
+    queries, keys = last.attention.queries.detach(), last.attention.keys.detach()
+    attention = last.attention._replace(queries=queries, keys=keys)
+    states = last.hidden_states.detach()
+    return logits.detach(), last._replace(attention=attention, hidden_states=states)
+
+
+def test_gradients_equal_those_of_whole_tensors() -> None:
+    """Of three students: one behind an assistant, and each with a divergence of its own."""
+    routing = {"balance_loss": 0.0, "z_loss": 0.0}
+    job = tiny_job(student=STUDENTS[:3], routing=routing)
+    run, batch = start_run(job), SAMPLES.batch(range(8))
+    (losses,) = run.compute_gradients(SAMPLES)
+    done = {"model": run_whole(run.objective.part, batch, job)}
+    for student, found in zip(students_of(run).values(), losses.students, strict=True):
+        done[student.name] = run_whole(student.part, batch, student.job)
+        teacher = without_gradient(done[student.config.teacher])
+        whole = whole_losses(student, done[student.name], teacher, batch, num_targets(batch))
+        weights = {name: one for name, one in student.config.losses.model_dump().items() if one}
+        for name in weights:
+            term = found.terms["loss" if name == "text" else name]
+            torch.testing.assert_close(term, whole[name].detach(), rtol=1e-9, atol=1e-12)
+        items = student.part.trainable
+        gradients = [item.grad.clone() for item in items]
+        total = sum(weight * whole[name] for name, weight in weights.items())
+        parameters = [item.parameter for item in items]
+        for item, one, other in zip(
+            items, gradients, torch.autograd.grad(total, parameters), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=item.name)
+    run.close()
+
+
+class CountForwards:
+    """Count the forward passes of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.number = 0
+        model.register_forward_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.number += 1
+
+
+def students_of(run: LMRun) -> dict[str, StudentObjective]:
+    """Return the students of a run by name."""
+    assert isinstance(run.objective, DistillObjective)
+    return {one.name: one for one in run.objective.students}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_forward_of_the_teacher_serves_all(frozen: bool) -> None:
+    job = tiny_job(student=STUDENTS, distill={"frozen": frozen}, **BUSY)
+    run = start_run(job)
+    models = [run.objective.part.model, *(one.part.model for one in students_of(run).values())]
+    counts = [CountForwards(model) for model in models]
+    for _ in range(STEPS):
+        run.step(SAMPLES)
+    assert [count.number for count in counts] == [STEPS * job.train.micro_batches] * len(counts)
+    run.close()
+
+
+def test_a_frozen_teacher_has_no_moments_and_stays() -> None:
+    figures, _, state = train_alone(STUDENTS, distill={"frozen": True})
+    expected = train_alone([], train={"steps": 10, "micro_batches": 2})
+    initial = start_run(tiny_job(**BUSY))
+    values = put_together([[plain(shard) for shard in initial.state().shards]])
+    teacher = own_state(state, "")
+    assert {key.partition("/")[0] for key in teacher} == {"parameter"}
+    assert all(np.array_equal(teacher[key], values[key]) for key in teacher)
+    assert figures[0]["loss"] == pytest.approx(expected[0][0]["loss"], rel=1e-12)
+    assert figures[0]["grad_norm"] == 0.0
+    assert figures[1]["small/grad_norm"] > 0
+    initial.close()
+
+
+def missing_gradients(student: Mapping[str, Any]) -> set[str]:
+    """Return the weights of a student without a gradient after a backward pass."""
+    run = start_run(tiny_job(student=[student], **BUSY))
+    run.compute_gradients(SAMPLES)
+    (part,) = (one for one in run.parts if one.prefix)
+    found = {item.name for item in part.trainable if item.parameter.grad is None}
+    run.close()
+    return found
+
+
+def test_without_an_auxiliary_layer_the_end_of_the_last_layer_has_no_gradient() -> None:
+    model = {**DENSE, "layers": 2, "heads": 4}
+    student = {"name": "small", "model": model, "losses": {"attention": 1.0}}
+    kept = {"head.norm.weight", "head.weight"}
+    assert missing_gradients(student) == kept
+    last = "layers.1."
+    assert missing_gradients({**student, "auxiliary_layer": False}) == kept | {
+        f"{last}{name}.weight"
+        for name in ("attention.v", "attention.o", "ffn_norm", "ffn.gate", "ffn.up", "ffn.down")
+    }
+    assert not missing_gradients({**student, "losses": {"attention": 1.0, "text": 1.0}})
+
+
+def test_a_student_equal_to_its_teacher_has_neither_loss_nor_gradient() -> None:
+    losses = {name: weight for name, weight in ALL.items() if name != "text"}
+    routing = {"balance_loss": 0.0, "z_loss": 0.0}
+    for divergence in ("forward", "reverse", "jensen"):
+        student = {
+            "name": "twin", "model": TINY["model"], "losses": losses, "auxiliary_layer": False,
+            "divergence": divergence,
+        }  # fmt: skip
+        run = start_run(tiny_job(student=[student], routing=routing, **BUSY))
+        teacher, twin = (part.model for part in run.parts)
+        twin.load_state_dict(teacher.state_dict())
+        found = run.step(SAMPLES).figures(1.0)
+        assert found["twin/loss"] == pytest.approx(found["loss"], rel=1e-12)
+        for name in ("logits", "attention", "relations", "hidden", "grad_norm"):
+            assert abs(found[f"twin/{name}"]) < 1e-12, name
+        run.close()
+
+
+def test_a_gradient_that_is_not_finite_names_its_student() -> None:
+    run = start_run(tiny_job(student=[SMALL, ASSISTANT], **BUSY))
+    students_of(run)["small"].part.model.head.norm.weight.data[0] = torch.inf
+    with pytest.raises(DivergedError, match=r'norm of student "small" is nan, and nothing was'):
+        run.step(SAMPLES)
+    run.close()

@@ -1,0 +1,218 @@
+"""Runs with students: killed, resumed, and with students that join and leave."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layouts import SIGMOID
+from students import ASSISTANT, DENSE, SMALL, SPARSE
+
+from commands import Commands
+from moesaic.base.errors import ConfigError
+from moesaic.base.events import read_events
+from moesaic.cli.main import main
+from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.world import World
+from moesaic.facts.plan import Plan
+from moesaic.models.hf.shards import InMemoryTensors
+from moesaic.models.hf.writer import write_model
+from moesaic.models.init import InitialSource
+from moesaic.models.lm import LanguageModel
+from moesaic.models.state import tensor_shards
+from moesaic.testing.jobs import RUN_JOB, tiny_job
+from moesaic.testing.ranks import RankPool
+from moesaic.testing.runs import train_text
+from moesaic.testing.states import read_checkpoint
+from moesaic.train.assemble import assemble
+from moesaic.train.lm import InitialWeights
+from moesaic.train.run import Run
+
+JOB = f"""{RUN_JOB}
+[checkpoint]
+every = 2
+asynchronous = false
+
+[[student]]
+name = "small"
+model = {{ preset = "tiny-dense", layers = 1, hidden = 16, heads = 2, head_dim = 4, ffn = 16 }}
+teacher = "assistant"
+losses = {{ attention = 1.0, logits = 0.5, text = 1.0 }}
+
+[[student]]
+name = "assistant"
+model = {{ preset = "tiny-olmoe", layers = 1, hidden = 16, experts = 2, top_k = 1, ffn = 8 }}
+losses = {{ relations = 1.0, hidden = 0.5, text = 1.0 }}
+lr = 1e-3
+"""
+"""Job file with two students, one the assistant of the other."""
+NEW = """
+[[student]]
+name = "new"
+model = { preset = "tiny-dense", layers = 1, hidden = 16, heads = 2, head_dim = 4, ffn = 16 }
+losses = { logits = 1.0 }
+"""
+
+
+def train_until_killed(command: Sequence[str], update: int) -> None:
+    """Train until an update kills this process."""
+    take = Run._update
+
+    def die(run: Run[Any, Any], number: int, *rest: Any) -> None:
+        if number == update:
+            os.kill(os.getpid(), signal.SIGKILL)
+        take(run, number, *rest)
+
+    Run._update = die  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    main(list(command))
+
+
+def steps_of(out: Path) -> dict[int, dict[str, float]]:
+    """Return the figures of each step that depend on nothing but the job; the last ones if it was
+    done twice."""
+    timed = ("time", "per_s", "step_s", "memory", "phases", "peak")
+    return {
+        event["step"]: {key: one for key, one in event.items() if not any(t in key for t in timed)}
+        for event in read_events(out / "events" / "rank-0.jsonl")
+        if event["event"] == "step"
+    }
+
+
+def checkpoint_of(out: Path, step: int) -> Path:
+    return out / "checkpoints" / f"step-{step:08d}"
+
+
+def assert_same_checkpoints(one: Path, other: Path) -> None:
+    first, second = read_checkpoint(one), read_checkpoint(other)
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+    assert Checkpoint.open(one).counters == Checkpoint.open(other).counters
+
+
+def test_a_killed_run_resumes_and_its_students_join_and_leave(
+    ranks: RankPool, commands: Commands, tmp_path: Path
+) -> None:
+    """By `moesaic train`, on one rank."""
+    ranks.run(1, len_of_world)  # Its server of forks has imported torch.
+    job, straight, killed = tmp_path / "job.toml", tmp_path / "straight", tmp_path / "killed"
+    text, cache = tmp_path / "text.txt", tmp_path / "cache"
+    text.write_text("all happy families are alike; " * 100)
+    table = JOB.replace('"text.txt"', f'"{text}"').replace('"cache"', f'"{cache}"')
+    job.write_text(table)
+    shown = commands.output(["train", str(job), "--out", str(straight)])
+    assert 'student "assistant": ' in shown
+    assert 'student "small": ' in shown
+    command = ["train", str(job), "--out", str(killed)]
+    process = multiprocessing.get_context("forkserver").Process(
+        target=train_until_killed, args=(command, 4), daemon=True
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert not checkpoint_of(killed, 4).exists()
+    commands.output([*command, "--resume", "auto"])
+    assert steps_of(killed) == steps_of(straight)
+    assert_same_checkpoints(checkpoint_of(killed, 4), checkpoint_of(straight, 4))
+
+    general, small, _ = table.replace('teacher = "assistant"', "").split("[[student]]")
+    job.write_text(f"{general}[[student]]{small}{NEW}")
+    shown = commands.output([*command, "--resume", "auto", "--set", "train.steps=6"])
+    assert 'the checkpoint has no student "new": it starts from initial values' in shown
+    assert 'student "assistant" is no longer in the job' in shown
+    names = {
+        key.split(".")[1] for key in Checkpoint.open(checkpoint_of(killed, 6)).tensors
+        if "/students." in key
+    }  # fmt: skip
+    assert names == {"small", "new"}
+    last = steps_of(killed)[6]
+    assert last["new/loss"] > 0
+    assert "assistant/loss" not in last
+    (start, *_) = read_events(killed / "events" / "rank-0.jsonl")
+    assert [one["name"] for one in start["students"]] == ["small", "assistant"]
+
+
+def len_of_world(world: World) -> int:
+    return world.size
+
+
+def run_students(
+    world: World, text: str, out: str, students: list[dict[str, Any]], resume: str | None = None,
+    changes: dict[str, Any] | None = None,
+) -> list[str]:  # fmt: skip
+    """Train on one rank; return its messages."""
+    models = [{**one, "model": {**one["model"], "vocab": 260}} for one in students]
+    tables = {"data": {"validation_share": 0.1}, **(changes or {})}
+    return train_text(world, Path(text), Path(out), resume, student=models, **tables).messages
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"), [(1, {}), pytest.param(2, {"ep": 2, "dp_shard": 2}, marks=pytest.mark.soak)]
+)
+def test_a_resumed_run_has_the_same_bits(
+    ranks: RankPool, text: Path, tmp_path: Path, size: int, layout: dict[str, Any]
+) -> None:
+    """Also of moments in eight bits, a student with an interval, and routers with a bias."""
+    sizes = {**SPARSE, **SIGMOID["model"], "layers": 1, "dense_layers": 0, "experts": 8}
+    biased = {"name": "biased", "model": sizes, "losses": {"logits": 1.0, "hidden": 1.0}}
+    students = [{**SMALL, "interval": 3}, ASSISTANT, biased]
+    changes = {
+        "layout": layout, "optimizer": {"moments": "8bit"}, "train": {"precision": "bf16"},
+        "routing": SIGMOID["routing"],
+    }  # fmt: skip
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    arguments = (students, None, changes)
+    (messages, *_) = ranks.run(size, run_students, str(text), str(straight), *arguments)
+    assert any("small/loss" in message for message in messages)
+    middle = str(checkpoint_of(straight, 2))
+    ranks.run(size, run_students, str(text), str(resumed), students, middle, changes)
+    assert_same_checkpoints(checkpoint_of(resumed, 4), checkpoint_of(straight, 4))
+    state = read_checkpoint(checkpoint_of(straight, 4))
+    assert state["parameter/students.biased.layers.0.moe.router.bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("student", "changes", "words"),
+    [
+        ({"model": {**DENSE, "ffn": 28}}, {}, "student.small.model.ffn = 20, the job has 28"),
+        ({"auxiliary_layer": True}, {}, "student.small.auxiliary_layer = false"),
+        ({}, {"distill": {"frozen": False}}, "distill.frozen = true, the job has false"),
+    ],
+)
+def test_a_resume_refuses_state_that_it_lacks(
+    text: Path, tmp_path: Path, student: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    before = {
+        "name": "small", "model": DENSE, "losses": {"relations": 1.0}, "auxiliary_layer": False,
+    }  # fmt: skip
+    frozen = {"distill": {"frozen": True}, "train": {"steps": 2}}
+    out = str(tmp_path / "run")
+    run_students(World.solo(), str(text), out, [before], None, frozen)
+    more = frozen | {"train": {"steps": 3}} | changes
+    with pytest.raises(ConfigError, match=words):
+        run_students(World.solo(), str(text), out, [before | student], "auto", more)
+
+
+def test_a_student_starts_from_a_directory(tmp_path: Path) -> None:
+    job = tiny_job(student=[{**SMALL, "teacher": "model"}])
+    config = job.student[0].model
+    model = LanguageModel(config)
+    InitialSource(5, 0.3).fill(tensor_shards(model))
+    write_model(tmp_path / "hf", config, InMemoryTensors(tensor_shards(model)))
+    started = job.student[0].model_copy(update={"source": str(tmp_path / "hf")})
+    source = InitialWeights(job.model_copy(update={"student": [started]}))
+    run = assemble(job, Plan.data_parallel(1), World.solo(), source)
+    student = run.parts[1]
+    for name, parameter in model.named_parameters():
+        found = dict(student.model.named_parameters())[name]
+        torch.testing.assert_close(found, parameter.to(found.dtype), rtol=0, atol=0)
+    (auxiliary,) = (item for item in student.trainable if item.name == "auxiliary.layer.q.weight")
+    assert 0.1 < auxiliary.parameter.std() < 0.3
+    run.close()
