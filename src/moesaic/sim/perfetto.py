@@ -28,7 +28,10 @@ def perfetto_trace(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
         for row, name in enumerate(_TRACKS)
     ]
     events = [
-        event for rank in ranks for span in timeline.spans(rank) for event in _span_events(span, rank)
+        event
+        for rank in ranks
+        for span in timeline.spans(rank)
+        for event in _span_events(span, rank)
     ]
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 

@@ -33,7 +33,7 @@ class StepState:
     sent_s: dict[tuple[StageTransfer, int | None], Seconds] = field(default_factory=dict)
     """Time at which senders are done, by transfer and micro-batch; see `Clock.sent_s`."""
     is_idle: bool = True
-    """Whether no asynchronous collective is under way."""
+    """True if no asynchronous collective is under way."""
 
 
 class Start(NamedTuple):
@@ -139,12 +139,11 @@ class ClassSegment:
         zeros = np.zeros(len(self.rows))
         for one in self._events:
             times = clock.advance(one)
-            duration = num_runs * one.seconds[:, 0]
+            duration, async_s = num_runs * one.seconds[:, 0], zeros
             if times.async_interval is not None:
-                sums = zeros, zeros, zeros, duration
-            else:
-                sums = *_sum_times(times, zeros, duration), zeros
-            yield EventTotals(one.event, *sums, times.arrive_s.min(), times.end_s.max())
+                duration, async_s = zeros, duration
+            sums = _sum_times(times, zeros, duration)
+            yield EventTotals(one.event, *sums, async_s, times.arrive_s.min(), times.end_s.max())
 
     def spans(self, row: int) -> Iterator[tuple[int, EventSpan]]:
         """Yield the events of each run on the class in `row`, with the position of the run."""
@@ -166,7 +165,7 @@ class ClassSegment:
             self._maps[key] = self._map(start.computed_s)
         found = self._maps[key]
         state.now[self.rows] = end_s = (found.seconds + start.now).max(axis=1)
-        if state.computed_s is not None:
+        if state.computed_s is not None and start.computed_s is not None:
             before_s = np.where(self._is_grouped, 0.0, start.computed_s)
             state.computed_s[self.rows] = before_s + found.computed_s
         for transfer in self._sent:
@@ -198,8 +197,13 @@ class ClassSegment:
         )
 
 
-def _sum_times(times: EventTimes, zeros: Seconds, duration: Seconds) -> tuple[Seconds, ...]:
-    """Return the sums of elapsed, waiting and queueing seconds of a synchronous event."""
+def _sum_times(
+    times: EventTimes, zeros: Seconds, duration: Seconds
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Return the sums of elapsed, waiting and queueing seconds, [classes].
+
+    `duration` are the elapsed seconds without waiting.
+    """
     arrive_s, begin_s, end_s = times.arrive_s, times.begin_s, times.end_s
     if begin_s is arrive_s:
         return duration, zeros, zeros

@@ -31,7 +31,7 @@ class ClassEvent(NamedTuple):
     groups: RankGroups | None
     """Distinct groups of classes that start together; None for computing and transfers."""
     has_waiting: bool
-    """Whether a group has several classes, which may wait for one another."""
+    """True if a group has several classes, which may wait for one another."""
     senders: Ranks | None
     """Classes that send when the event ends, one for each class of receivers."""
     receivers: Ranks | None
@@ -68,8 +68,8 @@ class Clock:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all asynchronous collectives have ended."""
-        return all((busy_s <= self.now).all() for busy_s in self._channel_busy_s.values())
+        """True if no asynchronous collective is under way."""
+        return not any((busy_s > self.now).any() for busy_s in self._channel_busy_s.values())
 
     def advance(self, one: ClassEvent) -> EventTimes:
         """Advance past an event, and return its times."""

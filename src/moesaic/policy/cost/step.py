@@ -205,9 +205,7 @@ def sequential_step(
     return [SegmentRun(one) for one in (begin, *several, ahead, end)]
 
 
-def replicated_step(
-    blocks: Sequence[Block], num_ranks: int, cluster: Cluster
-) -> list[SegmentRun]:
+def replicated_step(blocks: Sequence[Block], num_ranks: int, cluster: Cluster) -> list[SegmentRun]:
     """Return the events of a data-parallel step: each of `num_ranks` ranks runs all of `blocks`."""
     plan = Plan(ranks=num_ranks, ep=1, dp_shard=1, experts=0)
     places = place_ranks(cluster, num_ranks)

@@ -82,7 +82,7 @@ class Timeline:
             one
             for segment in self._segments
             for row in np.flatnonzero(segment.rows == number)
-            for one in segment.spans(row)
+            for one in segment.spans(int(row))
         ]
         return [span for _, span in sorted(found, key=lambda one: one[0])]
 
@@ -129,9 +129,7 @@ class Timeline:
         neither computes nor runs collectives inside its stage; stage transfers count as waiting.
         The result is 0 without a pipeline.
         """
-        pipeline = [
-            one for totals in self._totals for one in totals if one.event.phase == PIPELINE
-        ]
+        pipeline = [one for totals in self._totals for one in totals if one.event.phase == PIPELINE]
         busy = self._sum_by_class(
             lambda one: one.elapsed_s * (one.event.phase == PIPELINE and one.event.receives is None)
         )
@@ -164,8 +162,9 @@ def simulate_step(step: Step, num_ranks: int) -> Timeline:
     segments = {one: ClassSegment(one, classes, number) for one, number in num_runs.items()}
     has_skew = any(event.skew_s for event in events)
     state = StepState(np.zeros(len(classes)), np.zeros(len(classes)) if has_skew else None)
-    for number, (segment, micro_batch) in enumerate(step):
-        segments[segment].run(state, number, micro_batch)
+    with np.errstate(invalid="ignore"):  # Figures without bounds; `check_step_time` finds them.
+        for number, (segment, micro_batch) in enumerate(step):
+            segments[segment].run(state, number, micro_batch)
     return Timeline(classes, list(segments.values()), state.now)
 
 
