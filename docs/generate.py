@@ -19,7 +19,7 @@ from moesaic.facts.job.bench import BenchConfig
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
-from moesaic.serve.config import EvalConfig, GenerateConfig, ServeConfig
+from moesaic.serve.config import AdversarialConfig, EvalConfig, GenerateConfig, ServeConfig
 
 DOCS = Path(__file__).parent
 
@@ -45,6 +45,11 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
         "other tables and keys, such as those of [optimizer], are as in a job above.",
     ),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
+    "generate --adversarial": (
+        AdversarialConfig,
+        "`moesaic generate MODEL --adversarial --set KEY=VALUE`, see "
+        "[credibility.md](credibility.md). Its other keys are those of generate.",
+    ),
     "serve": (ServeConfig, "`moesaic serve MODEL --set KEY=VALUE`"),
     "eval": (
         EvalConfig,
@@ -100,7 +105,12 @@ def _sections(kind: type[BaseModel]) -> list[str]:
 
 
 def _model_keys(kind: type[BaseModel]) -> set[str]:
-    """Return the keys of a student's model, which are those of [model]."""
+    """Return the keys of a student's model, which are those of [model], and the keys that pairs of
+    text have in common with generated text."""
+    if kind is AdversarialConfig:
+        return {one.path for one in keys.walk(kind)} & {
+            one.path for one in keys.walk(GenerateConfig) if one in list(keys.walk(kind))
+        }
     return {one.path for one in keys.walk(kind) if one.path.startswith("student.model.")}
 
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+from pydantic import Field
 
 from moesaic.api.engine import TextEngine
 from moesaic.api.generation import Generation, TextRequest
@@ -42,7 +44,7 @@ class _Body(SamplingConfig):
     """Body of a request."""
 
     model: str | None = None
-    prompt: str | list[int] | None = None
+    prompt: Annotated[str, Field(min_length=0)] | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
 
 
@@ -254,8 +256,8 @@ def run_batch(
 
 
 @contextmanager
-def _open_answers(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Yield the file of answers, without a torn last line, and the ids that it has."""
+def locked_output(path: Path) -> Iterator[BinaryIO]:
+    """Yield the file at `path`, open to be read and appended to by this process alone."""
     with ExitStack() as stack:
         try:
             lock = path.with_name(f"{path.name}.lock")
@@ -268,6 +270,13 @@ def _open_answers(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
         except OSError as error:
             raise write_error(f"output '{path}'", error) from None
         file.seek(0)
+        yield file
+
+
+@contextmanager
+def _open_answers(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """Yield the file of answers, without a torn last line, and the ids that it has."""
+    with locked_output(path) as file:
         done, end = set[str](), 0
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):

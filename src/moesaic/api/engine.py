@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,13 +13,15 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from moesaic.api.generation import Generation, Score, TextRequest
+from moesaic.api.generation import Generation, Score, TextRequest, classified_text
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
+from moesaic.facts.job.credibility import LABELS
 from moesaic.policy.serving.budget import PAGE_TOKENS
 from moesaic.serve.config import EngineConfig, LoadConfig, SamplingConfig
 from moesaic.serve.prompts import Prompt, PromptEncoder
+from moesaic.serve.ranking import Ranking, best_of_each, check_ranking, likelihood
 from moesaic.serve.requests import (
     FinishEvent,
     GenerationRequest,
@@ -99,6 +102,8 @@ class TextEngine:
         *,
         chat: bool = False,
         system: str | None = None,
+        best_of: int | None = None,
+        rank: str | None = None,
         **sampling: Any,
     ) -> list[Generation]:
         """Return the continuations of all prompts, in their order; `n` in a row for each.
@@ -107,16 +112,70 @@ class TextEngine:
             prompts: texts, token ids, or lists of messages with `role` and `content`.
             chat: send each text as a user message, by the model's chat template.
             system: system message before each prompt, in a chat.
+            best_of: texts to generate for each prompt; the `n` with the highest scores are
+                returned, the best first.
+            rank: scores of `best_of`: "likelihood" (default), the mean log-probability of the
+                tokens, or "credibility", the probability by the model's classifier that the text
+                is original.
             sampling: settings of `moesaic generate`, such as max_tokens=64, temperature=0,
                 top_p, top_k, stop, seed, n, logprobs and control={"genre": "docs"}.
         """
         if isinstance(prompts, str):
             raise ConfigError("prompts is a text: give a list of prompts")
         config = parse(SamplingConfig, sampling, "generate")
+        if best_of is not None or rank is not None:
+            ranking = check_ranking(best_of, rank, config.n, self._origin.model.labels)
+            return self._generate_best(prompts, config, ranking, is_chat=chat, system=system)
+        return self._generate(prompts, config, is_chat=chat, system=system)
+
+    def credibility(self, texts: Sequence[str]) -> list[float]:
+        """Return for each text the probability that it is original and not generated, by the
+        model's classifier; 0 for an empty text."""
+        if isinstance(texts, str):
+            raise ConfigError("texts is a text: give a list of texts")
+        requests = {text: self._classification(text) for text in texts if text}
+        for one, _ in self.run(requests.values()):
+            if one.error is not None:
+                raise one.error
+        original = LABELS.index("original")
+        return [
+            math.exp(requests[text].label_logprobs[original]) if text else 0.0 for text in texts
+        ]
+
+    def _classification(self, text: str) -> TextRequest:
+        """Return a request for the classes of a text."""
+        request = GenerationRequest(tuple(self.prompts.encode(text, 0)), 0, is_classified=True)
+        return TextRequest(text, request, self.prompts.tokenizer, SamplingConfig())
+
+    def _generate_best(
+        self, prompts: Sequence[Prompt], config: SamplingConfig, ranking: Ranking, *,
+        is_chat: bool, system: str | None,
+    ) -> list[Generation]:  # fmt: skip
+        """Return the `n` texts with the highest scores of each prompt, the best first."""
+        changes: dict[str, Any] = {"n": ranking.best_of}
+        if ranking.by == "likelihood" and config.logprobs is None:
+            changes["logprobs"] = 0
+        every = config.model_copy(update=changes)
+        rows = self._generate(prompts, every, is_chat=is_chat, system=system)
+        if ranking.by == "likelihood":
+            scores = [likelihood(row.logprobs or ()) for row in rows]
+        else:
+            tokenizer = self.prompts.tokenizer
+            texts = [classified_text(row, tokenizer, is_chat=is_chat) for row in rows]
+            scores = self.credibility(texts)
+        if config.logprobs is None:
+            rows = [row._replace(logprobs=None, top_logprobs=None) for row in rows]
+        chosen = best_of_each(scores, ranking.best_of, config.n)
+        return [rows[index]._replace(score=scores[index]) for index in chosen]
+
+    def _generate(
+        self, prompts: Sequence[Prompt], config: SamplingConfig, *, is_chat: bool,
+        system: str | None,
+    ) -> list[Generation]:  # fmt: skip
         requests = [
             one
             for prompt in prompts
-            for one in self.requests(prompt, config, is_chat=chat, system=system)
+            for one in self.requests(prompt, config, is_chat=is_chat, system=system)
         ]
         for one, _ in self.run(requests):
             if one.error is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.base.errors import MoesaicError
+from moesaic.serve.adversarial import drop_cut_sentence
 from moesaic.serve.config import SamplingConfig
 from moesaic.serve.prompts import Prompt
 from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent, TokenScores
@@ -31,6 +32,8 @@ class Generation(NamedTuple):
     """Log-probability of each new token by the model's own scores, if asked for."""
     top_logprobs: list[dict[int, float]] | None = None
     """Most likely tokens at each position with their log-probabilities, if asked for."""
+    score: float | None = None
+    """Score of the text among several, if they were ranked; higher is better."""
 
 
 class Score(NamedTuple):
@@ -53,6 +56,19 @@ class Score(NamedTuple):
         return sum(self.logprobs)
 
 
+def classified_text(row: Generation, tokenizer: Tokenizer, *, is_chat: bool = False) -> str:
+    """Return the text that a classifier judges: prompt and continuation, or the answer of a
+    chat.
+
+    A last sentence that `max_tokens` cut is left out, as in the texts that it was trained on."""
+    prompt, start = row.prompt, ""
+    if not (is_chat or (not isinstance(prompt, str) and isinstance(prompt[0], dict))):
+        start = prompt if isinstance(prompt, str) else tokenizer.decode(row.prompt_tokens)
+    text, start = (start + row.text).strip(), start.strip()
+    complete = drop_cut_sentence(text) if row.finish_reason == "length" else text
+    return complete if len(complete) > len(start) else text
+
+
 class TextRequest:
     """A request to the engine, and its answer so far."""
 
@@ -73,6 +89,8 @@ class TextRequest:
         """Scores of the request's continuations, if it has any."""
         self.error: MoesaicError | None = None
         """Error that ended the request."""
+        self.label_logprobs: tuple[float, ...] = ()
+        """Log-probabilities of the classes of the prompt, if it was classified."""
 
     @property
     def is_finished(self) -> bool:
@@ -88,6 +106,7 @@ class TextRequest:
                 self._finish_reason = "stop"
         elif event.reason in ("stop", "length"):
             piece, self.scores = self._stream.finish(), event.scores
+            self.label_logprobs = event.label_logprobs
             self._finish_reason = "stop" if self._stream.is_stopped else event.reason
         else:
             piece = ""

@@ -351,7 +351,14 @@ def _warnings(loaded: LoadedJob[TrainingJob], plan: Plan, *, is_new: bool) -> li
     if job.layout.embedding == "columns" and plan.ranks // plan.pp == 1:
         texts.append("layout.embedding has no effect: each stage has one rank, with all columns")
     texts += _drive_warnings("memory.ssd", None if job.memory is None else job.memory.ssd)
-    return [*texts, *_check_weights(job)] if is_new else texts
+    if not is_new:
+        return texts
+    if job.distill.frozen and job.source is None:
+        texts.append(
+            "distill.frozen = true without model.from: students learn from a teacher with random "
+            "weights, name a Hugging Face model directory or resume the teacher's run"
+        )
+    return [*texts, *_check_weights(job)]
 
 
 def _drive_warnings(key: str, directory: str | None) -> list[str]:
@@ -364,9 +371,12 @@ def _drive_warnings(key: str, directory: str | None) -> list[str]:
 
 
 def _check_weights(job: LanguageModelJob) -> list[str]:
-    """Compare the headers of the initial weights with the model; return notes on unused tensors."""
-    if job.source is None:
-        return []
-    from moesaic.models.hf.reader import HFSource
+    """Compare the headers of initial weights with the models; return notes on unused tensors."""
+    models = [(job.source, job.model), *((one.source, one.model) for one in job.student)]
+    found = list[str]()
+    for source, model in models:
+        if source is not None:
+            from moesaic.models.hf.reader import PretrainedSource
 
-    return HFSource(Path(job.source), job.model).notes
+            found += PretrainedSource(Path(source), model).notes
+    return found

@@ -26,6 +26,7 @@ from rich.progress import (
 from moesaic.base.units import format_bytes, format_clock
 
 if TYPE_CHECKING:
+    from moesaic.api.adversarial import PairCounts
     from moesaic.api.batch import BatchCounts
 
 LINE_EVERY_S = 10.0
@@ -120,7 +121,11 @@ def format_figures(figures: Mapping[str, float]) -> str:
     """Return loss and speed of a step as text."""
     speed = next(name for name in figures if name.endswith("_per_s"))
     unit = speed.removesuffix("_per_s")
-    text = f"loss {figures['loss']:.4f}, {figures[speed]:,.0f} {unit}/s"
+    text = f"loss {figures['loss']:.4f}"
+    for name, value in figures.items():  # Those of students are "NAME/loss".
+        if name.endswith("/loss") and not name.startswith("validation_"):
+            text += f", {name.removesuffix('/loss')} {value:.4f}"
+    text += f", {figures[speed]:,.0f} {unit}/s"
     if "memory_hit_rate" in figures:
         stall = figures["memory_stall_s"] / max(figures["step_s"], 1e-9)
         text += f", {figures['memory_hit_rate']:.0%} in memory, {stall:.0%} waiting for the drive"
@@ -193,23 +198,44 @@ def probe_progress(is_shown: bool, total: int) -> Iterator[Callable[[str], None]
 @contextmanager
 def batch_progress(source: Path, is_shown: bool) -> Iterator[Callable[[BatchCounts], None]]:
     """Show the progress of a batch on stderr; yield a function to call after each answer."""
-    console, total = make_console("stderr"), _count_lines(source)
+    with _texts_progress("answers", is_shown) as show:
+        total = _count_lines(source)
+        yield lambda counts: show(
+            counts.answered + counts.failed + counts.skipped, total, counts.tokens
+        )
+
+
+@contextmanager
+def pairs_progress(is_shown: bool) -> Iterator[Callable[[PairCounts], None]]:
+    """Show the progress of pairs on stderr; yield a function to call after each paragraph."""
+    with _texts_progress("paragraphs", is_shown) as show:
+        yield lambda counts: show(
+            counts.pairs + counts.present + counts.dropped, counts.total, counts.tokens
+        )
+
+
+@contextmanager
+def _texts_progress(unit: str, is_shown: bool) -> Iterator[Callable[[int, int, int], None]]:
+    """Show the progress of generated texts on stderr; yield a function of those done, their total
+    number and the tokens."""
+    console = make_console("stderr")
     with Progress(
-        TextColumn("{task.completed:.0f}/{task.total:.0f} answers"), BarColumn(bar_width=None),
+        TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}"),
+        BarColumn(bar_width=None),
         TextColumn("{task.fields[speed]}"), TimeRemainingColumn(compact=True),
         console=console, transient=True, disable=not (is_shown and console.is_terminal),
     ) as bar:  # fmt: skip
-        task = bar.add_task("", total=total, speed="")
+        task = bar.add_task("", total=0, speed="")
         started_s = printed_s = time.monotonic()
 
-        def show(counts: BatchCounts) -> None:
+        def show(done: int, total: int, tokens: int) -> None:
             nonlocal printed_s
-            done, now = counts.answered + counts.failed + counts.skipped, time.monotonic()
-            speed = f"{counts.tokens / max(now - started_s, 1e-9):,.0f} tokens/s"
-            bar.update(task, completed=done, speed=speed)
+            now = time.monotonic()
+            speed = f"{tokens / max(now - started_s, 1e-9):,.0f} tokens/s"
+            bar.update(task, completed=done, total=total, speed=speed)
             if is_shown and not console.is_terminal and now - printed_s >= LINE_EVERY_S:
                 printed_s = now
-                console.print(f"{done}/{total} answers, {speed}")
+                console.print(f"{done}/{total} {unit}, {speed}")
 
         yield show
 

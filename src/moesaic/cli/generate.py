@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +12,14 @@ from rich.text import Text
 
 from moesaic.api.batch import run_batch
 from moesaic.api.engine import Engine
-from moesaic.api.progress import batch_progress
+from moesaic.api.generation import Generation
+from moesaic.api.progress import batch_progress, pairs_progress
 from moesaic.api.start import exit_on_interrupt, import_module
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, Json, Sets
-from moesaic.serve.config import EngineConfig, GenerateConfig
+from moesaic.serve.config import AdversarialConfig, EngineConfig, GenerateConfig
 
 Model = Annotated[
     Path | None,
@@ -51,16 +52,42 @@ Input = Annotated[
     Path | None,
     typer.Option(
         "--input", metavar="FILE.jsonl", show_default=False,
-        help="A batch instead of prompts: one request per line, in OpenAI's form.",
+        help="A batch instead of prompts: one request per line, in OpenAI's form. With "
+        "--adversarial: text.",
+    ),
+]  # fmt: skip
+Adversarial = Annotated[
+    bool,
+    typer.Option(
+        "--adversarial",
+        help="Write originals and continuations of the text in --input, with labels, for a "
+        "[credibility] job.",
+    ),
+]
+BestOf = Annotated[
+    int | None,
+    typer.Option(
+        "--best-of", metavar="N", show_default=False,
+        help="Generate N texts per prompt and keep the best one (the best n, with --set n).",
+    ),
+]  # fmt: skip
+Rank = Annotated[
+    str | None,
+    typer.Option(
+        "--rank", metavar="SCORE", show_default=False,
+        help="Score for --best-of: likelihood (default), or credibility, by the model's classifier "
+        "of original text.",
     ),
 ]  # fmt: skip
 Output = Annotated[
     Path | None,
     typer.Option(
         "--output", metavar="FILE.jsonl", show_default=False,
-        help="Answers of the batch; requests with an answer there are skipped.",
+        help="Answers of the batch; what is there already is skipped.",
     ),
 ]  # fmt: skip
+
+_NO_RANKING = {"best_of": None, "rank": None}
 
 
 def generate(  # noqa: PLR0913 - a parameter for each flag
@@ -70,16 +97,23 @@ def generate(  # noqa: PLR0913 - a parameter for each flag
     control: Controls = None,
     source: Input = None,
     target: Output = None,
+    best_of: BestOf = None,
+    rank: Rank = None,
+    adversarial: Adversarial = False,
     sets: Sets = None,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
     """Continue text with a trained model. With --json also token ids are printed."""
+    kind: type[GenerateConfig | AdversarialConfig]
+    kind = AdversarialConfig if adversarial else GenerateConfig
     if explain is not None:
-        flags.print_explanation(GenerateConfig, explain, as_json)
+        flags.print_explanation(kind, explain, as_json)
         return 0
     path = flags.require(model, "MODEL", "generate")
-    config = flags.parse_settings(GenerateConfig, [*_control_sets(control or ()), *(sets or ())])
+    config = flags.parse_settings(kind, [*_control_sets(control or ()), *(sets or ())])
+    ranking: dict[str, Any] = {"best_of": best_of, "rank": rank}
+    _check_flags(adversarial, source, chat, ranking)
     if config.control.given and not prompt and source is target is None:
         prompt = [""]  # Attributes alone are a prompt.
     prompts = _read_prompts(prompt, source, target)
@@ -92,15 +126,37 @@ def generate(  # noqa: PLR0913 - a parameter for each flag
         for warning in engine.warnings:
             screen.print_warning(warning)
         if source is not None and target is not None:
-            _run_batch(engine, source, target, settings, as_json)
+            run = _write_pairs if adversarial else _run_batch
+            run(engine, source, target, settings, as_json)
         elif as_json:
-            screen.print_json([row._asdict() for row in engine.generate(prompts, **settings)])
-        elif len(prompts) == config.n == 1:
+            rows = engine.generate(prompts, **ranking, **settings)
+            screen.print_json([row._asdict() for row in rows])
+        elif len(prompts) == config.n == 1 and ranking == _NO_RANKING:
             _print_stream(engine, prompts[0], settings)
         else:
-            rows = engine.generate(prompts, **settings)
-            print("\n".join(f"--- {row.prompt}\n{row.text}\n" for row in rows), end="")
+            rows = engine.generate(prompts, **ranking, **settings)
+            print("\n".join(_describe(row, rank) for row in rows), end="")
     return 0
+
+
+def _check_flags(
+    adversarial: bool, source: Path | None, chat: bool, ranking: Mapping[str, object]
+) -> None:
+    """Raise for flags that exclude each other."""
+    if source is not None and ranking != _NO_RANKING:
+        raise ConfigError("--input ranks no texts: remove --best-of and --rank")
+    if adversarial and source is None:
+        raise ConfigError(
+            "--adversarial needs a text and a file to write: give --input PATH and --output FILE"
+        )
+    if adversarial and chat:
+        raise ConfigError("--adversarial continues paragraphs: remove --chat")
+
+
+def _describe(row: Generation, rank: str | None) -> str:
+    """Return a text under its prompt, with the score of a ranked one."""
+    score = "" if row.score is None else f"[{rank or 'likelihood'} {row.score:.4f}] "
+    return f"--- {score}{row.prompt}\n{row.text}\n"
 
 
 def _control_sets(items: Sequence[str]) -> list[str]:
@@ -140,6 +196,24 @@ def _run_batch(
     screen.print_line(
         f"{counts.answered} answered, {counts.failed} failed{skipped}: {target} "
         f"({counts.tokens:,} new tokens)"
+    )
+
+
+def _write_pairs(
+    engine: Engine, source: Path, target: Path, settings: dict[str, Any], as_json: bool
+) -> None:
+    from moesaic.api.adversarial import build_pairs  # Imports torch.
+
+    del settings["chat"]
+    with pairs_progress(is_shown=not as_json) as on_progress:
+        counts = build_pairs(engine, source, target, on_progress=on_progress, **settings)
+    if as_json:
+        screen.print_json(counts._asdict())
+        return
+    present = f", {counts.present} there already" if counts.present else ""
+    dropped = f", {counts.dropped} paragraphs dropped" if counts.dropped else ""
+    screen.print_line(
+        f"{counts.pairs} pairs written{present}{dropped}: {target} ({counts.tokens:,} new tokens)"
     )
 
 

@@ -67,17 +67,11 @@ def _print_row(name: str, value: Any) -> None:
     if name in ("warnings", "damaged"):
         for text in value:
             (screen.print_error if name == "damaged" else screen.print_warning)(text)
-    elif name == "checkpoints":
+    elif name in ("checkpoints", "students"):
         screen.print_line(label.rstrip())
+        describe = _describe_student if name == "students" else _describe_checkpoint
         for row in value:
-            state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
-            screen.print_line(
-                f"    step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
-            )
-    elif name == "students":
-        screen.print_line(label.rstrip())
-        for row in value:
-            screen.print_line(f"    {_describe_student(row)}")
+            screen.print_line(f"    {describe(row)}")
     elif name in ("samples", "clicks"):
         for number, row in enumerate(value):
             (_print_text if name == "samples" else _print_click)(number, row)
@@ -89,6 +83,12 @@ def _print_row(name: str, value: Any) -> None:
         screen.print_line(
             f"{label}{format_bytes(value) if name == 'bytes' else _format_value(value)}"
         )
+
+
+def _describe_checkpoint(row: dict[str, Any]) -> str:
+    """Return a checkpoint of a run in words."""
+    state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
+    return f"step {row['step']:<8} {format_bytes(row['bytes']):>10}  {state}"
 
 
 def _describe_student(row: dict[str, Any]) -> str:

@@ -118,8 +118,8 @@ def _add_tokens(tokenizer: Any, genres: Sequence[str], label: str) -> dict[int, 
     """Add the tokens of prompts to a tokenizer; return them by id."""
     from tokenizers import AddedToken
 
-    known = set(tokenizer.get_added_tokens_decoder())
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    added_before = tokenizer.get_added_tokens_decoder()
+    before = {number: text for text, number in tokenizer.get_vocab(with_added_tokens=True).items()}
     # Blanks around a tag are part of it.
     added = [
         AddedToken(text, special=True, normalized=False, lstrip=text in _TAG_TEXTS, rstrip=True)
@@ -128,10 +128,10 @@ def _add_tokens(tokenizer: Any, genres: Sequence[str], label: str) -> dict[int, 
     tokenizer.add_special_tokens(added)
     found = {tokenizer.token_to_id(one.content): one for one in added}
     for number, one in found.items():
-        if number < size and number not in known:
+        if number in before and number not in added_before:
             raise DataError(
-                f"{label} has '{one.content}' as an ordinary token, and [control] needs it for "
-                "itself: rename the genre, or use another tokenizer"
+                f"{label} uses id {number} for the ordinary token '{before[number]}', and "
+                f"[control] needs it for '{one.content}': use another tokenizer"
             )
     return found
 

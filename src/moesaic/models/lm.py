@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import BlockSpec, block_specs
-from moesaic.nn.attention import Attention, AuxiliaryLayer, FeedForward, linear
+from moesaic.nn.attention import Attention, AuxiliaryLayer, FeedForward, Linear, linear
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
@@ -125,24 +125,33 @@ class LMHead(nn.Module):
         epsilon: float,
         tp: TensorParallel = NO_TP,
         column_shard: ShardedEmbedding = UNSHARDED,
+        labels: int = 0,
     ) -> None:
-        """Create the head; a tied column-sharded `weight` is gathered when it is multiplied."""
+        """Create the head; a tied column-sharded `weight` is gathered when it is multiplied.
+
+        With `labels`, it also has a classifier of that many classes."""
         super().__init__()
         self.norm = RMSNorm(width, epsilon)
         self.weight, self.tp, self.column_shard = weight, tp, column_shard
+        self.score = Linear(width, labels) if labels else None
 
     def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
         """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses, and a
-        report of the followers' losses."""
-        x = self.norm(x)
+        report.
+
+        It has the followers' losses, and the classifier's logits if they are kept."""
+        x, label_logits = self.norm(x), None
+        if self.score is not None and "label_logits" in inputs.keep:
+            label_logits = self.score(x)
+        report = BlockReport(label_logits=label_logits)
         if not inputs.project:
-            return x, BlockReport()
+            return x, report
         x = self.tp.gather_tokens(x)
         if inputs.targets is None:
             multiply = linear if torch.is_inference_mode_enabled() else F.linear
-            return multiply(x, self.column_shard.gather_table(to_local(self.weight))), BlockReport()
+            return multiply(x, self.column_shard.gather_table(to_local(self.weight))), report
         loss, follower_losses = self._losses(x, inputs.targets, inputs)
-        return loss, BlockReport(follower_losses=follower_losses)
+        return loss, report._replace(follower_losses=follower_losses)
 
     def _losses(
         self, x: Tensor, targets: Tensor, inputs: Inputs
@@ -190,7 +199,9 @@ class LanguageModel(nn.Module):
             else:
                 width = config.hidden // shard.num_ranks
                 weight = tp.parameter(config.vocab, width, shard_dim=0)
-                self.head = LMHead(weight, config.hidden, config.norm_epsilon, tp, shard)
+                self.head = LMHead(
+                    weight, config.hidden, config.norm_epsilon, tp, shard, config.labels
+                )
         self.layer_indices = list(halves)
         self.layers = nn.ModuleList(
             DecoderLayer(attention, ffn, config.hidden, config.norm_epsilon)

@@ -255,19 +255,15 @@ class QueryBlock(NamedTuple):
     """Keys that the first query attends to, as first and last index among `keys`; both move on by
     one with each query. None: every query attends to all keys, or as `is_causal` says."""
 
-    def mask(self, like: Tensor) -> Tensor | None:
-        """Return the mask to add to the scores, [queries, keys]."""
+    def mask(self, like: Tensor, score: float = -torch.inf) -> Tensor | None:
+        """Return the mask to add to the scores, [queries, keys]: `score` for keys that a query does
+        not attend to."""
         if self.band is None:
             return None
-        hidden = self.hidden(like.device)
-        return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
-
-    def hidden(self, device: torch.device) -> Tensor:
-        """Return which keys a query does not attend to, by the band, [queries, keys]."""
-        assert self.band is not None
         first, last = self.band
-        seen = torch.ones((len(self.queries), len(self.keys)), dtype=torch.bool, device=device)
-        return seen.tril_(last).triu_(first).logical_not_()
+        sizes = (len(self.queries), len(self.keys))
+        hidden = like.new_ones(sizes, dtype=torch.bool).tril_(last).triu_(first).logical_not_()
+        return like.new_zeros(sizes).masked_fill_(hidden, score)
 
 
 def _blocks(metadata: AttentionMetadata) -> Iterator[QueryBlock]:

@@ -81,12 +81,13 @@ class _AttentionDivergence(torch.autograd.Function):
         totals = token_weights.new_zeros(len(students), dtype=teacher.q.dtype)
         weights = (token_weights / teacher.q.shape[1]).to(teacher.q.dtype)
         for block in _blocks(metadata, teacher.q):
-            hidden = block.hidden(teacher.q.device)
-            log_p = teacher.log_probabilities(block, hidden)
+            mask = block.mask(teacher.q, _HIDDEN_SCORE)
+            assert mask is not None
+            log_p = teacher.log_probabilities(block, mask)
             p = log_p.exp()
             part = weights[_slice(block.rows), None, _slice(block.queries)]
             for index, student in enumerate(students):
-                log_q = student.log_probabilities(block, hidden)
+                log_q = student.log_probabilities(block, mask)
                 values = (log_p - log_q).mul_(p).sum(dim=-1)
                 totals[index] += (values.unflatten(0, (len(block.rows), -1)) * part).sum()
                 if student.needs_grad:
@@ -115,14 +116,14 @@ class _Scores:
         self.grad_q = torch.zeros_like(self.q) if needs_grad else None
         self.grad_k = torch.zeros_like(self.k) if needs_grad else None
 
-    def log_probabilities(self, block: QueryBlock, hidden: Tensor) -> Tensor:
+    def log_probabilities(self, block: QueryBlock, mask: Tensor) -> Tensor:
         """Return the logarithms of the attention, [rows * heads, queries, keys].
 
         Hidden keys have a finite one, so that differences between models do.
         """
         q, k = self._operands(block)
-        scores = torch.bmm(q, k.transpose(1, 2)).view(-1, *hidden.shape)
-        return F.log_softmax(scores.masked_fill_(hidden, _HIDDEN_SCORE), dim=-1)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(-1, *mask.shape)
+        return F.log_softmax(scores.add_(mask), dim=-1)
 
     def _operands(self, block: QueryBlock) -> tuple[Tensor, Tensor]:
         """Return queries and keys of a block as batches of matrices, one for each KV head.

@@ -14,7 +14,9 @@ from moesaic.facts.job.model import RopeScaling
 from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.rope import attention_factor, frequencies
 
-ByProduct = Literal["hidden_states", "queries_and_keys", "router_logits", "router_choices"]
+ByProduct = Literal[
+    "hidden_states", "label_logits", "queries_and_keys", "router_logits", "router_choices"
+]  # fmt: skip
 """Tensor of a block that its report carries if `Inputs.keep` names it."""
 
 Divergence = Literal["forward", "reverse", "jensen"]

@@ -81,6 +81,9 @@ class BlockReport(NamedTuple):
     moe: MoEReport | None = None
     hidden_states: Tensor | None = None
     """Output of a decoder layer, if kept. With gradient."""
+    label_logits: Tensor | None = None
+    """Class logits of the classifier at each token, [batch, sequence, labels], if kept. With
+    gradient."""
     follower_losses: FollowerLosses | None = None
     """Losses of `Inputs.followers`, from the head alone."""
 

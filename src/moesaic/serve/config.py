@@ -117,6 +117,22 @@ class GenerateConfig(EngineConfig, SamplingConfig):
     """System message before each prompt, in a chat."""
 
 
+class AdversarialConfig(EngineConfig, SamplingConfig):
+    """Settings of `moesaic generate --adversarial`."""
+
+    max_tokens: int = Field(default=512, ge=2)
+    """Most tokens of a text, original or generated, prefix included."""
+    text_key: str = "text"
+    """Column of the text in JSON lines and Parquet."""
+
+    @field_validator("n")
+    @classmethod
+    def _has_one(cls, n: int) -> int:
+        if n != 1:
+            raise ValueError(f"n = {n}: a paragraph has one continuation, remove n")
+        return n
+
+
 class EvalConfig(EngineConfig):
     """Settings of `moesaic eval`."""
 

@@ -8,6 +8,7 @@ attention metadata of a pass are made once, for all layers.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from moesaic.base.errors import ConfigError, MoesaicError, StoreError
 from moesaic.kernels import cpu_attention
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.attention_backends import AttentionMetadata, Segment
-from moesaic.nn.inputs import Inputs
+from moesaic.nn.inputs import ByProduct, Inputs
 from moesaic.policy.serving.batching import (
     BatchingDecision,
     BatchingFacts,
@@ -394,10 +395,13 @@ class InferenceEngine:
         """Choose the next token of each request whose tokens are all computed; score others."""
         choosing, last = list[RequestState](), list[int]()
         scoring, stop = list[tuple[RequestState, range]](), 0
+        classified = list[tuple[RequestState, int]]()
         for state, number in shares:
             rows, stop = range(stop, stop + number), stop + number
             if state.request.continuations:
                 scoring.append((state, rows))
+            elif state.is_complete and state.request.is_classified:
+                classified.append((state, rows[-1]))
             elif state.is_complete:
                 choosing.append(state)
                 last.append(rows[-1])
@@ -405,6 +409,8 @@ class InferenceEngine:
             is_part = len(last) < len(hidden)
             index = torch.tensor(last, device=hidden.device) if is_part else slice(None)
             self._choose(self._project(hidden[index]), choosing)
+        if classified:
+            self._classify(hidden, classified)
         targets = [
             target
             for state, rows in scoring
@@ -416,6 +422,19 @@ class InferenceEngine:
         for state, _ in scoring:
             if state.is_complete:
                 self._finish(state, state.scores.finish())
+
+    def _classify(self, hidden: Tensor, requests: Sequence[tuple[RequestState, int]]) -> None:
+        """End requests with the classes of the rows of their last tokens."""
+        index = torch.tensor([row for _, row in requests], device=hidden.device)
+        positions = torch.zeros((1, 1), dtype=torch.int64, device=hidden.device)
+        keep = frozenset[ByProduct]({"label_logits"})
+        inputs = Inputs(self.model.rotary(positions), keep=keep, project=False)
+        _, report = self.model.head(hidden[index][None], inputs)
+        rows = report.label_logits[0].double().log_softmax(dim=-1).tolist()
+        for (state, _), row in zip(requests, rows, strict=True):
+            event = FinishEvent("stop", label_logprobs=tuple(row))
+            is_finite = all(map(math.isfinite, row))
+            self._finish(state, event if is_finite else FinishEvent("error", _not_finite(state)))
 
     def _choose(self, logits: Tensor, states: Sequence[RequestState]) -> None:
         """Choose the next token of each request, and send the events."""

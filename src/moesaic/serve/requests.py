@@ -64,6 +64,9 @@ class GenerationRequest:
     """Token sequences to score. The last token of each follows the prompt, and its other tokens
     are the last ones of the prompt."""
 
+    is_classified: bool = False
+    """True: classify the prompt by the model's classifier instead of continuing it."""
+
     @property
     def num_scored(self) -> int:
         """Positions of the prompt, at its end, whose next tokens are scored."""
@@ -104,6 +107,8 @@ class FinishEvent(NamedTuple):
     error: MoesaicError | None = None
     scores: tuple[TokenScores, ...] = ()
     """Scores of each of the request's continuations."""
+    label_logprobs: tuple[float, ...] = ()
+    """Log-probabilities of the classes of a prompt that was classified."""
 
 
 EventHandler = Callable[[TokenEvent | FinishEvent], None]
@@ -130,7 +135,13 @@ def check_request(request: GenerationRequest, model: ModelConfig, num_positions:
             f"the prompt holds a token beyond the model's vocabulary of {model.vocab}: it was made "
             "with another tokenizer"
         )
-    if request.continuations:
+    if request.is_classified:
+        if not model.labels:
+            raise ConfigError(
+                "the model has no classifier: train one with [credibility] in a job, or rank by "
+                "likelihood"
+            )
+    elif request.continuations:
         _check_continuations(request)
     elif request.max_tokens < 1:
         raise ConfigError(f"max_tokens = {request.max_tokens}: ask for 1 or more")

@@ -32,6 +32,7 @@ from moesaic.train import balancing
 from moesaic.train.expert_migration import ExpertMigration
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.micro_batches import BlockWalk
+from moesaic.train.objectives.credibility import CredibilityObjective
 from moesaic.train.objectives.distill import DistillObjective, StudentObjective
 from moesaic.train.objectives.lm import LanguageModelObjective
 from moesaic.train.parts import Part, PartPlacement, make_part
@@ -109,6 +110,8 @@ def _make_run(
             stack.callback(students[-1].part.close)
         if students:
             objective = DistillObjective(job, world, part, students)
+        if job.credibility is not None:
+            objective = CredibilityObjective(job, world, part)
         run: LMRun = Run(
             job, world, [placement, *others], [part, *(one.part for one in students)], objective,
             walk, unit_group=world.partition(plan.stage_groups()), counters=counters,

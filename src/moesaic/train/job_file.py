@@ -32,6 +32,7 @@ from moesaic.base.config import (
 )
 from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
+from moesaic.facts.job.credibility import fill_labels
 from moesaic.facts.job.distill import TEACHER
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
@@ -39,9 +40,9 @@ from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
 
-ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std"})
-"""Keys of [model] that may stand beside `from`, because the weights mean the same with any value.
-"""
+ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std", "vocab"})
+"""Keys of [model] that may stand beside `from`, because the weights mean the same with any value,
+or with more embeddings."""
 _RUN_FILES = ("rank-0.jsonl", "part-000000.parquet")
 """Names of files of a run that are in a format of texts."""
 
@@ -127,7 +128,7 @@ def _resolve(
     notes: list[str] = []
     raw = fill_tokenizer(raw, origin, notes, run)
     raw = _fill_students(fill_pretrained(raw, origin, notes, run), origin, notes, run)
-    job = parse(Job, fill_preset(raw, origin), origin, sets)
+    job = parse(Job, fill_labels(fill_preset(raw, origin)), origin, sets)
     if job.finetune is not None and job.source is None:
         raise ConfigError(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
@@ -272,7 +273,13 @@ def fill_pretrained(
             f"directory defines the model, remove one of the two (only {allowed} may stand "
             "beside it)"
         )
-    return {**raw, "model": {**config_model, **rest}, "source": source}
+    vocab, stored = rest.get("vocab"), config_model["vocab"]
+    if isinstance(vocab, int) and vocab < stored:
+        raise ConfigError(
+            f"{label} and model.vocab = {vocab}: the directory has {stored} embeddings, and all "
+            "are kept; give a larger number, or remove model.vocab"
+        )
+    return {**raw, "model": {**config_model, **rest, "labels": 0}, "source": source}
 
 
 def _source_hint(path: Path) -> str:

@@ -162,7 +162,7 @@ class Run(Generic[ObjectiveT, StatsT]):
         total = torch.tensor([num_local], device=self.world.device)
         units = int(all_reduce_(total, self.unit_group))
         scale = loss_scale.current_scale(self.counters)
-        return batches, StepContext(self.counters["step"], units, scale)
+        return batches, StepContext(self.counters["step"], units, scale, batches)
 
     def _forward_backward(
         self, batches: Sequence[Any], context: StepContext, phases: PhaseTimer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from moesaic.nn.divergence import (
     relation_heads,
 )
 from moesaic.nn.reports import AttentionReport
+from moesaic.testing.memory import peak_allocated
 
 BATCH, SEQUENCE = 3, 150
 DOCUMENTS = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
@@ -130,6 +132,18 @@ def test_tokens_without_a_document_count_nothing() -> None:
     grads = gradients(first, student)
     assert not any(bool(grad[1:].any()) for grad in grads)
     assert all(bool(grad[0].any()) for grad in grads)
+
+
+def test_memory_is_linear_in_the_sequence() -> None:
+    def run(length: int) -> None:
+        heads = torch.randn(3, 1, 4, length, 8, requires_grad=True)
+        teacher, *students = (AttentionReport(x, x) for x in heads)
+        metadata = AttentionMetadata.causal(1, length)
+        attention_divergence(teacher, students, metadata, torch.ones(1, length)).sum().backward()
+
+    half, whole = peak_allocated(partial(run, 1024), partial(run, 2048))
+    assert whole <= 2.1 * half
+    assert whole < 4 * 2048**2 * 4 / 4, "a quarter of one model's probabilities"
 
 
 def test_relations_equal_whole_probabilities() -> None:

@@ -196,3 +196,16 @@ def test_few_scores_are_sorted_at_once(settings: dict[str, Any]) -> None:
     with RecordedCalls() as calls:
         choose_tokens(torch.zeros(rows, vocab), [Sequence(request)] * rows)
     assert vocab <= calls.num_sorted <= sampling_module._SORTED_ELEMENTS < rows * vocab
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_masked_tokens_are_never_chosen(setting: dict[str, Any]) -> None:
+    raw = {**setting, "logit_bias": MappingProxyType(setting.get("logit_bias", {}))}
+    request = GenerationRequest((1,), 9, SamplingParams(**raw), top_logprobs=2)
+    logits = make_logits(24)
+    best = logits.argmax(dim=-1).unique()
+    sequences = [Sequence(replace(request, choice=choice)) for choice in range(len(logits))]
+    free, kept = choose_tokens(logits, sequences), choose_tokens(logits, sequences, best)
+    assert not {one.token for one in kept} & set(best.tolist())
+    # Log-probabilities stay those of the model.
+    assert [one.top for one in kept] == [one.top for one in free]

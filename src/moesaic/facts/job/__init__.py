@@ -3,6 +3,7 @@
 from moesaic.facts.job.balance import BalanceConfig, BalanceCosts
 from moesaic.facts.job.clicks import ClicksConfig, StreamConfig
 from moesaic.facts.job.control import ControlConfig, ControlValues
+from moesaic.facts.job.credibility import CredibilityConfig
 from moesaic.facts.job.ctr import CtrJob
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.distill import DistillConfig, StudentConfig, students_in_order
@@ -30,6 +31,7 @@ __all__ = [
     "ClicksConfig",
     "ControlConfig",
     "ControlValues",
+    "CredibilityConfig",
     "CtrJob",
     "DataConfig",
     "DistillConfig",

@@ -16,13 +16,15 @@ class DataConfig(Section):
     path: str
     """Training text: a file, a directory or a glob of .txt (one document per file), .jsonl or
     .parquet files, or a directory that Hugging Face `datasets` reads."""
-    format: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat", "labelled"] = "auto"
     """Format of `path`; auto: by file name. chat: JSON lines or Parquet with one conversation per
-    line or row, where the model learns only the assistant's messages."""
+    line or row, where the model learns only the assistant's messages. labelled: JSON lines or
+    Parquet with a `label` beside each text, 1 (original), 0 (generated) or none, for
+    [credibility]."""
     split: str = "train"
     """Split of `path` to train on, if it is a dataset directory with several."""
     text_key: str = "text"
-    """Column of the text (jsonl, parquet, dataset)."""
+    """Column of the text (jsonl, parquet, dataset, labelled)."""
     tokenizer: str = "bytes"
     """Tokenizer: `bytes` (256 values and an end-of-document token), or the path of a tokenizer.json
     or of its directory. Unset, with `model.from`: the tokenizer of that directory."""
@@ -34,8 +36,8 @@ class DataConfig(Section):
     """Tokens per sample."""
     packing: Literal["documents", "stream"] = "documents"
     """How documents fill samples. documents: attention and targets stay inside a document. stream:
-    samples are cut from one long text, and attention sees the whole sample. With chat, a sample
-    holds whole conversations."""
+    samples are cut from one long text, and attention sees the whole sample. With chat and labelled
+    text, a sample holds whole conversations or texts."""
     validation_path: str | None = None
     """Text for validation, in the same format as `path`."""
     validation_split: str = "validation"
@@ -60,7 +62,12 @@ class DataConfig(Section):
             )
         if self.format == "chat":
             self._check_chat()
-        elif self.system is not None:
+        if self.format == "labelled" and self.packing == "stream":
+            raise ValueError(
+                'data.packing = "stream" cuts one long text, and data.format = "labelled" keeps '
+                "texts whole: remove data.packing"
+            )
+        if self.format != "chat" and self.system is not None:
             raise ValueError(
                 f"data.system = {keys.show(self.system)} is for conversations, and data.format "
                 f'= "{self.format}" has none: remove it, or set data.format = "chat"'

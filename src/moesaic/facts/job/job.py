@@ -14,6 +14,7 @@ from moesaic.base.config import Section, parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.balance import BalanceConfig, no_effect
 from moesaic.facts.job.control import ControlConfig
+from moesaic.facts.job.credibility import LABELS, CredibilityConfig
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.device_name import is_gpu
 from moesaic.facts.job.distill import TEACHER, DistillConfig, StudentConfig, student_errors
@@ -67,6 +68,8 @@ class Job(Section):
     control: ControlConfig | None = None
     """Attributes of texts (genre, topic, keywords, sentiment, length) that prompts name; without
     this table there are no prompts."""
+    credibility: CredibilityConfig | None = None
+    """Head that tells original from generated text; without this table there is none."""
     train: TrainConfig
     """Length, batch and precision."""
     memory: MemoryConfig | None = None
@@ -93,6 +96,7 @@ class Job(Section):
         self._check_finetune()
         self._check_control()
         self._check_block_order()
+        self._check_credibility()
         self._check_students()
         error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
         if error and self.model.experts:
@@ -131,6 +135,38 @@ class Job(Section):
                 'routing.router = "gshard" drops tokens beyond a capacity: set '
                 "routing.capacity_factor (1.2 is usual)"
             )
+
+    def _check_credibility(self) -> None:
+        """Raise ValueError for settings that do not go with [credibility], or need it."""
+        data_format, labels = self.data.format, self.model.labels
+        if self.credibility is None:
+            if data_format == "labelled":
+                raise ValueError(
+                    'data.format = "labelled" is for jobs that learn the labels: add '
+                    '[credibility], or set data.format = "auto" to read the text alone'
+                )
+            if labels:
+                raise ValueError(f"model.labels = {labels} without [credibility]: remove it")
+            return
+        if data_format != "labelled":
+            raise ValueError(
+                f'data.format = "{data_format}" with [credibility], which learns labels: set '
+                'data.format = "labelled", with files of moesaic generate --adversarial'
+            )
+        if labels != len(LABELS):
+            raise ValueError(f"model.labels = {labels} with [credibility]: set it to {len(LABELS)}")
+        refused = {
+            f"layout.{name} = {getattr(self.layout, name)}": getattr(self.layout, name) > 1
+            for name in ("tp", "etp", "pp")
+        }
+        refused |= {
+            "[memory]": self.memory is not None, "[[student]]": bool(self.student),
+            'train.micro_batch_order = "by_block"': self.is_by_block,
+            "[control]": self.control is not None,
+        }  # fmt: skip
+        for setting, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(f"{setting} does not work with [credibility]: remove one of them")
 
     def _check_finetune(self) -> None:
         finetune, model = self.finetune, self.model

@@ -98,6 +98,7 @@ class ModelConfig(Section):
     """A decoder: token embedding, layers of attention and (expert) feed-forward, head."""
 
     file_keys: ClassVar[type[ModelSource]] = ModelSource
+    resolved_keys: ClassVar[frozenset[str]] = frozenset({"labels"})
 
     family: Family
     """Architecture and file format: llama (dense), mixtral, olmoe (normalised queries and keys),
@@ -149,6 +150,9 @@ class ModelConfig(Section):
     """Latent attention (deepseek_v3, which always has it)."""
     window: int | None = Field(default=None, ge=1)
     """Sliding window of attention in tokens, including the query's own; unset: all tokens."""
+    labels: int = Field(default=0, ge=0)
+    """Classes of a head that reads a text's last token ([credibility] adds one); 0: no such head.
+    """
     max_positions: int = Field(default=4096, ge=1)
     """Longest supported sequence, in tokens."""
     init_std: float = Field(default=0.02, gt=0)

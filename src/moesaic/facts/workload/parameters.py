@@ -24,6 +24,8 @@ from moesaic.facts.workload.sizes import SCALE_BYTES, STORED_BYTES
 ParameterKind = Literal["norm", "embedding", "dense", "router", "bias", "expert", "head"]
 
 A, B = ".lora_a", ".lora_b"
+SCORE = "head.score.weight"
+"""Logical name of the classifier's matrix."""
 _EXPERTS = "moe.experts"
 _KINDS: dict[str, ParameterKind] = {"moe.router": "router", "moe.router.bias": "bias"}
 
@@ -87,6 +89,8 @@ def parameters(
     yield Parameter("head.norm.weight", (hidden,), "norm")
     if not model.tied:
         yield Parameter("head.weight", (model.vocab, hidden), "head", tp_dim=0)
+    if model.labels:
+        yield Parameter(SCORE, (model.labels, hidden), "head")
 
 
 _Shapes = Iterator[tuple[str, tuple[int, ...], int | None]]
@@ -229,7 +233,7 @@ def is_trainable(finetune: FinetuneConfig | None, parameter: Parameter) -> bool:
     """Return whether a parameter or adapter has a gradient and moments."""
     if parameter.kind == "bias":
         return False
-    if finetune is None or parameter.name.endswith((A, B)):
+    if finetune is None or parameter.name == SCORE or parameter.name.endswith((A, B)):
         return True
     return finetune.router == "train" if parameter.kind == "router" else finetune.method == "full"
 

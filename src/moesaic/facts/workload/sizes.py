@@ -26,7 +26,7 @@ LOSS_CHUNK_TOKENS = 1024
 FOLLOWER_CHUNK_TOKENS = 256
 """Tokens per chunk of the losses of students, which bounds their logits in memory."""
 
-DIVERGENCE_QUERY_BLOCK = 128
+DIVERGENCE_QUERY_BLOCK = 64
 """Queries per matmul of the divergence of attention, which bounds the scores in memory."""
 
 DIVERGENCE_BLOCK_BYTES = 1 << 20

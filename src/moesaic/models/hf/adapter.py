@@ -81,6 +81,11 @@ def require_adapter_only(origin: Origin) -> FinetuneConfig:
             f"to = \"adapter\": '{origin.path}' has trained routers (finetune.router = "
             f'"train"), which an adapter cannot hold: {_MERGE_HINT}'
         )
+    if origin.model.labels:
+        raise ConfigError(
+            f"to = \"adapter\": '{origin.path}' has a trained classifier ([credibility]), which an "
+            f"adapter cannot hold: {_MERGE_HINT}"
+        )
     if origin.model.renormalise != job["model"]["renormalise"]:
         raise ConfigError(
             f"to = \"adapter\": '{origin.path}' was trained with routing.router = "

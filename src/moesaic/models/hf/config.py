@@ -24,6 +24,7 @@ from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import FAMILY_KEYS, Family, LatentConfig
 from moesaic.models.hf import fp8
 from moesaic.models.hf.families import FAMILIES
+from moesaic.models.hf.labels import LABEL_KEYS, label_keys, num_labels
 from moesaic.models.hf.special_tokens import TOKEN_ID_KEYS, token_ids
 
 CONFIG_NAME = "config.json"
@@ -160,6 +161,7 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         "tied": keys.optional("tie_word_embeddings", False),
         "window": keys.window(),
         "renormalise": family == "mixtral",
+        "labels": num_labels(raw),
         **keys.rope(),
         **keys.family_fields(),
         **(keys.latent() if family in FAMILY_KEYS["latent"] else keys.attention()),
@@ -362,7 +364,7 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
     warnings: list[str] = []
     known = FIXED_VALUES.keys() | MODEL_KEYS | OUTDATED | keys.model_keys
     for key, value in {**keys.token_defaults, **raw}.items():
-        if key in known:
+        if key in known or (num_labels(raw) and key in LABEL_KEYS):
             continue
         if key not in BOOKKEEPING:
             warnings.append(
@@ -399,6 +401,8 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
         **_rope_keys(model),
         **{key: getattr(model, field) for key, field in keys.fields.items()},
     }
+    if model.labels:
+        result |= label_keys(model, keys.architecture)
     if model.latent is not None:
         result |= {
             **model.latent.model_dump(),
@@ -449,6 +453,11 @@ def _check_writable(model: ModelConfig) -> None:
         raise ConfigError(
             "model.renormalise = false cannot be exported, as readers of a mixtral config.json "
             "always renormalise: keep the checkpoint, or train with model.renormalise = true"
+        )
+    if model.family == "olmoe" and model.labels:
+        raise ConfigError(
+            "a model of family olmoe with a classifier cannot be exported, as transformers has no "
+            "OlmoeForSequenceClassification: generate and rank with the run itself"
         )
     if model.family == "olmoe" and model.head_dim * model.heads != model.hidden:
         divides = not model.hidden % model.heads

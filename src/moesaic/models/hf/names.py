@@ -12,11 +12,18 @@ from dataclasses import dataclass
 
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import Parameter, parameters
+from moesaic.facts.workload.parameters import SCORE as LOGICAL_SCORE
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+BY_WORD = ("embed.weight", "head.weight")
+"""Logical names of parameters with one row for each token id."""
+SCORE = "score.weight"
 
-_OUTER = {"embed.weight": EMBEDDING, "head.norm.weight": "model.norm.weight", "head.weight": HEAD}
+_OUTER = {
+    "embed.weight": EMBEDDING, "head.norm.weight": "model.norm.weight", "head.weight": HEAD,
+    LOGICAL_SCORE: SCORE,
+}  # fmt: skip
 _INNER = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.q.weight": "self_attn.q_proj.weight",
@@ -148,6 +155,8 @@ def reason_to_skip(model: ModelConfig, tensor: str) -> str | None:
         return "a buffer of the rotary embedding, computed from rope_theta"
     if model.tied and tensor == HEAD:
         return f"the tied head, equal to {EMBEDDING}"
+    if not model.labels and tensor == SCORE:
+        return "the classifier of a text, which needs a job with [credibility]"
     num_predict_layers = model.extras.get("num_nextn_predict_layers") or 0
     layer = _LAYER.fullmatch(tensor)
     if layer and model.layers <= int(layer[1]) < model.layers + num_predict_layers:

@@ -86,8 +86,8 @@ def _distances(run: RunStats, names: Iterable[str]) -> Figure:
     return Figure(
         "student-distances",
         "Distance of students from their teachers",
-        "Losses without their weights, smoothed. Look for a distance that rises: lower its "
-        "student's lr, or give the loss more weight.",
+        "Losses without their weights, smoothed; near 0 while no model has learned. Look for one "
+        "that still rises late: lower its student's lr, or give the loss more weight.",
         data,
         {"shapes": resumes(run), "yaxis": {"type": "log", "exponentformat": "e"}},
         span=6,

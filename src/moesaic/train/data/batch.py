@@ -41,6 +41,16 @@ class Batch:
     """Index within the part of the document that the sample holds, int64 [B, S]."""
 
 
+@dataclass(frozen=True)
+class LabelledBatch(Batch):
+    """Batch whose texts have labels."""
+
+    labels: Tensor
+    """Label of the text that ends at each input, int64 [B, S]; -100 elsewhere and for none."""
+    num_labels: int
+    """Texts with a label in the whole global micro-batch."""
+
+
 def split_documents(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield the documents of one sample: the tokens of each, and a flag per token that is a
     target."""

@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
 from moesaic.models.chat import TOOL_CALLS, ChatTemplate, TextSpan, function_of
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer
-from moesaic.train.data.corpus import BATCH_CHARACTERS, EncodedDocuments, split_batches
+from moesaic.train.data.corpus import BATCH_CHARACTERS, EncodedDocuments, Extra, split_batches
 from moesaic.train.data.sources import TextSource
 from moesaic.train.data.text import read_records
 
@@ -54,7 +54,7 @@ class Conversation(NamedTuple):
 class ChatEncoder:
     """Encoder of conversations into tokens; see `DocumentEncoder`."""
 
-    extra: ClassVar[Literal["loss_mask", "parts"]] = "loss_mask"
+    extra: ClassVar[Extra] = "loss_mask"
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(tokenizer, FileTokenizer), "data.format = chat refuses bytes"

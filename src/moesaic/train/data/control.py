@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
@@ -26,7 +26,13 @@ from moesaic.facts.job import ControlConfig, DataConfig
 from moesaic.facts.job.control import ATTRIBUTES, BUILT_IN
 from moesaic.models.control import ControlPrompts, ControlTokenizer
 from moesaic.models.tokenizer import Tokenizer, open_tokenizer
-from moesaic.train.data.corpus import BATCH_CHARACTERS, Corpus, EncodedDocuments, split_batches
+from moesaic.train.data.corpus import (
+    BATCH_CHARACTERS,
+    Corpus,
+    EncodedDocuments,
+    Extra,
+    split_batches,
+)
 from moesaic.train.data.sources import TextSource
 from moesaic.train.data.text import read_texts_with_records
 
@@ -58,7 +64,7 @@ Labeller = Callable[[Sequence[LabelledText]], Sequence[Any]]
 class ControlEncoder:
     """Encoder of texts and their attributes; see `DocumentEncoder`."""
 
-    extra: ClassVar[Literal["loss_mask", "parts"]] = "parts"
+    extra: ClassVar[Extra] = "parts"
 
     def __init__(self, control: ControlConfig, prompts: ControlPrompts, end_id: int) -> None:
         self._control, self.prompts, self._end_id = control, prompts, end_id

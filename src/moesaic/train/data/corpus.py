@@ -2,10 +2,10 @@
 
 A corpus is a directory of the cache: `tokens.bin` (all documents, concatenated), `bounds.bin`
 (start of each, and the end) and `corpus.json` (metadata). Conversations also have `loss_mask.bin`,
-their loss mask; texts behind prompts have `parts.bin`, the lengths of their prompts. The
-directory's name is a hash of the files, their sizes and times, the tokenizer, and the column, chat
-template or labellers. It is written under another name and renamed when complete; a lock
-serialises writers on one machine.
+their loss mask; texts behind prompts have `parts.bin`, the lengths of their prompts; labelled texts
+have `labels.bin`. The directory's name is a hash of the files, their sizes and times, the
+tokenizer, and the column, chat template or labellers. It is written under another name and renamed
+when complete; a lock serialises writers on one machine.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ FORMAT = 3
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"
 
 T = TypeVar("T")
+Extra = Literal["loss_mask", "parts", "labels"]
+"""Fields of `Corpus` that documents have besides tokens, of one kind or another."""
 ProgressCallback = Callable[[int, int], None]
 """Callback that receives the documents and tokens done so far, repeatedly."""
 
@@ -54,7 +56,7 @@ class EncodedDocuments(NamedTuple):
 class DocumentEncoder(Protocol):
     """Encoder of documents that are more than a text."""
 
-    extra: ClassVar[Literal["loss_mask", "parts"]]
+    extra: ClassVar[Extra]
     """Field of `Corpus` that its documents have besides tokens."""
 
     @property
@@ -80,6 +82,8 @@ class Corpus:
     parts: NDArray[np.int32] | None = None
     """Genre of each text behind a prompt and lengths of its parts, [documents, 5]; None for others.
     See `train.data.control`."""
+    labels: NDArray[np.int8] | None = None
+    """Label of each text, -1 for none; None for others. See `train.data.labelled`."""
 
     @property
     def num_documents(self) -> int:
@@ -217,13 +221,16 @@ def _open(directory: Path) -> Corpus:
         tokens = np.memmap(directory / "tokens.bin", np.dtype(facts["dtype"]), "r")
         bounds = np.memmap(directory / "bounds.bin", np.dtype("<i8"), "r")
         is_complete = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
-        digest, loss_mask, parts = str(facts["digest"]), None, None
+        digest, loss_mask, parts, labels = str(facts["digest"]), None, None, None
         if "loss_mask.bin" in facts["files"]:
             loss_mask = np.asarray(np.memmap(directory / "loss_mask.bin", np.bool_, "r"))
             is_complete = is_complete and len(loss_mask) == len(tokens)
         if "parts.bin" in facts["files"]:
             memory = np.memmap(directory / "parts.bin", np.dtype("<i4"), "r")
             parts = np.asarray(memory).reshape(facts["documents"], -1)
+        if "labels.bin" in facts["files"]:
+            labels = np.asarray(np.memmap(directory / "labels.bin", np.int8, "r"))
+            is_complete = is_complete and len(labels) == facts["documents"]
         if not is_complete:
             raise ValueError("files shorter or longer than they were written")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -231,4 +238,4 @@ def _open(directory: Path) -> Corpus:
             f"tokenised text in '{directory}' is damaged ({error}): remove it, and it is made anew"
         ) from None
     # Plain arrays over the same pages: slicing a memmap object is slow.
-    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, parts)
+    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, parts, labels)

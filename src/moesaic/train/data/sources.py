@@ -13,13 +13,18 @@ from typing import Literal, cast
 from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
 
-Kind = Literal["text", "jsonl", "parquet", "dataset", "chat"]
+Kind = Literal["text", "jsonl", "parquet", "dataset", "chat", "labelled"]
 
 SUFFIXES: dict[str, Kind] = {
     ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
-ACCEPTED_KINDS = {"auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"}}
+ACCEPTED_KINDS = {
+    "auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"},
+    "labelled": {"jsonl", "parquet"},
+}  # fmt: skip
 """Suffix-based formats that each value of data.format accepts."""
+_RECORD_KINDS = ("chat", "labelled")
+"""Formats of records in JSON lines or Parquet, which file names do not tell."""
 COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 """Suffixes of compressed text and JSON lines, which are decompressed while reading."""
 
@@ -107,7 +112,7 @@ def _scan(directory: Path, kind: str, label: str) -> tuple[list[Path], Kind]:
             raise DataError(f"{label} is an empty directory: there is no text in it")
         return all_files, "dataset"
     accepted = ACCEPTED_KINDS.get(kind, {kind})
-    files = [file for file in all_files if SUFFIXES.get(_suffix(file)) in accepted]
+    files = [file for file in all_files if file_kind(file) in accepted]
     if not files:
         suffixes = [suffix for suffix, one in SUFFIXES.items() if one in accepted]
         raise DataError(
@@ -130,23 +135,28 @@ def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
         return cast(Kind, kind)
     kinds: dict[Kind, Path] = {}
     for file in files:
-        if kind == "chat":
-            file_kind: Kind | None = "parquet" if is_table(file) else "jsonl"
+        if kind in _RECORD_KINDS:
+            found: Kind | None = "parquet" if is_table(file) else "jsonl"
         else:
-            file_kind = SUFFIXES.get(_suffix(file))
-        if file_kind is None:
+            found = file_kind(file)
+        if found is None:
             raise DataError(
                 f"{label}: the name of '{file}' does not say what it holds: set data.format to "
                 "'text', 'jsonl' or 'parquet'"
             )
-        kinds.setdefault(file_kind, file)
+        kinds.setdefault(found, file)
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(
             f"{label} mixes {one} ('{first.name}') and {other} ('{second.name}'): give a glob of "
             f"one of them{', or set data.format' if kind == 'auto' else ''}"
         )
-    return "chat" if kind == "chat" else next(iter(kinds))
+    return cast(Kind, kind) if kind in _RECORD_KINDS else next(iter(kinds))
+
+
+def file_kind(file: Path) -> Kind | None:
+    """Return the format that a file's name tells; None for an unknown one."""
+    return SUFFIXES.get(_suffix(file))
 
 
 def _suffix(file: Path) -> str:

@@ -26,6 +26,9 @@ from moesaic.train.data.sources import DATASET_FILES, TextSource, is_table
 
 CHAT_KEYS = frozenset({"messages", "conversations"})
 """Keys that identify a file of conversations."""
+LABEL_KEY = "label"
+"""Column of the labels of texts."""
+NO_LABEL = -1
 _BATCH_ROWS = 1024
 
 
@@ -57,9 +60,26 @@ def read_texts_with_records(
                 yield where, file, text, record
 
 
+def read_labelled(source: TextSource) -> Iterator[tuple[str, int]]:
+    """Yield the texts of `source` with their labels, `NO_LABEL` where there is none; empty and null
+    ones are skipped."""
+    for file in source.files:
+        for where, record in read_records(file, (source.text_key, LABEL_KEY)):
+            text, label = _get_text(record, where, source.text_key), record.get(LABEL_KEY)
+            if label not in (0, 1, None) or isinstance(label, bool | float):
+                raise DataError(
+                    f"{where}: '{LABEL_KEY}' holds {label!r}: give 1 (original), 0 (generated), or "
+                    "leave it out"
+                )
+            if text:
+                yield text, NO_LABEL if label is None else label
+
+
 def check_first_record(source: TextSource) -> None:
     """Raise if the first record of JSON lines or Parquet cannot be read."""
-    if source.kind == "chat":
+    if source.kind == "labelled":
+        next(read_labelled(source), None)
+    elif source.kind == "chat":
         next(read_records(source.files[0], ()), None)
     else:
         next(read_text(source, Path()), None)

@@ -24,8 +24,10 @@ from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.control import ControlEncoder, open_control
 from moesaic.train.data.control_samples import ControlSamples
 from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
+from moesaic.train.data.labelled import LabelEncoder, LabelledSamples
 from moesaic.train.data.rank_zero_first import make_progress_log, run_rank_zero_first
 from moesaic.train.data.sources import TextSource, find_sources
+from moesaic.train.data.text import NO_LABEL
 
 _CHUNK = 1 << 20
 
@@ -79,13 +81,15 @@ def _open(
     log: Callable[[str], None],
     control: ControlConfig | None,
 ) -> TextData:
-    encoder: ChatEncoder | ControlEncoder | None = None
+    encoder: ChatEncoder | ControlEncoder | LabelEncoder | None = None
     if control is not None:
         tokenizer, encoder = open_control(config, control)
     else:
         tokenizer = open_tokenizer(config.tokenizer, config.end_token)
         if config.format == "chat":
             encoder = ChatEncoder(config, tokenizer)
+        elif config.format == "labelled":
+            encoder = LabelEncoder(tokenizer)
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
     sources = find_sources(config)
     report = make_progress_log(heartbeat, log)
@@ -166,6 +170,8 @@ def _make_samples(
             f"{origin} gives no text: documents are held out as a whole, and a text file is one; "
             "change data.validation_share, or name data.validation_path"
         )
+    if corpus.labels is not None:
+        return _make_labelled(config, seed, origin, corpus, selected, log)
     if prompts is not None:
         return _make_control_samples(config, seed, origin, corpus, selected, prompts, log)
     if corpus.loss_mask is None:
@@ -185,6 +191,32 @@ def _make_samples(
             log(f"{origin}: {_describe_conversations(conversations, config.sequence)}")
     if not len(samples):
         raise DataError(f"{origin} {problem}")
+    return samples
+
+
+def _make_labelled(
+    config: DataConfig,
+    seed: int,
+    origin: str,
+    corpus: Corpus,
+    selected: NDArray[np.bool_] | None,
+    log: Callable[[str], None],
+) -> LabelledSamples:
+    try:
+        samples = LabelledSamples(corpus, selected, config.sequence, seed)
+    except DataError as error:
+        raise DataError(f"{origin} {error}") from None
+    generated, original, others = (samples.counts[label] for label in (0, 1, NO_LABEL))
+    if not (generated and original):
+        raise DataError(
+            f"{origin} has {original} original and {generated} generated texts: give some of both "
+            "('label' 1 and 0), as moesaic generate --adversarial writes them"
+        )
+    more = f", {others:,} pieces of text without a label" if others else ""
+    log(
+        f"{origin}: {original:,} original and {generated:,} generated texts{more} in "
+        f"{len(samples):,} samples, {samples.fill_ratio:.0%} full"
+    )
     return samples
 
 

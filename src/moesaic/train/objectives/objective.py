@@ -27,6 +27,8 @@ class StepContext:
     """Units of the whole global batch, which divide its loss."""
     scale: float = 1.0
     """Factor on the loss for backward."""
+    batches: Sequence[Any] = ()
+    """This rank's samples of each micro-batch."""
 
 
 @dataclass(frozen=True)

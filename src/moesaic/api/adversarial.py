@@ -1,0 +1,215 @@
+"""Files of original and generated texts with labels, from a text and a model that continues it.
+
+Each paragraph of two sentences or more gives two lines: itself with label 1, and its first
+sentences continued by the model with label 0. Lines are in the order of the text, so a file that
+was cut off is continued where it ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from moesaic.api.batch import locked_output
+from moesaic.api.engine import Engine
+from moesaic.api.generation import TextRequest
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError, write_error
+from moesaic.serve.adversarial import (
+    PARAGRAPH_BREAK,
+    draw_prefix,
+    drop_cut_sentence,
+    limit_original,
+    split_paragraphs,
+)
+from moesaic.serve.config import AdversarialConfig, SamplingConfig
+from moesaic.train.data.sources import TextSource, file_kind, find_text
+from moesaic.train.data.text import read_text
+
+
+class PairCounts(NamedTuple):
+    """Paragraphs of a text, as pairs are made of them."""
+
+    pairs: int = 0
+    """Pairs written by this call."""
+    present: int = 0
+    """Pairs that the file had before."""
+    dropped: int = 0
+    """Paragraphs without a pair: nothing complete was left after the prefix within the limit."""
+    tokens: int = 0
+    """Generated tokens."""
+    total: int = 0
+    """Paragraphs of two sentences or more in the text."""
+
+
+class Paragraph(NamedTuple):
+    """Original paragraph of a text, and the prefix to continue."""
+
+    source: str
+    """Name of its file, and its number there."""
+    text: str
+    prefix: str
+    position: int
+    """Number in the whole text, which the random draws depend on."""
+
+
+class PairBuilder:
+    """Builder of pairs in the order of the text."""
+
+    def __init__(
+        self, engine: Engine, config: AdversarialConfig, output: BinaryIO, counts: PairCounts
+    ) -> None:
+        self._engine, self._config, self._output = engine, config, output
+        self.counts = counts
+        shared = SamplingConfig.model_fields.keys()
+        values = {name: getattr(config, name) for name in shared}
+        stop = [config.stop] if isinstance(config.stop, str) else config.stop
+        self._sampling = SamplingConfig.model_construct(
+            **{**values, "n": 1, "stop": [*stop, PARAGRAPH_BREAK]}
+        )
+        self._pending: dict[TextRequest, Paragraph] = {}
+        """Requests that are not written yet, in the order of the text."""
+
+    def run(
+        self, paragraphs: Iterator[Paragraph], on_progress: Callable[[PairCounts], None]
+    ) -> None:
+        """Write a pair for each of `paragraphs`."""
+        for one, _ in self._engine.run(self._requests(paragraphs)):
+            if one.error is not None:
+                raise one.error
+            while self._pending and (first := next(iter(self._pending))).is_finished:
+                self._write(first, self._pending.pop(first))
+                on_progress(self.counts)
+
+    def _requests(self, paragraphs: Iterator[Paragraph]) -> Iterator[TextRequest]:
+        limit = self._config.max_tokens
+        for paragraph in paragraphs:
+            length = len(self._engine.prompts.tokenizer.encode(paragraph.prefix))
+            if length >= limit:
+                self._count(dropped=1)
+                continue
+            config = self._sampling.model_copy(
+                update={
+                    "max_tokens": limit - length,
+                    "seed": (self._config.seed + paragraph.position) % 2**63,
+                }
+            )
+            (request,) = self._engine.requests(paragraph.prefix, config)
+            self._pending[request] = paragraph
+            yield request
+
+    def _write(self, request: TextRequest, paragraph: Paragraph) -> None:
+        """Write both texts of a paragraph, unless one has nothing beyond the prefix."""
+        result, prefix = request.result(), paragraph.prefix
+        generated, *others = split_paragraphs(f"{prefix}{result.text}")
+        if result.finish_reason == "length" and not others:
+            generated = drop_cut_sentence(generated)
+        tokenizer = self._engine.prompts.tokenizer
+        original = limit_original(paragraph.text, tokenizer, self._config.max_tokens)
+        if min(len(original), len(generated)) <= len(prefix):
+            self._count(dropped=1, tokens=len(result.tokens))
+            return
+        lines = [
+            json.dumps({"text": text, "label": label, "source": paragraph.source})
+            for text, label in ((original, 1), (generated, 0))
+        ]
+        try:
+            self._output.write("".join(f"{line}\n" for line in lines).encode())
+            self._output.flush()
+        except OSError as error:
+            raise write_error(f"output '{self._output.name}'", error) from None
+        self._count(pairs=1, tokens=len(result.tokens))
+
+    def _count(self, **more: int) -> None:
+        counts = self.counts._asdict()
+        self.counts = PairCounts(**{name: counts[name] + more.get(name, 0) for name in counts})
+
+
+def build_pairs(
+    engine: Engine,
+    source: str | Path,
+    target: str | Path,
+    *,
+    on_progress: Callable[[PairCounts], None] = lambda counts: None,
+    **settings: Any,
+) -> PairCounts:
+    """Write original and generated texts with labels to `target`, and return their counts.
+
+    Args:
+        engine: the model that continues the prefixes.
+        source: text: a file, a directory or a glob, as `data.path` of a job.
+        target: file of JSON lines; if it exists, it is continued.
+        on_progress: function of the counts so far, called after each pair.
+        settings: settings of `moesaic generate --adversarial`.
+    """
+    config = parse(AdversarialConfig, settings, "adversarial")
+    limit = engine.max_positions
+    if config.max_tokens > limit:
+        raise ConfigError(
+            f"max_tokens = {config.max_tokens} is more than the model's {limit} positions: set "
+            f"max_tokens = {limit} or less"
+        )
+    is_plain = Path(source).is_file() and file_kind(Path(source)) is None
+    text = find_text("input", str(source), "text" if is_plain else "auto", config.text_key, "train")
+    if text.kind == "dataset":
+        raise ConfigError(
+            f"input '{source}' is a dataset directory: give a glob of its files (.txt, .jsonl or "
+            ".parquet)"
+        )
+    total = sum(1 for _ in read_paragraphs(text, config.seed))
+    if not total:
+        raise ConfigError(
+            f"input '{source}' has no paragraph of two sentences or more: give other text"
+        )
+    with _open_pairs(Path(target)) as (output, done):
+        rest = (one for one in read_paragraphs(text, config.seed) if one.source not in done)
+        builder = PairBuilder(engine, config, output, PairCounts(present=len(done), total=total))
+        builder.run(rest, on_progress)
+    return builder.counts
+
+
+def read_paragraphs(text: TextSource, seed: int) -> Iterator[Paragraph]:
+    """Yield the paragraphs of a text with two sentences or more, and their prefixes."""
+    index = 0
+    for file in text.files:
+        documents = read_text(replace(text, files=(file,)), Path())
+        paragraphs = (one for document in documents for one in split_paragraphs(document))
+        for number, paragraph in enumerate(paragraphs, start=1):
+            prefix = draw_prefix(paragraph, seed, index)
+            if prefix is not None:
+                yield Paragraph(f"{file}:{number}", paragraph, prefix, index)
+            index += 1
+
+
+@contextmanager
+def _open_pairs(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """Yield the file of pairs, without a torn last pair, and the sources that it has."""
+    with locked_output(path) as file:
+        done, end, position = set[str](), 0, 0
+        for number, line in enumerate(file, start=1):
+            position += len(line)
+            if not line.endswith(b"\n"):
+                break
+            source, label = _read_line(path, number, line)
+            if label == 0:  # The second line of a pair.
+                done.add(source)
+                end = position
+        file.truncate(end)
+        yield file, done
+
+
+def _read_line(path: Path, number: int, line: bytes) -> tuple[str, int]:
+    try:
+        record = json.loads(line)
+        source, label = record["source"], record["label"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        source, label = None, None
+    if not isinstance(source, str) or label not in (0, 1):
+        raise ConfigError(
+            f"line {number} of output '{path}' is no text with a label: name another file"
+        )
+    return source, label
