@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.state import PARAMETER
 from moesaic.facts.job import Job
 from moesaic.facts.job.distill import student_prefix
 from moesaic.facts.workload.parts import auxiliary_parameters
@@ -76,13 +77,14 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
 
 def _check_auxiliary(checkpoint: Checkpoint, job: Job) -> None:
     """Raise if a student of the checkpoint now needs other auxiliary weights."""
-    stored = {key.partition("/")[2]: record.shape for key, record in checkpoint.tensors.items()}
+    stored = checkpoint.tensors
     for student in job.student:
-        prefix = student_prefix(student.name)
+        prefix = f"{PARAMETER}/{student_prefix(student.name)}"
         if not any(name.startswith(prefix) for name in stored):
             continue  # It joins now.
         for one in auxiliary_parameters(student, job.model_of(student.teacher)):
-            if stored.get(f"{prefix}{one.name}") != one.shape:
+            record = stored.get(f"{prefix}{one.name}")
+            if record is None or record.shape != one.shape:
                 raise ConfigError(
                     f"resume: '{checkpoint.path}' has no {one.name} {list(one.shape)} of student "
                     f'"{student.name}", which its losses or its teacher need now: restore both, '
