@@ -124,16 +124,16 @@ class _HeadLoss(torch.autograd.Function):
             students.add_chunk(tokens, log_p, targets_T)
             target_log_p = log_p.gather(1, target).squeeze(1)
             total -= torch.where(is_local, target_log_p, 0.0).sum()
-            if not model.needs_grad:
-                continue
-            grad = log_p.exp_()
-            target_grad = torch.full_like(target_log_p, -1.0)
-            if is_local is not present:
-                target_grad *= is_local
-            grad.scatter_add_(1, target, target_grad[:, None])
-            grad *= present.to(total.dtype)[:, None] * scale
-            model.add_grad(tokens, grad)
-            del log_p, grad  # Frees memory before the next chunk.
+            if model.needs_grad:
+                grad = log_p.exp_()
+                target_grad = torch.full_like(target_log_p, -1.0)
+                if is_local is not present:
+                    target_grad *= is_local
+                grad.scatter_add_(1, target, target_grad[:, None])
+                grad *= present.to(total.dtype)[:, None] * scale
+                model.add_grad(tokens, grad)
+                del grad
+            del log_p  # Frees memory before the next chunk.
         projections = [model, *students.projections]
         ctx.save_for_backward(*(x for one in projections for x in (one.grad_x, one.grad_weight)))
         ctx.factors = [None] * len(projections)
