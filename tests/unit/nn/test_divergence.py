@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -84,6 +85,17 @@ def gradients(result: Tensor, *students: AttentionReport) -> tuple[Tensor, ...]:
     return torch.autograd.grad(result, tensors)
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let torch use as many threads as the parameter says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("block_bytes", [1 << 14, 1 << 24])
 def test_attention_equals_whole_probabilities(
