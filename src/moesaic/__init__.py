@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moesaic.api.upcycle import aux_loss, upcycle
     from moesaic.base.errors import ConfigError, MoesaicError
     from moesaic.nn.embedding import TableBag
+    from moesaic.train.data.clicks_table import hash_ids
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "exclude_experts",
     "expert_parameters",
+    "hash_ids",
     "load",
     "save",
     "upcycle",
@@ -51,7 +53,8 @@ _MODULES = {
     "Model": "api.model", "MoesaicError": "base.errors", "Predictor": "api.predictor",
     "Run": "api.run", "Table": "api.table", "TableBag": "nn.embedding",
     "aux_loss": "api.upcycle", "clip_grad_norm_": "api.experts",
-    "exclude_experts": "api.experts", "expert_parameters": "api.experts", "load": "api.model",
+    "exclude_experts": "api.experts", "expert_parameters": "api.experts",
+    "hash_ids": "train.data.clicks_table", "load": "api.model",
     "save": "api.model", "upcycle": "api.upcycle",
 }  # fmt: skip
 """Module of each public name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,7 @@ def test_a_killed_run_resumes_and_its_students_join_and_leave(
     shown = commands.output(["train", str(job), "--out", str(straight)])
     assert 'student "assistant": ' in shown
     assert 'student "small": ' in shown
+    assert re.search(r"step 4/4: loss \d\.\d+, assistant \d\.\d+, small \d\.\d+, ", shown)
     command = ["train", str(job), "--out", str(killed)]
     process = multiprocessing.get_context("forkserver").Process(
         target=train_until_killed, args=(command, 4), daemon=True
@@ -154,17 +156,18 @@ def run_students(
 
 
 @pytest.mark.parametrize(
-    ("size", "layout"), [(1, {}), pytest.param(2, {"ep": 2, "dp_shard": 2}, marks=pytest.mark.soak)]
+    ("size", "layout", "moments"),
+    [(1, {}, "full"), pytest.param(2, {"ep": 2, "dp_shard": 2}, "8bit", marks=pytest.mark.soak)],
 )
 def test_a_resumed_run_has_the_same_bits(
-    ranks: RankPool, text: Path, tmp_path: Path, size: int, layout: dict[str, Any]
+    ranks: RankPool, text: Path, tmp_path: Path, size: int, layout: dict[str, Any], moments: str
 ) -> None:
-    """Also of moments in eight bits, a student with an interval, and routers with a bias."""
+    """Also of moments in few bits, a student with an interval, and routers with a bias."""
     sizes = {**SPARSE, **SIGMOID["model"], "layers": 1, "dense_layers": 0, "experts": 8}
     biased = {"name": "biased", "model": sizes, "losses": {"logits": 1.0, "hidden": 1.0}}
     students = [{**SMALL, "interval": 3}, ASSISTANT, biased]
     changes = {
-        "layout": layout, "optimizer": {"moments": "8bit"}, "train": {"precision": "bf16"},
+        "layout": layout, "optimizer": {"moments": moments}, "train": {"precision": "bf16"},
         "routing": SIGMOID["routing"],
     }  # fmt: skip
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -176,6 +179,28 @@ def test_a_resumed_run_has_the_same_bits(
     assert_same_checkpoints(checkpoint_of(resumed, 4), checkpoint_of(straight, 4))
     state = read_checkpoint(checkpoint_of(straight, 4))
     assert state["parameter/students.biased.layers.0.moe.router.bias"].any()
+
+
+def test_models_that_stay_keep_their_bits_when_others_join_and_leave(
+    text: Path, tmp_path: Path
+) -> None:
+    """Then the teacher is frozen."""
+    solo, plain = World.solo(), {"name": "plain", "model": DENSE}
+    straight, joined, frozen = (tmp_path / name for name in ("straight", "joined", "frozen"))
+    run_students(solo, str(text), str(straight), [plain, ASSISTANT])
+    middle = str(checkpoint_of(straight, 2))
+    run_students(solo, str(text), str(joined), [SMALL | {"teacher": "plain"}, plain], middle)
+    first, second = (read_checkpoint(checkpoint_of(out, 4)) for out in (straight, joined))
+    stay = {key for key in first if ".assistant." not in key}
+    assert stay == {key for key in second if ".small." not in key}
+    assert all(np.array_equal(first[key], second[key]) for key in stay)
+
+    changes = {"distill": {"frozen": True}}
+    run_students(solo, str(text), str(frozen), [plain], middle, changes)
+    before, after = read_checkpoint(Path(middle)), read_checkpoint(checkpoint_of(frozen, 4))
+    teacher = [key for key in after if "/students." not in key]
+    assert all(key.startswith("parameter/") for key in teacher)
+    assert all(np.array_equal(before[key], after[key]) for key in teacher)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from moesaic.dist.world import World
 from moesaic.facts.expert_blocks import MIN_BLOCKS
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
-from moesaic.facts.workload import memory
+from moesaic.facts.workload import job_parts, memory, memory_of_parts
 from moesaic.policy.plan.budget import budget_facts
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import peak_allocated
@@ -117,9 +117,7 @@ class Documents(RandomSamples):
         return replace(batch, documents=second.int().expand(batch.inputs.shape))
 
 
-def make_job(
-    layout: dict[str, Any], family: str, train: dict[str, Any], **tables: dict[str, Any]
-) -> Job:
+def make_job(layout: dict[str, Any], family: str, train: dict[str, Any], **tables: Any) -> Job:
     return tiny_job(
         model=FAMILIES[family], layout=layout,
         data={"sequence": 128}, train={"batch": 8, "precision": "fp32", **train},
@@ -164,6 +162,26 @@ def test_peak_allocation_matches_the_prediction(ranks: RankPool, case: Case) -> 
     # A Gloo thread may still hold a buffer, above all on busy cores.
     first, *later = found[-1]
     assert first == pytest.approx(min(later), rel=0.1)
+
+
+SMALL = {**SIZES, "family": "llama", "hidden": 64, "heads": 2, "kv_heads": 1, "ffn": 192}
+STUDENTS: list[dict[str, Any]] = [
+    {"name": "a", "model": SMALL, "losses": {"text": 1, "logits": 1, "attention": 1}},
+    {"name": "b", "model": SMALL, "teacher": "a", "losses": {"text": 1, "hidden": 1}},
+]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "error"), [(False, 0.03), pytest.param(True, 0.1, marks=pytest.mark.soak)]
+)
+def test_peak_allocation_with_students_matches_the_prediction(
+    ranks: RankPool, frozen: bool, error: float
+) -> None:
+    job = make_job({"ep": 2}, "olmoe", {}, student=STUDENTS, distill={"frozen": frozen})
+    found = ranks.run(2, peaks, job, timeout_s=60.0)
+    parts = job_parts(job, plan_from_layout(job.layout, job.model, 2))
+    needs = memory_of_parts(parts)
+    assert needs.peak_bytes == pytest.approx(min(found[-1]), rel=error)
 
 
 BlockCase = tuple[int, dict[str, Any], str, dict[str, Any], int]

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+from pydantic import Field
 
 from moesaic.api.engine import TextEngine
 from moesaic.api.generation import Generation, TextRequest
@@ -42,7 +44,7 @@ class _Body(SamplingConfig):
     """Body of a request."""
 
     model: str | None = None
-    prompt: str | list[int] | None = None
+    prompt: Annotated[str, Field(min_length=0)] | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
 
 

@@ -47,6 +47,8 @@ def _inspect_directory(path: Path, verify: bool) -> dict[str, Any]:
     """Return the contents of `path` as plain data; `damaged` lists damage."""
     if (path / TABLE_MANIFEST).is_file():
         return _inspect_export(path, verify)
+    if (path / "HEAD.json").is_file():
+        return _inspect_table_directory(path, verify)
     if (path / "config.json").is_file():
         return _inspect_huggingface(path)
     if (path / "manifest.json").is_file() or (path / "COMMIT").is_file():
@@ -58,7 +60,7 @@ def _inspect_directory(path: Path, verify: bool) -> dict[str, Any]:
     hint = "; for a plan, workload or cluster use `moesaic plan`" if path.is_file() else ""
     raise ConfigError(
         f"'{path}' {describe_path(path)}: "
-        f"give a run, a checkpoint or a Hugging Face model directory{hint}"
+        f"give a run, a checkpoint, a Hugging Face model directory or a saved table{hint}"
     )
 
 
@@ -93,6 +95,19 @@ def _inspect_export(path: Path, verify: bool) -> dict[str, Any]:
         "kind": "exported recommender", "path": str(path), "step": origin.step,
         **_describe_recommender(origin.job), "files": files, "verified": verify,
         "table": describe_rows(origin.rows),
+    }  # fmt: skip
+
+
+def _inspect_table_directory(path: Path, verify: bool) -> dict[str, Any]:
+    """Return the contents of a directory that `Table.save` wrote."""
+    from moesaic.api.recommender import describe_rows
+    from moesaic.api.table import open_saved_rows
+
+    rows = open_saved_rows(path)
+    if verify:
+        rows.verify()
+    return {
+        "kind": "table", "path": str(path), "verified": verify, "table": describe_rows(rows),
     }  # fmt: skip
 
 

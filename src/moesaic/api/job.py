@@ -376,7 +376,7 @@ def _check_weights(job: LanguageModelJob) -> list[str]:
     found = list[str]()
     for source, model in models:
         if source is not None:
-            from moesaic.models.hf.reader import HFSource
+            from moesaic.models.hf.reader import PretrainedSource
 
-            found += HFSource(Path(source), model).notes
+            found += PretrainedSource(Path(source), model).notes
     return found

@@ -121,7 +121,11 @@ def format_figures(figures: Mapping[str, float]) -> str:
     """Return loss and speed of a step as text."""
     speed = next(name for name in figures if name.endswith("_per_s"))
     unit = speed.removesuffix("_per_s")
-    text = f"loss {figures['loss']:.4f}, {figures[speed]:,.0f} {unit}/s"
+    text = f"loss {figures['loss']:.4f}"
+    for name, value in figures.items():  # Those of students are "NAME/loss".
+        if name.endswith("/loss") and not name.startswith("validation_"):
+            text += f", {name.removesuffix('/loss')} {value:.4f}"
+    text += f", {figures[speed]:,.0f} {unit}/s"
     if "memory_hit_rate" in figures:
         stall = figures["memory_stall_s"] / max(figures["step_s"], 1e-9)
         text += f", {figures['memory_hit_rate']:.0%} in memory, {stall:.0%} waiting for the drive"

@@ -78,12 +78,14 @@ class Table:
             settings: keys of the table [table] of a job, such as `optimizer="adam"` or `lr=0.01`.
                 A stored table keeps those that are not given, except for `host` and `ssd`.
         """
+        if isinstance(settings.get("ssd"), Path):
+            settings["ssd"] = str(settings["ssd"])
         given = _OpenArguments({"dim": dim, "seed": seed, "dtype": dtype}, settings)
         if path is None:
             if read_only:
                 raise ConfigError("read_only needs path, the directory of a table")
             return cls(given.make_rows())
-        place = Path(path)
+        place = Path(path).expanduser()
         if (place / EXPORT_MANIFEST).is_file():
             if not read_only:
                 raise ConfigError(
@@ -102,7 +104,7 @@ class Table:
             stored = StoredRows.open_snapshot(path, facts)
             table = cls._restore(stored, path, given, read_only=read_only)
         else:
-            table = cls(given.make_rows())
+            table = cls(given.make_rows(path))
         if not read_only:
             try:
                 table._watch(path, facts)
@@ -181,6 +183,15 @@ class Table:
         if self._rows.read_only:
             raise ConfigError("the table is read-only: open it without read_only")
 
+    def _check_stepped(self, call: str) -> None:
+        """Raise ConfigError if the table is read-only, or gradients wait for `step`."""
+        self._check_writable()
+        if self._rows.num_pending:
+            raise ConfigError(
+                f"gradients of {self._rows.num_pending} look-ups wait for step(): call it before "
+                f"{call}()"
+            )
+
     def look_up(
         self, keys: NDArray[np.int64], offsets: NDArray[np.int64], *, training: bool
     ) -> Lookup:
@@ -194,7 +205,7 @@ class Table:
 
     def end_day(self) -> int:
         """End a day: scores decay, rows are evicted by the settings. Return how many were."""
-        self._check_writable()
+        self._check_stepped("end_day")
         return self._rows.end_day()
 
     def stats(self) -> TableStats:
@@ -203,7 +214,7 @@ class Table:
 
     def save(self) -> None:
         """Write what changed since the last save; the directory holds the old or the new table."""
-        self._check_writable()
+        self._check_stepped("save")
         if self._path is None or self._snapshots is None:
             raise ConfigError("the table is in memory alone: open it with path, a directory")
         number = 1 + max((int(one["step"]) for one in self._facts.values()), default=0)
@@ -234,11 +245,14 @@ class _OpenArguments(NamedTuple):
     settings: dict[str, Any]
     """Keys of [table]."""
 
-    def make_rows(self) -> Rows:
-        """Return the rows of a new table."""
+    def make_rows(self, path: Path | None = None) -> Rows:
+        """Return the rows of a new table for a directory."""
         dim, seed, dtype = self.identity.values()
         if dim is None:
-            raise ConfigError("dim is missing: a new table needs the numbers per row")
+            where = "" if path is None else f"'{path}' holds no table yet: check the path, or pass "
+            raise ConfigError(
+                f"{where or 'dim is missing: pass '}dim, the numbers per row of a new table"
+            )
         if type(dim) is not int or dim < 1:
             raise ConfigError(f"dim = {dim!r}: a row needs an integer from 1")
         if dtype not in (None, *get_args(RowDType)):
@@ -268,6 +282,11 @@ class _OpenArguments(NamedTuple):
         )  # fmt: skip
 
 
+def open_saved_rows(path: Path) -> StoredRows:
+    """Return the rows that `Table.save` wrote to a directory."""
+    return StoredRows.open_snapshot(path, _read_head(path, read_only=True))
+
+
 def _read_head(path: Path, read_only: bool) -> dict[str, dict[str, Any]]:
     """Return the facts of the last snapshot in a directory, by shard; none for a new table."""
     if (path / HEAD).is_file():
@@ -294,4 +313,7 @@ def _read_head(path: Path, read_only: bool) -> dict[str, dict[str, Any]]:
 
 
 def _to_numpy(values: Any) -> Any:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+    if not isinstance(values, Tensor):
+        return values
+    narrow = values.dtype in (torch.bfloat16, torch.float16)  # numpy has no bfloat16.
+    return (values.detach().float() if narrow else values.detach()).cpu().numpy()

@@ -33,7 +33,7 @@ class Auxiliary(nn.Module):
         is_projected = student.losses.hidden > 0 and own.hidden != teacher.hidden
         self.projection = Linear(own.hidden, teacher.hidden) if is_projected else None
 
-    def attention(self, last: BlockReport, inputs: Inputs) -> AttentionReport:
+    def attend(self, last: BlockReport, inputs: Inputs) -> AttentionReport:
         """Return queries and keys to compare with the teacher's, from the student's last layer."""
         if self.layer is None:
             assert last.attention is not None
@@ -41,12 +41,11 @@ class Auxiliary(nn.Module):
         report: AttentionReport = self.layer(last.hidden_states, inputs)
         return report
 
-    def hidden_states(self, last: BlockReport) -> Tensor:
-        """Return hidden states to compare with the teacher's, of its width."""
-        assert last.hidden_states is not None
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Return a student's hidden states in the teacher's width."""
         if self.projection is None:
-            return last.hidden_states
-        projected: Tensor = self.projection(last.hidden_states)
+            return hidden_states
+        projected: Tensor = self.projection(hidden_states)
         return projected
 
 

@@ -90,7 +90,9 @@ def check_vocabulary(
     if vocab < tokenizer.size:
         more = f"set model.vocab = {-(-tokenizer.size // 64) * 64} (any number from "
         remedy = "use the tokenizer that the model was trained with"
-        if not is_fixed:
+        if has_control:
+            remedy = f"{more}{tokenizer.size})"
+        elif not is_fixed:
             remedy = f"{more}{tokenizer.size}), or choose another tokenizer"
         added = " with the tokens of [control]" if has_control else ""
         raise ConfigError(

@@ -117,6 +117,9 @@ class TableBag(nn.Module):
 
     def _as_bags(self, keys: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return flat keys, and offsets that end with their number."""
+        for name, given in (("keys", keys), ("offsets", offsets)):
+            if not isinstance(given, Tensor | None):
+                raise ConfigError(f"{name} are a {type(given).__name__}: pass a torch tensor")
         if keys.dim() == 2 and offsets is None:
             bags, size = keys.shape
             return keys.reshape(-1), torch.arange(bags + 1) * size
@@ -141,9 +144,22 @@ def _check_offsets(offsets: Tensor, num_keys: int, include_last_offset: bool) ->
     if not len(ends) or ends[0] != 0 or ends[-1] != num_keys or (ends[1:] < ends[:-1]).any():
         last = f", and at the end {num_keys}" if include_last_offset else ""
         raise ConfigError(
-            f"offsets do not divide {num_keys} keys into bags: pass the first key of each bag, "
-            f"from 0 up{last}"
+            f"offsets {_show_fault(ends, num_keys)}, so they do not divide {num_keys} keys into "
+            f"bags: pass the first key of each bag, from 0 up{last}"
         )
+
+
+def _show_fault(ends: Tensor, num_keys: int) -> str:
+    """Return the first fault of offsets, which end with the number of keys, in words."""
+    if not len(ends):
+        return "are empty"
+    if ends[0] != 0:
+        return f"start with {int(ends[0])}"
+    falls = torch.nonzero(ends[1:] < ends[:-1])
+    if len(falls):
+        place = int(falls[0]) + 1
+        return f"fall from {int(ends[place - 1])} to {int(ends[place])} at {place}"
+    return f"end with {int(ends[-1])}, not {num_keys}"
 
 
 class _Sums(torch.autograd.Function):

@@ -195,6 +195,11 @@ class Table:
         sums = bags.sum_rows(self.arena.numbers, fresh, sources, self.dim)
         return Lookup(self, bags, found, sums)
 
+    @property
+    def num_pending(self) -> int:
+        """Look-ups whose gradients the next `step` applies."""
+        return len(self._pending)
+
     def pinned_rows(self) -> Int64s:
         """Return the rows that training look-ups use since the last `step`, with repeats."""
         rows = np.concatenate([np.empty(0, np.int64), *self._pinned])
@@ -327,6 +332,8 @@ class Table:
             self.tier.raise_rows(np.unique(keys[below]))
             self._pinned.pop()
             rows[below] = self.index.find(keys[below])
+            if (rows[below] < 0).any():
+                raise AssertionError("rows left memory while others were read")
 
     # Updates.
 
@@ -349,6 +356,11 @@ class Table:
             raise ConfigError(
                 f"gradients of table '{self.name}' have shape {grads.shape}, clicks "
                 f"{clicks.shape} and shows {shows.shape}: pass {shape}, {shape[:1]} and {shape[:1]}"
+            )
+        if not ((clicks >= 0) & (clicks <= shows)).all():
+            bad = clicks[~((clicks >= 0) & (clicks <= shows))][0]
+            raise ConfigError(
+                f"clicks of table '{self.name}' hold {bad}: pass 1 for a clicked sample, else 0"
             )
         return self._checked(bags, bags.merge(BagGradients(grads, shows, clicks)))
 

@@ -247,8 +247,10 @@ class TableTiers:
                 needed = len(arena) + count
                 raise StoreError(
                     f'table.host = "{format_bytes(self.host_bytes)}" holds {arena.capacity} rows '
-                    f"beside the index, and a step needs {needed}: raise table.host to "
-                    f"{format_larger_bytes(self.bytes_for(needed))}, or lower the batch"
+                    f"beside the index, and look-ups since the last step need {needed}: raise "
+                    f"table.host to {format_larger_bytes(self.bytes_for(needed))}, or lower the "
+                    "batch; in a loop of your own, call step() after each backward, and evaluate "
+                    "under torch.no_grad()"
                 )
         self.rewrite(_REWRITE_ROWS * (self._demoted - num_before))
 
@@ -368,11 +370,15 @@ class TableTiers:
     # Moves between memory and drive.
 
     def _read_now(self, keys: Int64s, number: int) -> None:
-        """Read rows below memory into memory, as rows of a pass."""
+        """Read rows below memory into memory, as rows of a pass.
+
+        All get room first: room for a later part must not demote an earlier one."""
+        if not len(keys):
+            return
+        self.make_room(len(keys))
         keys = keys[np.argsort(positions_of(self.table.index.find(keys)))]
         for start in range(0, len(keys), READ_ROWS):
             part = keys[start : start + READ_ROWS]
-            self.make_room(len(part))
             locations = self.table.index.find(part)
             self._put(part, locations, self.drive.read(locations), number)
 

@@ -66,8 +66,8 @@ class Launch:
     machines: tuple[Machine, ...] = ()
     """Machine of each rank; empty if not logged."""
     layout: str = ""
-    """Sharded dimensions, in the form that `--layout` takes; empty if all is replicated. With
-    several parts, or with one on some of the ranks: ranks and sharded dimensions of each."""
+    """Sharded dimensions of the first part, in the form that `--layout` takes; empty if all is
+    replicated. If a part is on some of the ranks: ranks and sharded dimensions of each."""
     backends: str = ""
     """Expert kernels and token transport, in words."""
     unit: str = "tokens"
@@ -299,7 +299,7 @@ def number(value: object) -> float:
 def _layout(event: Event) -> str:
     """Return `Launch.layout` of a `run_start` event."""
     parts = event.get("parts") or ()
-    if [len(part["ranks"]) for part in parts] in ([], [event.get("ranks")]):
+    if all(len(part["ranks"]) == event.get("ranks") for part in parts):
         return _sharding(event.get("plan") or {})
     return "; ".join(
         f"{part['prefix']} on {','.join(map(str, part['ranks']))} {_sharding(part['plan'])}".strip()

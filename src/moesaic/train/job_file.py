@@ -40,9 +40,9 @@ from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
 
-ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std"})
-"""Keys of [model] that may stand beside `from`, because the weights mean the same with any value.
-"""
+ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std", "vocab"})
+"""Keys of [model] that may stand beside `from`, because the weights mean the same with any value,
+or with more embeddings."""
 _RUN_FILES = ("rank-0.jsonl", "part-000000.parquet")
 """Names of files of a run that are in a format of texts."""
 
@@ -272,6 +272,12 @@ def fill_pretrained(
             f"{label} and model.{conflicting[0]} = {keys.show(rest[conflicting[0]])}: the "
             f"directory defines the model, remove one of the two (only {allowed} may stand "
             "beside it)"
+        )
+    vocab, stored = rest.get("vocab"), config_model["vocab"]
+    if isinstance(vocab, int) and vocab < stored:
+        raise ConfigError(
+            f"{label} and model.vocab = {vocab}: the directory has {stored} embeddings, and all "
+            "are kept; give a larger number, or remove model.vocab"
         )
     return {**raw, "model": {**config_model, **rest, "labels": 0}, "source": source}
 

@@ -193,13 +193,13 @@ def _train(
 
 
 def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
-    """Yield the layout of each part for the user, with its ranks unless a single part has all."""
-    if [len(part.ranks) for part in run.placements] == [run.world.size]:
-        yield f"plan: {describe_plan(run.plan)}"
-        return
+    """Yield the layout of each part for the user, with its ranks unless it has all."""
     for part in run.placements:
-        ranks = ", ".join(map(str, part.ranks))
-        yield f"plan of {part.label} on ranks {ranks}: {describe_plan(part.plan)}"
+        has_all = len(part.ranks) == run.world.size
+        whose = f" of {part.label}" if len(run.placements) > 1 or not has_all else ""
+        where = "" if has_all else f" on ranks {', '.join(map(str, part.ranks))}"
+        plan = run.plan if part is run.placements[0] else part.plan
+        yield f"plan{whose}{where}: {describe_plan(plan)}"
 
 
 def _open_checkpoint(

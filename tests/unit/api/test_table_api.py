@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import moesaic
+from moesaic.api.inspection import inspect_path
 from moesaic.base.errors import ConfigError, StoreError
 
 KEYS = [3, -7, 3, 2**62]
@@ -171,6 +172,7 @@ def test_mistakes_name_the_key(tmp_path: Path) -> None:
         ({"dim": 3, "rate": 1}, "unknown key 'rate'"),
         ({"read_only": True}, "read_only needs path"),
         ({"path": tmp_path / "none", "read_only": True}, "holds no table"),
+        ({"path": tmp_path / "none"}, "none' holds no table yet: check the path, or pass dim"),
         ({"path": tmp_path, "dim": 3}, "holds no table: give"),
         ({"path": tmp_path / "file", "dim": 3}, "holds no table: give"),
         ({"path": tmp_path / "rows", "dim": 4}, "dim = 4, but the table in .* has 3: remove dim"),
@@ -182,3 +184,21 @@ def test_mistakes_name_the_key(tmp_path: Path) -> None:
             moesaic.Table.open(**arguments)
     with pytest.raises(ConfigError, match="in memory alone"):
         moesaic.Table.open(dim=3).save()
+    table = moesaic.Table.open(dim=3)
+    for clicks in (float("nan"), 2.0, -1.0):
+        with pytest.raises(ConfigError, match=f"clicks of table 'table' hold {clicks}: pass 1"):
+            table.push([1, 2], np.ones((2, 3)), [1.0, clicks])
+    moesaic.TableBag(table)(torch.tensor([[1], [2]])).sum().backward()
+    for call in (table.save, table.end_day):
+        with pytest.raises(ConfigError, match=r"gradients of 1 look-ups wait for step\(\)"):
+            call()
+
+
+def test_a_saved_table_is_inspected(tmp_path: Path) -> None:
+    with moesaic.Table.open(tmp_path / "rows", dim=3) as table:
+        keys = moesaic.hash_ids(["a", "b", "c"], slot=1)
+        table.push(torch.from_numpy(keys), torch.ones(3, 3, dtype=torch.bfloat16), [1, 0, 0])
+        table.save()
+    facts = inspect_path(tmp_path / "rows", verify=True)
+    assert (facts["kind"], facts["verified"], facts["table"]["rows"]) == ("table", True, 3)
+    assert facts["table"]["hottest"][0]["key"] == keys[0]

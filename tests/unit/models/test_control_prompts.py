@@ -48,6 +48,31 @@ def write_metaspace(directory: Path) -> Path:
     return directory
 
 
+def make_base(kind: str, directory: Path) -> str:
+    """Return the name of a tokenizer of some kind, written to `directory`."""
+    name = "bytes"
+    if kind == "start token":
+        name = str(write_tokenizer(directory))
+        file = Path(name, "tokenizer.json")
+        content = json.loads(file.read_text())
+        sequence = {"Sequence": {"id": "A", "type_id": 0}}
+        content["post_processor"] = {
+            "type": "TemplateProcessing", "pair": [sequence],
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, sequence],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
+        }  # fmt: skip
+        file.write_text(json.dumps(content))
+    elif kind == "metaspace":
+        name = str(write_metaspace(directory))
+    elif kind == "class of its own":  # transformers builds it from the older files.
+        settings = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "</s>"}
+        name = str(write_tokenizer(directory, **settings))
+        vocab = json.loads(Path(name, "tokenizer.json").read_text())["model"]["vocab"]
+        Path(name, "vocab.json").write_text(json.dumps(vocab))
+        Path(name, "merges.txt").write_text("#version: 0.2\n")
+    return name
+
+
 def test_a_prompt_has_the_layout_of_the_paper() -> None:
     assert prompt_text(EVERYTHING) == (
         "[docs-0][docs-1][docs-2] [t] Python [/t] [k] list, sort [/k] [senti] neutral [/senti] "
@@ -60,23 +85,9 @@ def test_a_prompt_has_the_layout_of_the_paper() -> None:
     assert prompt_text(ControlValues()) == ""
 
 
-@pytest.mark.parametrize("kind", ["bytes", "start token", "metaspace"])
+@pytest.mark.parametrize("kind", ["bytes", "start token", "metaspace", "class of its own"])
 def test_ids_equal_transformers(kind: str, tmp_path: Path) -> None:
-    name = "bytes"
-    if kind == "start token":
-        name = str(write_tokenizer(tmp_path / "base"))
-        file = Path(name, "tokenizer.json")
-        content = json.loads(file.read_text())
-        sequence = {"Sequence": {"id": "A", "type_id": 0}}
-        content["post_processor"] = {
-            "type": "TemplateProcessing", "pair": [sequence],
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, sequence],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
-        }  # fmt: skip
-        file.write_text(json.dumps(content))
-    elif kind == "metaspace":
-        name = str(write_metaspace(tmp_path / "base"))
-    base = open_tokenizer(name)
+    base = open_tokenizer(make_base(kind, tmp_path / "base"))
     added = ControlTokenizer(base, CONTROL)
     assert added.size == base.size + len(TAGS) + 2 * 64
     assert added.end_id == base.end_id

@@ -99,6 +99,10 @@ def test_bad_inputs_are_named() -> None:
     for inputs in ((KEYS,), (KEYS.view(4, 2), torch.tensor([0])), (KEYS.view(2, 2, 2),)):
         with pytest.raises(ConfigError, match=r"keys have shape .*: pass flat keys with offsets"):
             bag(*inputs)
+    with pytest.raises(ConfigError, match="keys are a list: pass a torch tensor"):
+        bag(KEYS.tolist(), torch.tensor([0]))
+    with pytest.raises(ConfigError, match="offsets fall from 5 to 2 at 2, so they do not"):
+        bag(KEYS, torch.tensor([0, 5, 2]))
     with pytest.raises(ConfigError, match="keys have the type int32: pass int64"):
         bag(KEYS.view(4, 2).int())
     with pytest.raises(ConfigError, match=r"clicks have shape \(3,\): .* each of the 4 bags"):
@@ -111,7 +115,7 @@ def test_offsets_that_leave_the_keys_are_refused(offsets: list[int], includes_la
     bag = TableBag(table(), include_last_offset=includes_last)
     bag(KEYS, torch.tensor([0, 3, 3, len(KEYS)]))
     if includes_last or offsets != [0, 4]:
-        with pytest.raises(ConfigError, match="offsets do not divide 8 keys into bags: pass"):
+        with pytest.raises(ConfigError, match="so they do not divide 8 keys into bags: pass"):
             bag(KEYS, torch.tensor(offsets, dtype=torch.int64))
     with pytest.raises(ConfigError, match="offsets have the type float32"):
         bag(KEYS, torch.zeros(2))

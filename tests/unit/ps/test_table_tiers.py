@@ -99,6 +99,32 @@ def test_a_small_budget_changes_no_bit(
     tiers.close()
 
 
+@pytest.mark.parametrize("share", [0.6, 0.95])
+def test_a_step_may_need_most_of_the_memory(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Rows are read in several parts, and none of them demotes another."""
+    monkeypatch.setattr("moesaic.ps.tiers.READ_ROWS", 100)
+    plain, tiered = Table(TableConfig(), DIM), Table(TableConfig(), DIM)
+    tiers = small_tiers(tiered, directory, 4200)
+    for table in (plain, tiered):
+        fill(table)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        keys = rng.permutation(KEYS)[: int(share * tiers.memory_rows)]
+        offsets = np.arange(len(keys) + 1)
+        for table in (plain, tiered):
+            lookup = table.look_up(keys, offsets, training=True)
+            assert np.array_equal(lookup.sums, plain.pull(keys))
+            lookup.push(2 * lookup.sums)
+        for table in (plain, tiered):
+            table.step()
+    assert_equal(plain, tiered)
+    with pytest.raises(StoreError, match="lower the batch; in a loop of your own, call step"):
+        tiered.look_up(np.arange(KEYS), np.arange(KEYS + 1), training=True)
+    tiers.close()
+
+
 def fill(table: Table, count: int = KEYS) -> None:
     """Make rows in several steps."""
     for keys in np.array_split(np.arange(count), 25):

@@ -11,14 +11,22 @@ import torch
 import transformers
 
 from moesaic import Engine
-from moesaic.api.model import convert
+from moesaic.api.model import convert, load
+from moesaic.base.errors import ConfigError
+from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import ControlValues
 from moesaic.models.control import ControlPrompts, prompt_text
+from moesaic.models.init import InitialSource
+from moesaic.models.lm import LanguageModel
+from moesaic.models.state import tensor_shards
 from moesaic.models.tokenizer import FileTokenizer
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.runs import start_run, train_text
+from moesaic.testing.served import write_chat_model
 from moesaic.train.data.text_data import TextData
+from moesaic.train.job_file import check_inputs, language_model, load_job
+from moesaic.train.lm import InitialWeights
 from moesaic.train.objectives.objective import StepContext
 
 CONTROL = {"genres": ["a", "b"], "genre": "kind", "topic": "subject", "length": "tokens"}
@@ -91,3 +99,31 @@ def test_an_export_continues_the_same_prompts_in_transformers(text: Path, tmp_pa
                 assert [*found.prompt_tokens, *found.tokens] == output
                 assert same.tokens == found.tokens
                 assert not set(found.tokens) & set(prompts.reserved_ids)
+
+
+def test_a_pretrained_model_gets_more_embeddings(text: Path, tmp_path: Path) -> None:
+    base = write_chat_model(tmp_path / "base")
+    tables: dict[str, Any] = {
+        "model": {"from": str(base), "vocab": 400}, "control": CONTROL,
+        "data": {"path": str(text), "sequence": 110, "cache": str(text.parent / "cache")},
+        "train": {"steps": 1, "batch": 4},
+    }  # fmt: skip
+    loaded = language_model(load_job(tables), "")
+    check_inputs(loaded)
+    model = LanguageModel(loaded.job.model)
+    InitialWeights(loaded.job).fill(tensor_shards(model))
+    fresh = LanguageModel(loaded.job.model)
+    InitialSource(loaded.job.seed, loaded.job.model.init_std).fill(tensor_shards(fresh))
+    before = load(base, device="cpu").module
+    for name in ("embed", "head"):
+        weight = getattr(model, name).weight
+        assert torch.equal(weight[:260], getattr(before, name).weight)
+        assert torch.equal(weight[260:], getattr(fresh, name).weight[260:])
+    rows = torch.empty(200, 32)
+    shard = TensorShard.of_tensor(PARAMETER, "embed.weight", (400, 32), (200, 0), rows, (0,))
+    InitialWeights(loaded.job).fill([shard])
+    assert torch.equal(rows, model.embed.weight[200:])
+    for vocab, words in ((380, "set model.vocab = 448"), (200, "has 260 embeddings")):
+        tables["model"]["vocab"] = vocab
+        with pytest.raises(ConfigError, match=words):
+            check_inputs(load_job(tables))

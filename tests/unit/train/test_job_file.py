@@ -159,7 +159,7 @@ def test_invalid_values_of_from() -> None:
     assert refusal(model="from = 3") == f"job.toml: model.from = 3 is not a string: {give}"
     remedy = (
         "the directory defines the model, remove one of the two "
-        "(only init_std and max_positions may stand beside it)"
+        "(only init_std, max_positions and vocab may stand beside it)"
     )
     assert refusal(model='from = "hf"\nhidden = 64') == (
         f'job.toml: model.from = "hf" and model.hidden = 64: {remedy}'

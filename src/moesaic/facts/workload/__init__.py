@@ -11,7 +11,7 @@ from moesaic.facts.workload.parameters import (
     expert_name,
     parameters,
 )
-from moesaic.facts.workload.parts import Part, add_memory, job_parts
+from moesaic.facts.workload.parts import Part, job_parts, memory_of_parts
 from moesaic.facts.workload.rank_params import expert_bytes
 from moesaic.facts.workload.sizes import COMPUTED_BYTES, STORED_BYTES
 from moesaic.facts.workload.spec import BlockSpec, block_specs
@@ -35,7 +35,6 @@ __all__ = [
     "Parameter",
     "Part",
     "TracedModel",
-    "add_memory",
     "block_specs",
     "count_parameters",
     "expert_bytes",
@@ -43,6 +42,7 @@ __all__ = [
     "job_parts",
     "load_traced",
     "memory",
+    "memory_of_parts",
     "parameters",
     "traced_blocks",
     "traced_memory",

@@ -122,8 +122,13 @@ def _query_blocks(s: Sizes) -> list[tuple[int, int]]:
         return [(length, length)]
     if not s.on_cpu:
         return [(length, min(2 * window, length))]
-    starts = range(0, length, ATTENTION_QUERY_BLOCK)
-    ends = [min(start + ATTENTION_QUERY_BLOCK, length) for start in starts]
+    return banded_blocks(length, window, ATTENTION_QUERY_BLOCK)
+
+
+def banded_blocks(length: int, window: int, size: int) -> list[tuple[int, int]]:
+    """Return queries and keys of blocks of at most `size` queries of a causal sample."""
+    starts = range(0, length, size)
+    ends = [min(start + size, length) for start in starts]
     return [
         (end - start, end - max(0, start + 1 - window))
         for start, end in zip(starts, ends, strict=True)

@@ -1,8 +1,9 @@
 """Parts of a job that train together: the model, and each student with its distillation losses.
 
 Each part has the work and the memory of a job of its own. A student adds its auxiliary weights and
-the losses against its teacher; a frozen teacher has neither backward nor update. Passes of queries
-over keys are those of `nn.divergence`.
+the losses against its teacher; a frozen teacher has neither backward nor update. Matmuls are exact,
+except for a student that learns from attention alone, without an auxiliary layer: half of its last
+layer has no backward.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from moesaic.facts.job import Job, ModelConfig, StudentConfig, students_in_order
 from moesaic.facts.job.distill import AUXILIARY_PREFIX, TEACHER, student_prefix
 from moesaic.facts.plan import Plan, student_plan
 from moesaic.facts.workload import ops
+from moesaic.facts.workload.attention import banded_blocks
 from moesaic.facts.workload.blocks import Block, BlockWork, workload
 from moesaic.facts.workload.collectives import collective
 from moesaic.facts.workload.memory import Memory, logits_bytes, memory
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.parameters import Parameter, count_parameters, moment_bytes
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
+from moesaic.facts.workload.sizes import (
+    DIVERGENCE_QUERY_BLOCK,
+    FOLLOWER_CHUNK_TOKENS,
+    STORED_BYTES,
+    Sizes,
+)
 from moesaic.facts.workload.spec import BlockSpec
 
-DIVERGENCE_QUERIES = 64
-"""Queries at a time of the losses on attention; bounds the memory of their scores."""
 _TEACHER_PASSES, _STUDENT_PASSES = 7, 14
 """Elements read and written for each score of a teacher, and of a student with its gradient."""
 _LOGITS_PASSES = {"forward": 9, "reverse": 9, "jensen": 19}
@@ -57,6 +62,8 @@ class Part:
     pays_for_teacher: bool = False
     """True for the first student that compares attention with this teacher; the teacher's scores
     are computed once."""
+    teaches_logits: bool = False
+    """True for a student whose logits another one learns from."""
 
     @property
     def prefix(self) -> str:
@@ -84,7 +91,7 @@ class Part:
             return _forward_only(found) if self.is_frozen else found
         *found, last = workload(self.job, self.plan, rank, on_cpu=on_cpu)
         losses = self.student.losses
-        if not (losses.text or losses.logits):
+        if not (losses.text or losses.logits or self.teaches_logits):
             found = [_without_loss(block) for block in found]
         return [*found, self._auxiliary_block(Sizes(self.job, self.plan, rank, on_cpu)), last]
 
@@ -138,19 +145,18 @@ class Part:
         return sum(sum(moment_bytes(p, p.size, self.job)) for p in self.auxiliary)
 
     def _forward_memory(self, found: Memory, rank: int, on_cpu: bool) -> Memory:
-        """Return the memory without backward: one layer's activations, then those of the loss."""
+        """Return the memory without backward, which frees most activations as it goes."""
         blocks = workload(self.job, self.plan, rank, on_cpu=on_cpu)
         sizes = Sizes(self.job, self.plan, rank, on_cpu)
         state = found.parameters_bytes + found.moments_bytes
+        layer_bytes = max(block.saved_bytes for block in blocks if block.spec.layer is not None)
         return replace(
             found,
             moments_bytes=0,
             staging_bytes=found.staging_bytes * found.parameters_bytes // state,
             gradients_bytes=0,
-            activations_bytes=max(
-                block.saved_bytes for block in blocks if block.spec.layer is not None
-            ),
-            working_bytes=logits_bytes(sizes),
+            activations_bytes=sizes.stream_elements * sizes.stored_bytes,
+            working_bytes=max(logits_bytes(sizes), layer_bytes // 2),
         )
 
     def _auxiliary_block(self, s: Sizes) -> Block:
@@ -183,8 +189,9 @@ class Part:
             yield ops.linear("auxiliary q", s, q_width, hidden, casts_input=True)
             yield ops.linear("auxiliary k", s, kv_width, hidden, casts_input=True)
         if losses.attention:
-            teacher_width = self.pays_for_teacher * teacher.head_dim
-            yield _divergence(s, "attention", teacher.heads, teacher_width, own.head_dim)
+            widths = self.pays_for_teacher * teacher.head_dim, own.head_dim
+            both = heads.heads, heads.kv_heads
+            yield _divergence(s, "attention", both, widths, teacher.window)
         if losses.relations:
             # Every relation has the keys' or the queries' channels, split into equal heads.
             for width, other in (
@@ -192,7 +199,8 @@ class Part:
                 (kv_width, teacher.kv_heads * teacher.head_dim),
             ):
                 count = relation_heads(width, other, teacher.heads)
-                yield _divergence(s, "relations", count, other // count, width // count)
+                widths = other // count, width // count
+                yield _divergence(s, "relations", (count, count), widths, teacher.window)
         if losses.hidden:
             if hidden != teacher.hidden:
                 yield ops.linear("auxiliary projection", s, teacher.hidden, hidden)
@@ -221,21 +229,39 @@ def job_parts(job: Job, plan: Plan) -> list[Part]:
             Part(
                 student.name, alone, own_plan, student, job.model_of(student.teacher),
                 pays_for_teacher=pays,
+                teaches_logits=any(
+                    one.losses.logits and one.teacher == student.name for one in job.student
+                ),
             )
         )  # fmt: skip
     return parts
 
 
-def add_memory(parts: Sequence[Memory]) -> Memory:
-    """Return the memory of parts that train together.
+def memory_of_parts(
+    parts: Sequence[Part],
+    rank: int | None = None,
+    loads: Sequence[ArrayLike] | None = None,
+    *,
+    on_cpu: bool = True,
+) -> Memory:
+    """Return the memory of `rank` (None: the last) for parts that train together.
 
-    All keep their state and activations until the one backward pass of all; temporaries are those
-    of one at a time.
+    All keep their state and activations until the one backward pass of all. Temporaries are those
+    of one part at a time, except for the loss: the teacher's logits stand beside a student's.
     """
-    total = {
-        kind: sum(getattr(part, kind) for part in parts) for kind in Memory.__dataclass_fields__
-    }
-    return Memory(**total | {"working_bytes": max(part.working_bytes for part in parts)})
+    each = [part.memory(rank, loads, on_cpu=on_cpu) for part in parts]
+    if len(each) == 1:
+        return each[0]
+    sizes = [
+        Sizes(part.job, part.plan, part.plan.ranks - 1 if rank is None else rank, on_cpu)
+        for part in parts
+    ]
+    followers = [
+        2 * min(FOLLOWER_CHUNK_TOKENS, s.tokens) * s.vocab * s.stored_bytes for s in sizes[1:]
+    ]
+    at_loss = logits_bytes(sizes[0]) + max(followers)
+    total = {kind: sum(getattr(one, kind) for one in each) for kind in each[0].by_kind()}
+    return Memory(**total | {"working_bytes": max(at_loss, *(one.working_bytes for one in each))})
 
 
 def auxiliary_parameters(student: StudentConfig, teacher: ModelConfig) -> Iterator[Parameter]:
@@ -260,30 +286,39 @@ def relation_heads(width: int, teacher_width: int, max_heads: int) -> int:
     return max(count for count in range(1, max_heads + 1) if common % count == 0)
 
 
-def _divergence(s: Sizes, name: str, heads: int, teacher_width: int, width: int) -> Operation:
+def _divergence(
+    s: Sizes, name: str, heads: tuple[int, int], widths: tuple[int, int], window: int | None
+) -> Operation:
     """Return the divergence of attention with its gradient, a few queries at a time.
 
-    A `teacher_width` of 0 leaves out the teacher's scores. Backward scales the gradients.
+    Args:
+        s: the sizes.
+        name: name of the ops.
+        heads: heads of queries and of keys.
+        widths: channels of a head of the teacher and of the student; 0 for a teacher whose scores
+            another student computes.
+        window: keys that a query attends to at most; None for all.
     """
-    length = s.job.data.sequence
-    batch = s.tokens // length * heads
-    keys = (length + min(DIVERGENCE_QUERIES, length)) // 2  # Keys behind a block are skipped.
-    scores, elements = batch * length * keys, s.tokens * heads * width
-    matmuls = [
-        MatmulShape(length, keys, width, batch),
-        MatmulShape(length, width, keys, batch),
-        MatmulShape(keys, width, length, batch),
-    ]
-    passes, transcendentals = _STUDENT_PASSES, 2 * scores
-    if teacher_width:
-        matmuls.append(MatmulShape(length, keys, teacher_width, batch))
-        passes, transcendentals = passes + _TEACHER_PASSES, transcendentals + 2 * scores
-    num_blocks = -(-length // DIVERGENCE_QUERIES)
+    length, (teacher_width, width) = s.job.data.sequence, widths
+    samples, dtype = s.tokens // length, s.precision if s.precision == "fp64" else "fp32"
+    blocks = banded_blocks(length, min(window or length, length), DIVERGENCE_QUERY_BLOCK)
+    matmuls, batch = list[MatmulShape](), samples * heads[0]
+    for queries, keys in blocks:
+        matmuls += [
+            MatmulShape(queries, keys, width, batch), MatmulShape(queries, width, keys, batch),
+            MatmulShape(keys, width, queries, batch),
+        ]  # fmt: skip
+        if teacher_width:
+            matmuls.append(MatmulShape(queries, keys, teacher_width, batch))
+    scores = batch * sum(queries * keys for queries, keys in blocks)
+    passes = _STUDENT_PASSES + (teacher_width > 0) * _TEACHER_PASSES
+    transcendentals = (2 + 2 * (teacher_width > 0)) * scores
+    gradients = s.tokens * sum(heads) * width * s.stored_bytes
     return Operation(
-        Op(name, tuple(matmuls), passes * scores * s.stored_bytes, 20 * num_blocks, s.precision,
+        Op(name, tuple(matmuls), passes * scores * s.stored_bytes, 20 * len(blocks), dtype,
            num_transcendentals=transcendentals),
-        Op(name, (), 4 * elements * s.stored_bytes, 2),
-        3 * elements * s.stored_bytes,
+        Op(name, (), 2 * gradients, 2),
+        gradients,
     )  # fmt: skip
 
 

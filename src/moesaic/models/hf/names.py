@@ -16,6 +16,8 @@ from moesaic.facts.workload.parameters import SCORE as LOGICAL_SCORE
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+BY_WORD = ("embed.weight", "head.weight")
+"""Logical names of parameters with one row for each token id."""
 SCORE = "score.weight"
 
 _OUTER = {

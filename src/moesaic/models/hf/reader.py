@@ -26,6 +26,7 @@ from moesaic.base.safetensors_file import ITEM_BYTES
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import fp8, names
+from moesaic.models.hf.config import read_config
 from moesaic.store.expert_files import StoredBytes, StoredMatrix
 
 SINGLE_NAME = "model.safetensors"
@@ -171,6 +172,35 @@ class HFSource:
                 f"from '{names.EMBEDDING}': set tie_word_embeddings to false, or remove it"
             )
         self._open_file = None
+
+
+class PretrainedSource:
+    """Weights of a directory for a model that may have more embeddings than the directory, and a
+    classifier that the directory lacks."""
+
+    def __init__(self, directory: Path, model: ModelConfig) -> None:
+        stored, _ = read_config(directory)
+        self._vocab = min(stored.vocab, model.vocab)
+        """Embeddings of the directory."""
+        self.has_classifier = stored.labels > 0
+        """True if the directory has a classifier."""
+        changes = {"vocab": self._vocab, "labels": model.labels if stored.labels else 0}
+        self._source = HFSource(directory, model.model_copy(update=changes))
+        self.notes = self._source.notes
+        """See `HFSource`."""
+
+    def is_partial(self, shard: TensorShard) -> bool:
+        """Return whether the directory lacks rows of `shard`, an embedding or a head."""
+        by_word = shard.name in names.BY_WORD
+        return by_word and shard.offset[0] + shard.size[0] > self._vocab
+
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Write values into `shards`; rows that the directory lacks keep theirs."""
+        self._source.fill([shard for shard in shards if not self.is_partial(shard)])
+        for shard in filter(self.is_partial, shards):
+            with shard.borrow(writes=True) as tensor:
+                rows = tensor[: max(self._vocab - shard.offset[0], 0)]
+                self._source.fill([shard.with_tensor(rows)])
 
 
 def _read_whole(header: TensorHeader) -> Tensor:

@@ -12,7 +12,7 @@ from moesaic.facts.cluster import Cluster, Device, Place
 from moesaic.facts.expert_blocks import MIN_BLOCKS
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import Memory, add_memory, job_parts, memory
+from moesaic.facts.workload import Memory, job_parts, memory, memory_of_parts
 from moesaic.policy.cost.step import JobCosts, equal_ranks
 from moesaic.policy.plan.budget import budget_bytes, budget_facts, divide_budget
 
@@ -40,7 +40,7 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
         if costs.job.memory is None:
-            needs = add_memory([part.memory(rank, costs.loads, on_cpu=on_cpu) for part in parts])
+            needs = memory_of_parts(parts, rank, costs.loads, on_cpu=on_cpu)
         else:
             needs = _with_budget(costs.job, costs.plan, rank, int(device.memory_bytes))
         candidates.append(RankMemory(rank, needs, device))
@@ -54,7 +54,7 @@ def highest_memory(job: Job, plan: Plan) -> Memory:
         found = [_with_budget(job, plan, rank, free_memory_bytes() // plan.ranks) for rank in ranks]
     else:
         parts = job_parts(job, plan)
-        found = [add_memory([part.memory(rank) for part in parts]) for rank in ranks]
+        found = [memory_of_parts(parts, rank) for rank in ranks]
     return max(found, key=lambda one: one.peak_bytes)
 
 

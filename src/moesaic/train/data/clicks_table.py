@@ -17,7 +17,7 @@ import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 
 from moesaic.base.compiled import cached_njit
-from moesaic.base.errors import DataError
+from moesaic.base.errors import ConfigError, DataError
 from moesaic.train.data.clicks_block import MAX_DENSE, NUM_SHOWN, Block, Columns, scale_dense
 from moesaic.train.data.clicks_hash import integer_keys, string_keys
 
@@ -134,6 +134,24 @@ class _Ids:
         else:
             keys = integer_keys(slot, self.numbers)
         return keys
+
+
+def hash_ids(ids: Any, slot: int = 0) -> NDArray[np.int64]:
+    """Return the keys of ids in a slot, as training has them, [ids].
+
+    Args:
+        ids: integers or non-empty strings: a list, a numpy array or a pyarrow array.
+        slot: place of the column in the job's `data.slots`, from 0; 0 to 25 of Criteo TSV, whose
+            ids are strings.
+    """
+    column = pa.array(ids)
+    if not (pa.types.is_integer(column.type) or pa.types.is_string(column.type)):
+        raise ConfigError(f"ids have the type {column.type}: pass integers or strings")
+    found = _Ids(column)
+    if not found.valid.all():
+        missing = int(np.flatnonzero(~found.valid)[0])
+        raise ConfigError(f"id {missing} is missing or empty, which is no key: remove it")
+    return found.keys(slot)
 
 
 def _is_list(kind: pa.DataType) -> bool:

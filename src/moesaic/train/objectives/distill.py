@@ -72,13 +72,16 @@ class _Pass:
         return next(one for one in self.reports.values() if one.hidden_states is not None)
 
     @property
-    def target_attention(self) -> AttentionReport:
-        """Queries and keys of the last layer, without gradient."""
-        report = self.last.attention
-        assert report is not None
-        assert report.queries is not None
-        assert report.keys is not None
-        return report._replace(queries=report.queries.detach(), keys=report.keys.detach())
+    def attention(self) -> AttentionReport:
+        """Queries and keys of the last layer."""
+        assert self.last.attention is not None
+        return self.last.attention
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """Output of the last layer, [batch, sequence, hidden]."""
+        assert self.last.hidden_states is not None
+        return self.last.hidden_states
 
     @property
     def metadata(self) -> AttentionMetadata:
@@ -304,9 +307,10 @@ def _make_followers(passes: Mapping[str, _StudentPass], factor: float) -> dict[s
 def _compare(
     teacher: _Pass, pupils: Sequence[_StudentPass], token_weights: Tensor, scale: float
 ) -> None:
-    """Add the losses of `pupils` that compare by-products with those of their teacher."""
+    """Add the losses of `pupils` that compare by-products with those of their teacher, which gets
+    no gradient."""
     attention = {
-        id(one): one.objective.auxiliary.attention(one.last, one.inputs)
+        id(one): one.objective.auxiliary.attend(one.last, one.inputs)
         for one in pupils
         if one.weights.keys() & _PAIRWISE.keys()
     }
@@ -314,13 +318,12 @@ def _compare(
         chosen = [one for one in pupils if name in one.weights]
         if chosen:
             own = [attention[id(one)] for one in chosen]
-            losses = divergence(teacher.target_attention, own, teacher.metadata, token_weights)
+            losses = divergence(teacher.attention, own, teacher.metadata, token_weights)
             for one, loss in zip(chosen, losses.unbind(), strict=True):
                 one.add_loss(name, loss, scale)
     for one in (one for one in pupils if "hidden" in one.weights):
-        assert teacher.last.hidden_states is not None
-        states = one.objective.auxiliary.hidden_states(one.last)
-        loss = hidden_distance(teacher.last.hidden_states.detach(), states, token_weights)
+        states = one.objective.auxiliary.project(one.hidden_states)
+        loss = hidden_distance(teacher.hidden_states, states, token_weights)
         one.add_loss("hidden", loss, scale)
 
 

@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from click_oracles import Sample, parse_criteo, parse_row, unpack
+from click_oracles import Sample, key, parse_criteo, parse_row, unpack
 
+import moesaic
 from moesaic.base.config import parse
-from moesaic.base.errors import DataError, StoreError
+from moesaic.base.errors import ConfigError, DataError, StoreError
 from moesaic.dist.world import World
 from moesaic.facts.job.clicks import CRITEO_SLOTS, ClicksConfig
 from moesaic.train.data import clicks, clicks_table, clicks_text
@@ -162,6 +163,14 @@ PARQUET = {
     "format": "parquet", "label": "click", "dense": ["price", "age", "flag"], "weight": "gain",
     "user": "who", "slots": ["item", "huge", "city", "shop", "tags", "seen", "pair"],
 }  # fmt: skip
+
+
+def test_ids_have_the_keys_of_training() -> None:
+    for ids in (["68fd1e64", "a", "é" * 20], [0, -3, 2**40]):
+        assert moesaic.hash_ids(ids, slot=2).tolist() == [key(2, value) for value in ids]
+    for bad, words in (([1.5], "type double"), (["a", ""], "id 1 is missing"), ([None, 1], "id 0")):
+        with pytest.raises(ConfigError, match=words):
+            moesaic.hash_ids(bad)
 
 
 def test_parquet_equals_a_slow_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
