@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -79,8 +80,20 @@ def gradients(result: Tensor, *students: AttentionReport) -> tuple[Tensor, ...]:
     return torch.autograd.grad(result, tensors)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("block_bytes", [1 << 14, 1 << 24])
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let torch use as many threads as the parameter says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("threads", "window", "block_bytes"),
+    [(1, None, 1 << 14), (1, 40, 1 << 24), (2, 40, 1 << 14)], indirect=["threads"],
+)  # fmt: skip
 def test_attention_equals_whole_probabilities(
     window: int | None, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
