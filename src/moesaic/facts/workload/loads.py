@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.sizes import group_of, round_up
+from moesaic.facts.workload.sizes import round_up
 
 CountArray = NDArray[np.int64]
 
@@ -197,7 +197,7 @@ def routed_by_layer(
 
 def _route(job: Job, plan: Plan, rank: int, layer: int, load: ArrayLike | None) -> RoutedTokens:
     """Return the routed tokens of `rank` in one layer."""
-    group = group_of(plan.ep_groups(), rank)
+    group = plan.ep_groups().of(rank)
     index = group.index(rank)
     counts = expert_counts(job, plan, load)
     counts = counts[[one % plan.ranks_per_stage // plan.etp for one in group]]
@@ -237,7 +237,7 @@ def _exchanges(
     rank, then by source and destination host. `tokens` are those before the first exchange.
     """
     to_ranks, *to_hosts = by_level
-    groups = [group_of(groups, rank) for groups in plan.exchange_groups()]
+    groups = [groups.of(rank) for groups in plan.exchange_groups()]
     hosts, found = plan.dispatch_hosts if to_hosts else 1, list[Exchange]()
     host, local_rank = divmod(index, plan.ep // hosts)
     for counts in to_hosts:

@@ -63,7 +63,7 @@ class JobCosts(ClusterCosts):
                 self, job=part.job, plan=part.plan, part=part,
                 loads=self.loads if part.student is None else None,
                 _blocks_by_rank={}, _compute_seconds={}, _groups_by_key={}, _block_cache={},
-                _communication_seconds={},
+                _collectives={},
             )
             for part in job_parts(self.job, self.plan)
         ]  # fmt: skip
