@@ -110,11 +110,12 @@ class BlockBuilder:
 
     @cached_property
     def routed(self) -> dict[int, RoutedTokens]:
-        """Routed tokens by expert layer of the model."""
-        job, layers = self.params.job, self.params.job.model.expert_layers
-        if not layers:
-            return {}
-        found = routed_by_layer(job, self.params.plan, self.params.rank, self.loads)
+        """Routed tokens by expert layer on the rank."""
+        job, plan, rank = self.params.job, self.params.plan, self.params.rank
+        layers = [
+            one.layer for one in self.params.blocks if one.kind == "moe" and one.layer is not None
+        ]
+        found = routed_by_layer(job, plan, rank, self.loads, layers)
         return dict(zip(layers, found, strict=True))
 
     def blocks(self) -> list[Block]:

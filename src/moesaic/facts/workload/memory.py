@@ -316,7 +316,7 @@ class _StepMemory:
         peaks = [stage.highest] if stage.highest is not None else []
         if not peaks or peaks[0].gradients != self.made:
             peaks = list(self._backward_peaks(stage))
-        if peaks and not stage.gradients:  # Later ones differ only in the activations before backward.
+        if peaks and not stage.gradients:  # Later ones differ in what came before.
             stage.highest = max(peaks, key=sum)
             peaks = [stage.highest]
         for gradients, activations, gathered, working in peaks:

@@ -204,11 +204,14 @@ class ClusterCosts:
         self, ops_by_kind: Sequence[Sequence[Op]], ranks: Sequence[list[int]]
     ) -> tuple[float, ...]:
         """Return the seconds of operations by kind of ranks."""
-        devices = [self.device(same_kind[0]) for same_kind in ranks]
-        return tuple(
-            sum(op_s(device, op, self._calibration_of(device)) for op in ops)
-            for device, ops in zip(devices, ops_by_kind, strict=True)
-        )
+        found, seconds, last = list[float](), 0.0, None
+        for ops, same_kind in zip(ops_by_kind, ranks, strict=True):
+            device = self.device(same_kind[0])
+            if last is None or last[0] is not device or last[1] != ops:
+                seconds = sum(op_s(device, op, self._calibration_of(device)) for op in ops)
+                last = device, ops
+            found.append(seconds)
+        return tuple(found)
 
     def matmul_and_elementwise_s(self, rank: int, ops: Sequence[Op]) -> tuple[float, float]:
         """Return the seconds of matmuls and of elementwise kernels of `ops` on `rank`."""
