@@ -6,14 +6,9 @@ row numbers. All have the same rows, batches, gradients and number of threads, a
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +17,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from benchmarks import measure
+from benchmarks.peer_process import Arm, interpreter, peer
 from benchmarks.tables_batches import EPSILON, LR, Shape, batches
 from moesaic.facts.job.table import TableConfig, TableOptimizer
 from moesaic.nn.embedding import TableBag
 from moesaic.ps.table import Table
 
-PYTHON = (
-    Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    / "moesaic" / "peers" / "tables" / "bin" / "python"
-)  # fmt: skip
+PYTHON = interpreter("tables")
 """Interpreter of the environment of fbgemm."""
 MISSING = f"no fbgemm in {PYTHON.parents[1]}; benchmarks/tables.md says how to install it"
 FBGEMM = "fbgemm-gpu-cpu 1.8.0"
@@ -40,8 +33,6 @@ ZIPF = 1.05
 THREADS = 1
 REQUEST_KEYS = 65_536
 """Keys that an arm handles between turns."""
-Arm = Callable[[dict[str, Any]], dict[str, Any]]
-"""An arm takes the arguments of `batches` and returns seconds."""
 
 
 def ids(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -140,35 +131,6 @@ def index_select(shape: Shape) -> Arm:
     return selections
 
 
-@contextmanager
-def peer(module: str, *arguments: int) -> Iterator[Arm]:
-    """Start a module in the peers' environment, and end its process at the end."""
-    command = [str(PYTHON), "-m", module, *map(str, arguments)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, cwd=measure.ROOT,
-    ) as process:  # fmt: skip
-        requests, answers = process.stdin, process.stdout
-        assert requests is not None
-        assert answers is not None
-
-        def answer() -> dict[str, Any]:
-            for line in answers:
-                if line.startswith("{"):  # Libraries print other lines.
-                    found: dict[str, Any] = json.loads(line)
-                    return found
-            raise RuntimeError(f"a peer ended: run `{' '.join(command)}` to see why")
-
-        def ask(request: dict[str, Any]) -> dict[str, Any]:
-            requests.write(json.dumps(request) + "\n")
-            requests.flush()
-            return answer()
-
-        answer()
-        yield ask
-        requests.close()
-
-
 def in_turn(arms: Mapping[str, Arm], size: int, zipf: float, rounds: int) -> measure.Times:
     """Let arms handle the same batches in turn; return seconds of a batch.
 
@@ -234,7 +196,7 @@ def fbgemm(rounds: int) -> Iterator[measure.Row]:
     torch.set_num_threads(THREADS)
     rows = list[measure.Row]()
     for shape in SHAPES:
-        with peer("benchmarks.tables_fbgemm", shape.dim, shape.rows, THREADS) as theirs:
+        with peer(PYTHON, "benchmarks.tables_fbgemm", shape.dim, shape.rows, THREADS) as theirs:
             arms = {"moesaic": moesaic_training(table(shape, "rowwise-adagrad"), shape)}
             arms["fbgemm"] = theirs
             rows += cases(arms, shape, rounds, "step over fbgemm", FBGEMM)
