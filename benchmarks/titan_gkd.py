@@ -88,11 +88,16 @@ class Students:
         """Return the optimizer of the job, in the words of transformers."""
         train, optimizer = self.job.train, self.job.optimizer
         return {
-            "max_steps": 1_000_000, "per_device_train_batch_size": train.batch,
-            "max_grad_norm": train.clip, "learning_rate": optimizer.lr,
-            "optim": "adamw_torch_fused", "adam_beta1": optimizer.betas[0],
-            "adam_beta2": optimizer.betas[1], "adam_epsilon": optimizer.epsilon, "weight_decay": optimizer.weight_decay,
-        }  # fmt: skip
+            "max_steps": 1_000_000,
+            "per_device_train_batch_size": train.batch,
+            "max_grad_norm": train.clip,
+            "learning_rate": optimizer.lr,
+            "optim": "adamw_torch_fused",
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "adam_epsilon": optimizer.epsilon,
+            "weight_decay": optimizer.weight_decay,
+        }
 
 
 @contextmanager
