@@ -67,9 +67,7 @@ def cuts_seconds(
 ) -> float:
     """Return the seconds of a step with given cuts, without transfers."""
     bounds = list(pairwise((*starts, len(block_seconds[0]))))
-    stages = [
-        sum(row[start:end]) for row, (start, end) in zip(block_seconds, bounds, strict=True)
-    ]
+    stages = [sum(row[start:end]) for row, (start, end) in zip(block_seconds, bounds, strict=True)]
     return (micro_batches - 1) * max(stages) + sum(stages)
 
 

@@ -1,9 +1,9 @@
 """Space of a search: the plans that a job leaves open on a number of ranks.
 
-A `Candidate` has a value for every key. A search decides them level by level: the shape (micro-batches,
-recomputation, pipeline, tensor and expert parallelism), then the dispatch method, then the sharding
-of dense parameters, then embedding and stage boundaries. Each level checks its candidates by the
-checks of plans (`facts.plan.checks`).
+A `Candidate` has a value for every key. A search decides them level by level: first the shape
+(micro-batches, recomputation, pipeline, tensor and expert parallelism), then the dispatch method,
+the sharding of dense parameters, the embedding and the stage boundaries. Each level checks its
+candidates by the checks of plans (`facts.plan.checks`).
 """
 
 from __future__ import annotations
@@ -76,20 +76,25 @@ class Space:
         """Return whether the search chooses the value of `key`, such as "layout.ep"."""
         return key not in self._pins
 
-    def _values(self, key: str, options: Sequence[Any]) -> Sequence[Any]:
+    def values(self, key: str, options: Sequence[Any]) -> Sequence[Any]:
         """Return the values to try for `key`: its own if it is pinned."""
         if self.is_open(key):
             return options
         table, _, name = key.partition(".")
         return [getattr(getattr(self.job, table), name)]
 
+    @property
+    def has_plans(self) -> bool:
+        """True if some candidate was a valid plan."""
+        return any(found is not None for found in self._plans.values())
+
     def shapes(self) -> Iterator[Candidate]:
         """Yield every valid shape, with the first choice for all other keys."""
-        for micro_batches in self._values("train.micro_batches", self._micro_batches()):
-            for pp in self._values("layout.pp", _divisors(self.ranks)):
-                schedules = self._values("layout.schedule", SCHEDULES if pp > 1 else SCHEDULES[:1])
+        for micro_batches in self.values("train.micro_batches", self._micro_batches()):
+            for pp in self.values("layout.pp", _divisors(self.ranks)):
+                schedules = self.values("layout.schedule", SCHEDULES if pp > 1 else SCHEDULES[:1])
                 for schedule in schedules:
-                    for recompute in self._values("train.recompute", (False, True)):
+                    for recompute in self.values("train.recompute", (False, True)):
                         first = Candidate(micro_batches, recompute, pp, schedule, 1, 1, 1)
                         yield from self._splits(first)
 
@@ -103,11 +108,11 @@ class Space:
         if self.is_open("layout.pp") and first.pp > model.layers:
             return
         widths = math.gcd(model.heads, model.kv_heads, model.vocab, self.job.data.sequence)
-        for tp in self._values("layout.tp", _divisors(math.gcd(stage_ranks, widths))):
+        for tp in self.values("layout.tp", _divisors(math.gcd(stage_ranks, widths))):
             shards = _divisors(math.gcd(tp, model.ffn)) if model.experts else [1]
-            for etp in self._values("layout.etp", shards):
+            for etp in self.values("layout.etp", shards):
                 most = math.gcd(stage_ranks // etp, model.experts) if model.experts else 1
-                for ep in self._values("layout.ep", _divisors(max(most, 1))):
+                for ep in self.values("layout.ep", _divisors(max(most, 1))):
                     shape = self.pinned(first._replace(tp=tp, etp=etp, ep=ep))
                     if self.plan(shape) is not None:
                         yield shape
