@@ -93,10 +93,11 @@ def check_losses(whole: Ours, others: Sequence[Ours]) -> None:
 def passes(rounds: int) -> Iterator[measure.Row]:
     """Measure students beside their teacher over the teacher and later passes."""
     solo = World.solo()
-    online, teacher = Ours(distillation(), solo), Ours(distillation(()), solo)
+    job = distillation()
+    online, teacher = Ours(job, solo), Ours(distillation(()), solo)
     own = [Ours(distillation([name], frozen=True), solo) for name in NAMES]
     shared = Ours(distillation(frozen=True), solo)
-    student = Ours(student_job(online.run.job, online.run.job.student[0]), solo)
+    student = Ours(student_job(job, job.student[0]), solo)
     check_losses(online, [teacher, *own, shared])
     contenders: dict[str, Callable[[], object]] = {
         "online": online.step, "T": teacher.step, "S": student.step, "shared": shared.step,
@@ -106,7 +107,7 @@ def passes(rounds: int) -> Iterator[measure.Row]:
     times = measure.interleave(contenders, rounds, warmup=1, patience_s=PATIENCE_S)
     seconds = {name: np.array(spent) for name, spent in times.seconds.items()}
     T, F, S = (seconds[name] for name in "TFS")
-    share = flops(student.run.job) / flops(teacher.run.job)
+    share = flops(student_job(job, job.student[0])) / flops(job)
     parts = ", ".join(f"{name} {times.median(name):.3f} s" for name in "TFS")
     for name, words, formula, ceiling in (
         ("own", "a later pass each", "(T+3(F+S))/(T+3S)", (T + 3 * (F + S)) / (T + 3 * S)),
