@@ -30,12 +30,20 @@ from moesaic.base.config import (
     sets_key,
     tables_to_toml,
 )
+from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
 from moesaic.facts.job.distill import TEACHER
 from moesaic.facts.job.job import fill_preset
-from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
+from moesaic.facts.plan import (
+    Plan,
+    check_plan,
+    job_under_plan,
+    load_plan,
+    prediction_digest,
+    written_keys,
+)
 from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
@@ -73,6 +81,10 @@ class LoadedJob(Generic[J]):
     """Prefix of error messages: the path of its file."""
     sets: tuple[str, ...] = ()
     """Items of `--set`."""
+    has_open_micro_batches: bool = False
+    """True if `train.micro_batches` is "auto", so that a search or a plan chooses it."""
+    decisions: tuple[Decision[Any, Any], ...] = ()
+    """Decisions that led to the plan."""
 
     @property
     def warnings(self: LoadedJob[TrainingJob]) -> list[str]:
@@ -101,12 +113,46 @@ def load_job(
         raw, origin = dict(source), LoadedJob.origin
         text = tables_to_toml(raw)
     with blame_sets(origin, sets):
-        job, notes = _resolve(apply_sets(raw, sets), origin, sets, run)
+        raw, has_open_micro_batches = _fill_micro_batches(apply_sets(raw, sets))
+        job, notes = _resolve(raw, origin, sets, run)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
-    loaded = LoadedJob(job, text, notes, origin=origin, sets=tuple(sets))
+    loaded = LoadedJob(
+        job, text, notes, origin=origin, sets=tuple(sets),
+        has_open_micro_batches=has_open_micro_batches,
+    )  # fmt: skip
     return loaded if plan is None else apply_plan(loaded, plan)
+
+
+def _fill_micro_batches(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return `raw` with one micro-batch in place of "auto", and whether it said so."""
+    train = raw.get("train")
+    is_open = isinstance(train, dict) and train.get("micro_batches") == "auto"
+    is_open = is_open and raw.get("kind", "lm") == "lm"
+    return ({**raw, "train": {**raw["train"], "micro_batches": 1}} if is_open else raw), is_open
+
+
+def is_searched(loaded: LoadedJob[TrainingJob], ranks: int) -> bool:
+    """Return whether training searches for the layout of the job on `ranks` ranks."""
+    job = loaded.job
+    if not isinstance(job, Job) or loaded.plan is not None:
+        return False
+    has_choice = ranks > 1 or loaded.has_open_micro_batches
+    by_default = job.plan is None and "layout" not in job.model_fields_set and has_choice
+    is_wanted = job.plan == "auto" or by_default
+    if loaded.has_open_micro_batches and not is_wanted:
+        raise ConfigError(
+            f'{loaded.origin}: train.micro_batches = "auto" needs a search: set plan = "auto", or '
+            "give a number"
+        )
+    return is_wanted
+
+
+def open_pins(loaded: LoadedJob[Job]) -> list[str]:
+    """Return the keys of the job that a search must keep."""
+    is_open = {"train.micro_batches": loaded.has_open_micro_batches}
+    return [key for key in written_keys(loaded.job) if not is_open.get(key, False)]
 
 
 def language_model(loaded: LoadedJob[TrainingJob], refusal: str) -> LoadedJob[Job]:
@@ -195,6 +241,8 @@ def apply_plan(loaded: LoadedJob[TrainingJob], source: Path | Mapping[str, Any])
     else:
         origin = "the plan"
         plan = parse(Plan, source, origin)
+    if loaded.has_open_micro_batches and plan.micro_batches is not None:
+        loaded = _with_micro_batches(loaded, plan.micro_batches, origin)
     if plan.grouped_mm == "auto":  # The plan leaves it to the job.
         plan = plan.model_copy(update={"grouped_mm": loaded.job.kernels.grouped_mm})
     check_plan(plan, loaded.job, origin)
@@ -219,6 +267,18 @@ def apply_plan(loaded: LoadedJob[TrainingJob], source: Path | Mapping[str, Any])
         plan_origin=origin,
         layout_keys=loaded.job.layout.non_default_fields,
     )
+
+
+def _with_micro_batches(loaded: LoadedJob[Job], number: int, origin: str) -> LoadedJob[Job]:
+    """Return `loaded` with the micro-batches of a plan, where the job leaves them open."""
+    job = loaded.job
+    if job.train.batch % number:
+        raise ConfigError(
+            f"{origin}: micro_batches = {number} does not divide train.batch = {job.train.batch}: "
+            "plan this job anew (moesaic plan --search)"
+        )
+    train = job.train.model_copy(update={"micro_batches": number})
+    return replace(loaded, job=job.model_copy(update={"train": train}))
 
 
 def _plan_overrides(job: Job, plan: Plan, sets: Sequence[str], origin: str) -> list[str]:

@@ -89,7 +89,7 @@ def choose_open_settings(plan: Plan, facts: PlanFacts) -> Choices:
     if "auto" in (layout.dispatch, layout.overlap_local, layout.chunks):
         plan, others = _choose_dispatch(plan, facts)
     plan, other_embedding = _choose_embedding(plan, facts)
-    return Choices(_with_balance_costs(plan, facts), others, other_embedding)
+    return Choices(with_balance_costs(plan, facts), others, other_embedding)
 
 
 def _choose_dispatch(plan: Plan, facts: PlanFacts) -> tuple[Plan, list[Alternative]]:
@@ -156,7 +156,7 @@ def embedding_layouts(plan: Plan, job: Job) -> list[Plan]:
     return [whole, columns]
 
 
-def _with_balance_costs(plan: Plan, facts: PlanFacts) -> Plan:
+def with_balance_costs(plan: Plan, facts: PlanFacts) -> Plan:
     """Return `plan` with predicted costs of expert replicas, if the job may have some."""
     job = facts.job
     if plan.balance_costs is not None or not (should_balance(job, plan) or can_migrate(job, plan)):

@@ -140,7 +140,8 @@ def predict_plan(
     timeline = simulate_events(events, plan.ranks)
     tokens = job.train.batch * job.data.sequence
     price = _price(facts, timeline.step_s, tokens)
-    check_step_time(cluster.name, timeline.step_s, *price.values())
+    prices = [value for value in price.values() if value is not None]
+    check_step_time(cluster.name, timeline.step_s, *prices)
     slowest = timeline.critical_rank
     device, memory = costs.device(slowest), facts.tightest_rank(plan)
     counts, seconds_by_kind = count_parameters(job.model), _seconds_by_kind(parts, timeline)
@@ -274,14 +275,16 @@ def _rank_timeline(timeline: Timeline, rank: int) -> RankTimeline:
     )
 
 
-def _price(facts: PlanFacts, step_s: float, tokens: int) -> dict[str, float]:
-    """Return the price of an hour, of the whole run and of a billion tokens."""
+def _price(facts: PlanFacts, step_s: float, tokens: int) -> dict[str, float | None]:
+    """Return the price of an hour, of the whole run and of a million tokens; None if unknown."""
     per_hour = price_per_hour(facts.cluster, facts.places)
+    if not per_hour:
+        return dict.fromkeys(("price_per_hour", "price", "price_per_million_tokens"))
     per_step = per_hour / _HOUR_S * step_s
     return {
         "price_per_hour": per_hour,
         "price": per_step * facts.job.train.steps,
-        "price_per_billion_tokens": per_step / tokens * 1e9,
+        "price_per_million_tokens": per_step / tokens * 1e6,
     }
 
 
