@@ -96,6 +96,10 @@ class Cluster:
             calibration, _ = fit_calibration(places, self.facts, self._origin)
         return Cluster(self.facts.model_copy(update={"calibration": calibration}), self._origin)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cluster as plain data."""
+        return self.facts.model_dump(mode="json", by_alias=True)
+
     def save(self, path: str | Path) -> None:
         """Write a cluster file."""
         try:

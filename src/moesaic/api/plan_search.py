@@ -4,10 +4,12 @@ largest model."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from rich.console import Console
 
 from moesaic.api.progress import LINE_EVERY_S, make_console
 from moesaic.base import keys
@@ -67,7 +69,18 @@ class SearchProgress:
             f"searching{self.what}: {self._tried:,} layouts simulated in "
             f"{now - self._began_s:.0f} s, the fastest {format_seconds(self._best_s)} a step"
         )
-        console.print(text, end="\r" if console.is_terminal else "\n")
+        console.print(f"\r{text:<100}" if console.is_terminal else text, end=self._end(console))
+
+    def clear(self) -> None:
+        """End the line of a terminal, if there is one."""
+        console = make_console("stderr")
+        if self._printed_s and console.is_terminal:
+            console.print("\r" + " " * 100, end="\r")
+        self._printed_s = 0.0
+
+    @staticmethod
+    def _end(console: Console) -> str:
+        return "" if console.is_terminal else "\n"
 
 
 class _ShownEstimates:
@@ -85,3 +98,97 @@ class _ShownEstimates:
         found = self._estimates.step(job, plan)
         self._progress.step(found.step_s)
         return found
+
+
+@contextmanager
+def shown_search(facts: SearchFacts, progress: SearchProgress) -> Iterator[Estimates]:
+    """Yield estimates for `facts` that show progress; the line is removed at the end."""
+    from moesaic.policy.plan.estimates import SimulatedEstimates
+
+    try:
+        yield _ShownEstimates(SimulatedEstimates.from_facts(facts), progress)
+    finally:
+        progress.clear()
+
+
+def facts_of_search(
+    loaded: LoadedJob[Job],
+    cluster: Cluster,
+    *,
+    nproc: int | None,
+    method: str,
+    limit_s: float | None,
+    loads: RecordedLoads | None,
+) -> SearchFacts:
+    """Return the facts of a search for the layout of a job."""
+    from moesaic.policy.plan.search import search_facts
+
+    keys.check_choice("method", method, get_args(SearchMethod))
+    facts = search_facts(
+        loaded.job, cluster, nproc, opens_micro_batches=loaded.has_open_micro_batches
+    )
+    changes: dict[str, Any] = {"method": method, "limit_s": limit_s}
+    if loads is not None:
+        changes |= {
+            "loads_run": loads.run, "loads": [[float(x) for x in one] for one in loads.by_layer]
+        }  # fmt: skip
+    return facts.model_copy(update=changes)
+
+
+def search_job(facts: SearchFacts, *, is_shown: bool) -> PlannedJob:
+    """Return the predictions of the fastest plan, or of the one that comes nearest if none fits."""
+    from moesaic.policy.plan.found import predict_found, run_search
+
+    with shown_search(facts, SearchProgress(is_shown)) as estimates:
+        result = run_search(facts, estimates)
+    return predict_found(facts, result)
+
+
+def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> PartChoice:
+    """Return the part of a cluster with the least price per token that reaches `floor` tokens a
+    second; with None the part with the least price per hour on which the job fits."""
+    from moesaic.policy.plan.found import predict_found, run_search
+    from moesaic.policy.plan.parts import (
+        PartSearch,
+        cheapest_that_fits,
+        cluster_parts,
+        least_cost,
+        search_parts,
+    )
+
+    parts, done = cluster_parts(facts.cluster), list[PartSearch]()
+    progress = SearchProgress(is_shown)
+    each = facts
+    if facts.limit_s is not None:
+        each = facts.model_copy(update={"limit_s": facts.limit_s / len(parts)})
+
+    def search(own: SearchFacts) -> SearchResult:
+        progress.what = f" part {len(done) + 1} of {len(parts)}"
+        with shown_search(own, progress) as estimates:
+            return run_search(own, estimates)
+
+    def recorded() -> Iterator[PartSearch]:
+        for one in search_parts(parts, each, search):
+            done.append(one)
+            yield one
+
+    if floor is None:
+        chosen: PartSearch | None = cheapest_that_fits(recorded())
+    else:
+        chosen = least_cost(list(recorded()), floor)
+    is_reached = chosen is not None and chosen.result.best is not None
+    if chosen is None:
+        chosen = max(done, key=lambda one: one.tokens_per_s)
+    planned = predict_found(chosen.facts, chosen.result)
+    return PartChoice(planned, [_describe_part(one) for one in done], is_reached)
+
+
+def _describe_part(one: Any) -> dict[str, Any]:
+    part, price = one.part, one.part.price_per_hour or None
+    return {
+        "hosts": [host.name for host in part.cluster.hosts], "ranks": part.ranks,
+        "price_per_hour": price, "fits": one.result.best is not None,
+        "tokens_per_s": one.tokens_per_s or None,
+        "price_per_million_tokens": 1e6 * one.price_per_token
+        if price and one.tokens_per_s else None,
+    }  # fmt: skip

@@ -42,7 +42,6 @@ from moesaic.facts.plan import (
     job_under_plan,
     load_plan,
     prediction_digest,
-    written_keys,
 )
 from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
@@ -147,12 +146,6 @@ def is_searched(loaded: LoadedJob[TrainingJob], ranks: int) -> bool:
             "give a number"
         )
     return is_wanted
-
-
-def open_pins(loaded: LoadedJob[Job]) -> list[str]:
-    """Return the keys of the job that a search must keep."""
-    is_open = {"train.micro_batches": loaded.has_open_micro_batches}
-    return [key for key in written_keys(loaded.job) if not is_open.get(key, False)]
 
 
 def language_model(loaded: LoadedJob[TrainingJob], refusal: str) -> LoadedJob[Job]:

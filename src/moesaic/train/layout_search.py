@@ -56,7 +56,9 @@ def search_layout(
         ).model_copy(update={"limit_s": _SEARCH_S})
         result = run_search(facts, log=log)
         if result.shortfall is not None:
-            raise ConfigError(f"{loaded.origin}: no layout fits: {shortfall_text(result.shortfall)}")
+            raise ConfigError(
+                f"{loaded.origin}: no layout fits: {shortfall_text(result.shortfall)}"
+            )
         planned = predict_found(facts, result)
         for line in search_lines(facts, result, planned):
             say(line)
