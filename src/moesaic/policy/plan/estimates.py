@@ -15,7 +15,7 @@ from moesaic.facts.plan.search import PlanEstimate, RankNeed, SearchFacts
 from moesaic.policy.cost.memory import tightest_rank
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_step
 
 
 class Estimates(Protocol):
@@ -53,8 +53,8 @@ class SimulatedEstimates:
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step, with all students."""
-        events = [event for part in self.costs(job, plan).parts() for event in part.events()]
-        timeline = simulate_events(events, plan.ranks)
+        step = [run for part in self.costs(job, plan).parts() for run in part.step()]
+        timeline = simulate_step(step, plan.ranks)
         rank = 0 if plan.pp > 1 else timeline.critical_rank
         return PlanEstimate(step_s=timeline.step_s, phases_s=timeline.seconds_by_phase(rank))
 
