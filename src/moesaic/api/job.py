@@ -19,6 +19,7 @@ from moesaic.api.plan_search import (
     choose_part,
     facts_of_search,
     search_job,
+    search_largest,
 )
 from moesaic.api.prepared_run import (
     PreparedRun,
@@ -238,6 +239,19 @@ class Job:
         loaded = self._language_model()
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return largest_model(loaded.job, cluster.facts, ssd_bytes, nproc, loaded.origin)
+
+    def largest_in_memory(
+        self, cluster: Cluster, *, nproc: int | None = None, is_shown: bool = False
+    ) -> dict[str, Any]:
+        """Return the largest model of this job's shape that some layout fits into the devices'
+        memory, as plain data: by experts per layer, or by layers if it is dense. Nothing runs.
+
+        Arguments are those of `plan`.
+        """
+        loaded = self._language_model()
+        facts = self._search_facts(loaded, cluster, nproc, "best-first", SEARCH_S, None)
+        with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
+            return search_largest(facts, is_shown=is_shown)
 
     def prepare(
         self,

@@ -144,6 +144,20 @@ def search_job(facts: SearchFacts, *, is_shown: bool) -> PlannedJob:
     return predict_found(facts, result)
 
 
+def search_largest(facts: SearchFacts, *, is_shown: bool) -> dict[str, Any]:
+    """Return the largest model of a job's shape that fits into memory, as plain data."""
+    from moesaic.policy.plan.found import run_search
+    from moesaic.policy.plan.largest import largest_in_memory
+
+    progress = SearchProgress(is_shown, " for the largest model")
+
+    def search(own: SearchFacts) -> SearchResult:
+        with shown_search(own, progress) as estimates:
+            return run_search(own, estimates)
+
+    return largest_in_memory(facts, search)
+
+
 def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> PartChoice:
     """Return the part of a cluster with the least price per token that reaches `floor` tokens a
     second; with None the part with the least price per hour on which the job fits."""
@@ -191,4 +205,47 @@ def _describe_part(one: Any) -> dict[str, Any]:
         "tokens_per_s": one.tokens_per_s or None,
         "price_per_million_tokens": 1e6 * one.price_per_token
         if price and one.tokens_per_s else None,
+    }  # fmt: skip
+
+
+def explain_block(planned: PlannedJob, block: str) -> dict[str, Any]:
+    """Return why a block of a planned job is where it is and takes as long as it does, with its
+    seconds under the runners-up of a search."""
+    from moesaic.policy.plan import why
+    from moesaic.policy.plan.found import differences
+
+    found = why.explain_block(planned.plan, planned.facts, planned.timeline, block)
+    others = list[dict[str, Any]]()
+    best = None if planned.found is None else planned.found.best
+    for one in () if planned.found is None else planned.found.runners_up:
+        assert best is not None
+        facts = planned.facts.under(one.plan)
+        others.append({
+            "differs": differences(one.settings, best.settings),
+            "seconds": why.block_seconds(one.plan, facts, block), "loses_s": one.loses_s,
+        })  # fmt: skip
+    return {**found, "others": others}
+
+
+def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
+    """Return how two planned jobs differ: settings, seconds by phase, memory and price."""
+    figures = first.figures, second.figures
+    plans = [one["plan"] for one in figures]
+    names = [
+        key for key in plans[0]
+        if key not in ("places", "balance_costs") and plans[0][key] != plans[1].get(key)
+    ]  # fmt: skip
+    phases = list(dict.fromkeys([*figures[0]["phases_s"], *figures[1]["phases_s"]]))
+    keys_of_both = (
+        "step_s", "tokens_per_s", "fits", "price_per_million_tokens", "device_memory_bytes",
+        "bottleneck",
+    )  # fmt: skip
+    return {
+        "settings": {key: [plan[key] for plan in plans] for key in names},
+        "phases_s": {
+            name: [one["phases_s"].get(name, 0.0) for one in figures] for name in phases
+        },
+        "peak_bytes": [one["memory_per_rank"]["peak_bytes"] for one in figures],
+        **{key: [one[key] for one in figures] for key in keys_of_both},
+        "speedup": figures[0]["step_s"] / figures[1]["step_s"],
     }  # fmt: skip

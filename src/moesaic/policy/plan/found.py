@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.base.keys import toml
 from moesaic.base.units import format_bytes, format_seconds
 from moesaic.facts.cluster import place_ranks
-from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, job_under_plan
+from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import (
     Change,
     FoundPlan,
@@ -32,15 +31,6 @@ from moesaic.policy.plan.predict import PlannedJob, predict_plan
 from moesaic.policy.plan.search import search_plans
 
 Search = Decision[SearchFacts, SearchResult]
-
-
-class SearchedPlan(NamedTuple):
-    """A search with the predictions of its plan."""
-
-    planned: PlannedJob
-    """Fastest plan, or the one that comes nearest if none fits."""
-    facts: SearchFacts
-    result: SearchResult
 
 
 def run_search(
@@ -70,7 +60,7 @@ def predict_found(
         unwanted = "the plan does not fit: "
         warnings = [one for one in warnings if not one.startswith(unwanted)]
         warnings = [f"{unwanted}{figures['bottleneck']}", *warnings]
-    return planned._replace(figures=figures, warnings=warnings)
+    return planned._replace(figures=figures, warnings=warnings, found=result)
 
 
 def predict_one(
@@ -88,15 +78,8 @@ def facts_of_plan(facts: SearchFacts, plan: Plan) -> PlanFacts:
     loads = None
     if facts.loads is not None:
         loads = RecordedLoads(facts.loads_run or "", [np.asarray(one) for one in facts.loads])
-    job = job_of_plan(facts.job, plan)
-    return PlanFacts(job, facts.cluster, places, NetworkModel(facts.cluster, places), loads)
-
-
-def job_of_plan(job: Job, plan: Plan) -> Job:
-    """Return `job` under a plan of its search, which may have chosen its micro-batches."""
-    number = plan.micro_batches or job.train.micro_batches
-    train = job.train.model_copy(update={"micro_batches": number})
-    return job_under_plan(job.model_copy(update={"train": train}), plan)
+    network = NetworkModel(facts.cluster, places)
+    return PlanFacts(facts.job, facts.cluster, places, network, loads).under(plan)
 
 
 def describe_search(facts: SearchFacts, result: SearchResult) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from moesaic.facts.plan import (
     round_digits,
     stage_blocks,
 )
+from moesaic.facts.plan.search import SearchResult
 from moesaic.facts.workload import (
     COMPUTED_BYTES,
     Memory,
@@ -73,6 +74,10 @@ class PlannedJob(NamedTuple):
     """Simulated step."""
     warnings: list[str]
     """Warnings for the user."""
+    facts: PlanFacts
+    """Facts that the predictions depend on."""
+    found: SearchResult | None = None
+    """Result of the search that chose the plan; None without one."""
 
 
 def choose_plan(
@@ -183,7 +188,8 @@ def predict_plan(
     predicted = plan.model_copy(
         update={"predictions": _predictions(plan, facts, figures, timeline)}
     )
-    return PlannedJob(predicted, figures, timeline, [one for one in warnings if one is not None])
+    texts = [one for one in warnings if one is not None]
+    return PlannedJob(predicted, figures, timeline, texts, facts)
 
 
 def _add_drive(
