@@ -53,8 +53,8 @@ class SimulatedEstimates:
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step, with all students."""
-        step = [run for part in self.costs(job, plan).parts() for run in part.step()]
-        timeline = simulate_step(step, plan.ranks)
+        runs = [run for part in self.costs(job, plan).parts() for run in part.step()]
+        timeline = simulate_step(runs, plan.ranks)
         rank = 0 if plan.pp > 1 else timeline.critical_rank
         return PlanEstimate(step_s=timeline.step_s, phases_s=timeline.seconds_by_phase(rank))
 
