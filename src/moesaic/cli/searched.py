@@ -156,7 +156,7 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
     for part in choice.parts:
         price, million = part["price_per_hour"], part["price_per_million_tokens"]
         rows.append((
-            f"{part['ranks']} ranks on {_hosts_text(part['hosts'])}",
+            _part_text(part["ranks"], part["hosts"]),
             "unknown" if price is None else f"{price:,.2f}",
             f"{part['tokens_per_s']:,.0f}" if part["fits"] else "does not fit",
             "-" if million is None else f"{million:,.4g}",
@@ -165,7 +165,7 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
         f"the least price per token from {floor:,.0f} tokens/s"
     )  # fmt: skip
     hosts = list(dict.fromkeys(place["host"] for place in own["plan"]["places"]))
-    chosen = f"{own['plan']['ranks']} ranks on {_hosts_text(hosts)}"
+    chosen = _part_text(own["plan"]["ranks"], hosts)
     if choice.is_reached:
         screen.print_line(f"take {chosen}: {goal}")
     elif floor is None or not own["fits"]:
@@ -205,8 +205,9 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
         )
 
 
-def _hosts_text(hosts: Sequence[str]) -> str:
-    return hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts from {hosts[0]} to {hosts[-1]}"
+def _part_text(ranks: int, hosts: Sequence[str]) -> str:
+    many = f"{len(hosts)} hosts ({hosts[0]} to {hosts[-1]})"
+    return f"{ranks} rank{'s' * (ranks > 1)} on {hosts[0] if len(hosts) == 1 else many}"
 
 
 def _signed(seconds: float) -> str:
