@@ -4,15 +4,26 @@ The engine asks through `decide`:
 
     policy = partial(search_plans, estimates=SimulatedEstimates.from_facts(facts))
     result = decide(policy, facts, log)
+
+The search is best first: a queue of partly decided candidates by their lower bound. A complete
+candidate is simulated. When the least bound in the queue reaches the fastest plan, that plan is
+proven to be the best of the space.
 """
 
 from __future__ import annotations
 
+import heapq
+
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan.search import SearchFacts, SearchResult, written_keys
+from moesaic.policy.plan import search_methods
+from moesaic.policy.plan.bound import Bounds
 from moesaic.policy.plan.estimates import Estimates
 from moesaic.policy.plan.mapping import max_ranks
+from moesaic.policy.plan.memory_relief import shortfall
+from moesaic.policy.plan.space import Candidate, Space
+from moesaic.policy.plan.trials import Trials
 
 
 def search_facts(
@@ -44,4 +55,60 @@ def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:
 
     The same facts give the same result, unless `facts.limit_s` ends the search.
     """
-    raise NotImplementedError
+    trials, is_proven, bound_s = _run(facts, estimates)
+    result = trials.result(is_proven=is_proven, bound_s=bound_s)
+    if result.best is not None or not trials.space.has_plans:
+        return result
+
+    def search(changed: SearchFacts) -> Trials:
+        return _run(changed, estimates.on_cluster(changed.cluster))[0]
+
+    return result.model_copy(update={"shortfall": shortfall(facts, trials, search)})
+
+
+def _run(facts: SearchFacts, estimates: Estimates) -> tuple[Trials, bool, float | None]:
+    """Return the trials of a search, whether its best plan is proven, and a bound for all plans."""
+    space = Space(facts.job, facts.cluster, facts.ranks, facts.pins)
+    trials = Trials(facts, space, estimates, Bounds(space, has_loads=facts.loads is not None))
+    for plan in facts.seeds:
+        trials.try_plan(plan)
+    if facts.method == "best-first":
+        return trials, *_best_first(trials)
+    is_proven = search_methods.run(facts.method, trials, facts.seed)
+    return trials, is_proven, trials.best_s if is_proven and trials.found else None
+
+
+def _best_first(trials: Trials) -> tuple[bool, float | None]:
+    """Try candidates by their bound; return whether the best is proven, and the final bound."""
+    space, bounds = trials.space, trials.bounds
+    queue: list[tuple[float, int, int, Candidate]] = []
+    number = 0
+
+    def push(candidate: Candidate, level: int, least_s: float) -> None:
+        nonlocal number
+        if bounds.exceeds_memory(candidate, level):
+            trials.too_large += 1
+            return
+        number += 1
+        own_s = max(least_s, bounds.seconds(candidate, level))
+        heapq.heappush(queue, (own_s, -level, number, candidate))
+
+    first = search_methods.rule_of_thumb(trials)
+    if first is not None:
+        trials.try_candidate(first)
+    for shape in space.shapes():
+        push(shape, 0, 0.0)
+        if trials.is_over:
+            trials.cut_off += len(queue)
+            return False, None
+    while queue:
+        least_s, level, _, candidate = heapq.heappop(queue)
+        if least_s >= trials.best_s or trials.is_over:
+            trials.cut_off += 1 + len(queue)
+            return least_s >= trials.best_s, min(least_s, trials.best_s)
+        if -level == len(Space.LEVELS):
+            trials.try_candidate(candidate)
+            continue
+        for child in space.children(candidate, -level):
+            push(child, 1 - level, least_s)
+    return True, trials.best_s if trials.found else None

@@ -1,0 +1,151 @@
+"""Trials of candidates: each plan is estimated once, and the fastest ones that fit are kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan, block_names, check_plan, job_under_plan, stage_blocks
+from moesaic.facts.plan.search import (
+    FoundPlan,
+    RankNeed,
+    SearchFacts,
+    SearchResult,
+    Settings,
+    runner_up,
+)
+from moesaic.policy.plan.bound import Bounds
+from moesaic.policy.plan.cuts import best_cuts
+from moesaic.policy.plan.estimates import Estimates
+from moesaic.policy.plan.mapping import assign_places
+from moesaic.policy.plan.space import Candidate, Space
+
+
+class Trials:
+    """Estimates of the candidates of one search."""
+
+    def __init__(
+        self, facts: SearchFacts, space: Space, estimates: Estimates, bounds: Bounds
+    ) -> None:
+        self.facts, self.space, self.bounds = facts, space, bounds
+        self.estimates = estimates
+        self.found: list[FoundPlan] = []
+        """Plans that fit, in the order of their trials."""
+        self.nearest: tuple[RankNeed, Settings, Plan] | None = None
+        """Plan with the smallest fraction of memory in use, of those that do not fit."""
+        self.tried = self.too_large = self.cut_off = 0
+        self.best_s = math.inf
+        """Seconds of the fastest plan found."""
+        self._seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """True if a limit of the search is reached."""
+        limit_s, max_tried = self.facts.limit_s, self.facts.max_tried
+        if max_tried is not None and self.tried >= max_tried:
+            return True
+        return limit_s is not None and time.monotonic() - self._began >= limit_s
+
+    def try_candidate(self, candidate: Candidate) -> float:
+        """Return the seconds of a step of a complete candidate; infinity if it does not fit."""
+        made = self.plan(candidate)
+        if made is None:
+            return math.inf
+        job, plan = made
+        if candidate.cuts == "balanced" and plan.stages == stage_blocks(
+            plan.model_copy(update={"stages": None}), job.model
+        ):
+            candidate = candidate._replace(cuts="even")
+        return self._try(job, plan, candidate.settings())
+
+    def try_plan(self, plan: Plan) -> float:
+        """Return the seconds of a step of a given plan; infinity if it fails a check or memory."""
+        job = job_under_plan(self.facts.job, plan)
+        try:
+            check_plan(plan, job, "seed")
+            plan = assign_places(plan.model_copy(update={"predictions": None}), self.facts.cluster)
+        except ConfigError:
+            return math.inf
+        layout = {f"layout.{key}": value for key, value in _layout(plan).items()}
+        settings = {
+            **layout, "train.micro_batches": job.train.micro_batches,
+            "train.recompute": job.train.recompute, "stages": plan.stages,
+        }  # fmt: skip
+        return self._try(job, plan, settings)
+
+    def _try(self, job: Job, plan: Plan, settings: Settings) -> float:
+        key = plan.model_dump_json(exclude={"places", "predictions", "expert_placement"})
+        if key in self._seconds:
+            return self._seconds[key]
+        memory = self.estimates.memory(job, plan)
+        if memory.used_fraction > 1:
+            self.too_large += 1
+            if self.nearest is None or memory.used_fraction < self.nearest[0].used_fraction:
+                self.nearest = memory, settings, plan
+            self._seconds[key] = math.inf
+            return math.inf
+        estimate = self.estimates.step(job, plan)
+        self.tried += 1
+        self._seconds[key] = estimate.step_s
+        self.found.append(FoundPlan(settings=settings, plan=plan, estimate=estimate, memory=memory))
+        self.best_s = min(self.best_s, estimate.step_s)
+        return estimate.step_s
+
+    def plan(self, candidate: Candidate) -> tuple[Job, Plan] | None:
+        """Return the job under a complete candidate and its plan, or None if there is none."""
+        found = self.space.plan(candidate)
+        if found is None or candidate.cuts == "even":
+            return found
+        stages = self._balanced_stages(candidate, *found)
+        if stages is None:
+            return None
+        job, plan = found[0], found[1].model_copy(update={"stages": stages})
+        try:
+            check_plan(plan, job, "cuts")
+        except ConfigError:
+            return None
+        return job, plan
+
+    def _balanced_stages(
+        self, candidate: Candidate, job: Job, plan: Plan
+    ) -> list[list[str]] | None:
+        """Return the blocks of each stage by the fastest cuts that fit."""
+        names = block_names(job.model)
+
+        def fits(stage: int, start: int, end: int) -> bool:
+            if plan.num_stages > plan.pp:  # Several stages share a rank: the trial decides.
+                return True
+            stages: list[list[str]] = [[] for _ in range(plan.num_stages)]
+            stages[stage] = names[start:end]
+            own = plan.model_copy(update={"stages": stages})
+            return self.estimates.stage_fits(job, own, stage)
+
+        found = best_cuts(self.bounds.block_seconds(candidate), candidate.micro_batches, fits)
+        if found is None:
+            return None
+        return [names[start:end] for start, end in pairwise((*found.starts, len(names)))]
+
+    def result(self, *, is_proven: bool, bound_s: float | None) -> SearchResult:
+        """Return the outcome of the search."""
+        ranked = sorted(self.found, key=lambda one: one.estimate.step_s)
+        best = ranked[0] if ranked else None
+        others = ranked[1 : 1 + self.facts.num_runners_up]
+        return SearchResult(
+            method=self.facts.method, best=best,
+            runners_up=[runner_up(one, best) for one in others] if best is not None else [],
+            tried=self.tried, too_large=self.too_large, cut_off=self.cut_off, is_proven=is_proven,
+            bound_s=bound_s, faults=[] if self.space.has_plans else list(self.space.faults),
+        )  # fmt: skip
+
+
+def _layout(plan: Plan) -> Settings:
+    """Return the settings of a plan's layout."""
+    keys = {
+        "pp", "schedule", "tp", "etp", "ep", "dp_shard", "embedding", "dispatch", "dispatch_hosts",
+        "chunks", "overlap_local",
+    }  # fmt: skip
+    return plan.model_dump(include=keys)
