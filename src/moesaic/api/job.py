@@ -35,12 +35,12 @@ from moesaic.api.run import Run
 from moesaic.api.train_worker import TrainTask, default_out, resumed_run
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job as LanguageModelJob
+from moesaic.train.input_checks import check_inputs
 from moesaic.train.job_file import (
     LoadedJob,
     TrainingJob,
     apply_plan,
     blame_sets,
-    check_inputs,
     check_out_is_not_data,
     check_writable,
     language_model,

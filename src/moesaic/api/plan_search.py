@@ -93,6 +93,14 @@ class _ShownEstimates:
         """Return the memory of the tightest rank."""
         return self._estimates.memory(job, plan)
 
+    def stage_fits(self, job: Job, plan: Plan, stage: int) -> bool:
+        """Return whether the ranks of a stage have room for it."""
+        return self._estimates.stage_fits(job, plan, stage)
+
+    def on_cluster(self, cluster: Cluster) -> Estimates:
+        """Return the predictions on another cluster."""
+        return _ShownEstimates(self._estimates.on_cluster(cluster), self._progress)
+
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step."""
         found = self._estimates.step(job, plan)
@@ -209,8 +217,8 @@ def _describe_part(one: Any) -> dict[str, Any]:
 
 
 def explain_block(planned: PlannedJob, block: str) -> dict[str, Any]:
-    """Return why a block of a planned job is where it is and takes as long as it does, with its
-    seconds under the runners-up of a search."""
+    """Return where a block of a planned job is and what its seconds come from, with those under the
+    runners-up of a search."""
     from moesaic.policy.plan import why
     from moesaic.policy.plan.found import differences
 

@@ -173,19 +173,30 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         planned, status = choose_part(question, (floor or 0.0) if min_cost else None)
     else:
         planned, status = question.predict(plan_path, search=search)
+    _print(planned, question, why, (out, trace))
+    return status
+
+
+def _print(
+    planned: PlannedJob,
+    question: Question,
+    why: str | None,
+    files: tuple[Path | None, Path | None],
+) -> None:
+    """Print warnings and the prediction, or the reasons for one block; write the `files` of `--out`
+    and `--trace`."""
     for warning in planned.warnings:
         screen.print_warning(warning)
     if why is not None:
-        print_block(planned, why, as_json)
-        return status
-    written = _write(planned, question, out, trace)
-    if as_json:
+        print_block(planned, why, question.as_json)
+        return
+    written = _write(planned, question, *files)
+    if question.as_json:
         screen.print_json(planned.figures)
     elif planned.found is not None:
         searched.print_searched_job(planned, written)
     else:
         prediction.print_planned_job(planned, written)
-    return status
 
 
 def _write(
