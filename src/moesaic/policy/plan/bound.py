@@ -16,9 +16,23 @@ from numpy.typing import NDArray
 
 from moesaic.facts.cluster import Cluster, Device, Place, device_at, place_ranks
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.plan import Plan, block_names
-from moesaic.facts.workload import EXPERTS, RESULTS, STORED_BYTES, TOKENS, Block, BlockWork, Op
+from moesaic.facts.plan import Plan, block_names, stage_blocks
+from moesaic.facts.workload import (
+    EXPERTS,
+    RESULTS,
+    STORED_BYTES,
+    TOKENS,
+    Block,
+    BlockSpec,
+    BlockWork,
+    Op,
+    block_specs,
+)
+from moesaic.facts.workload.blocks import BlockBuilder
+from moesaic.facts.workload.memory import logits_bytes
 from moesaic.facts.workload.parameters import is_trainable, local_size, moment_bytes
+from moesaic.facts.workload.rank_params import RankParams
+from moesaic.facts.workload.sizes import Sizes
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.plan.space import Candidate, Space
@@ -32,18 +46,38 @@ Seconds = NDArray[np.float64]
 
 
 class BlockCost(NamedTuple):
-    """One block of a model on the ranks of a stage."""
+    """One block of a model on a rank of each kind in a stage."""
 
     pass_s: Seconds
-    """Seconds of forward and backward of a micro-batch, by rank of the stage."""
+    """Seconds of forward and backward of a micro-batch, [ranks]."""
     exchange_s: Seconds
     """Seconds of exchanges of tokens, of these."""
     routed_s: Seconds
     """Seconds of computing that depends on the dispatch method, of these."""
     update_s: Seconds
     """Seconds of computing once per step."""
-    state_bytes: int
-    """Bytes of parameters, moments and gradients on the first rank."""
+    saved_bytes: int
+    """Bytes that forward keeps of a micro-batch for backward."""
+    stream_bytes: int
+    """Bytes of the input of a layer."""
+    logits_bytes: int
+    """Bytes of the logits that exist at one time."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a block's state on the first rank of a stage."""
+
+    lasting: int
+    """Bytes of parameters and moments."""
+    total: int
+    """Bytes with gradients."""
+    gathered: int
+    """Bytes of the dense parameters, as FSDP gathers them."""
+
+    def __add__(self, other: object) -> StateBytes:
+        """Return the state of two blocks."""
+        assert isinstance(other, StateBytes)
+        return StateBytes(*map(sum, zip(self, other, strict=True)))
 
 
 class Bounds:
@@ -58,6 +92,8 @@ class Bounds:
         self._places = place_ranks(self._cluster, space.ranks)
         self._host_kinds = _host_kinds(self._cluster)
         self._networks: dict[tuple[Place, ...], NetworkModel] = {}
+        self._states: dict[tuple[object, ...], dict[str, StateBytes]] = {}
+        self._kinds = _block_kinds(space.job.model)
         self._costs: dict[Candidate, list[dict[str, BlockCost]]] = {}
         devices = [device_at(self._cluster, place) for place in dict.fromkeys(self._places)]
         self._memory = [device_at(self._cluster, place).memory_bytes for place in self._places]
@@ -83,7 +119,7 @@ class Bounds:
             }
             for stage in self._stage_costs(candidate, level)
         ]
-        kinds = _block_kinds(self._job.model)
+        kinds = self._kinds
         micro_batches = candidate.micro_batches
         if candidate.pp == 1:
             by_kind = stages[0]
@@ -113,15 +149,38 @@ class Bounds:
 
     def block_seconds(self, candidate: Candidate) -> list[list[float]]:
         """Return the seconds of a micro-batch by pipeline stage and block, [stages][blocks]."""
-        costs, kinds = self._stage_costs(candidate, 3), _block_kinds(self._job.model)
+        costs, kinds = self._stage_costs(candidate, 3), self._kinds
         found = self._space.plan(candidate)
         assert found is not None
         rows = [[float(stage[kind].pass_s.max()) for kind in kinds] for stage in costs]
         return [rows[stage % candidate.pp] for stage in range(found[1].num_stages)]
 
     def exceeds_memory(self, candidate: Candidate, level: int) -> bool:
-        """Return whether parameters, moments and gradients alone exceed the memory of the ranks."""
-        return self.state_fraction(candidate, level) > 1
+        """Return whether no plan below `candidate` fits, by what memory holds at least."""
+        if self.state_fraction(candidate, level) > 1:
+            return True
+        if not level or self._job.memory is not None:
+            return False
+        if level < len(Space.LEVELS) or candidate.cuts != "even":
+            return self._total_fraction(candidate, level) > 1
+        found = self._space.plan(candidate)
+        assert found is not None
+        listed = stage_blocks(found[1], self._job.model)
+        kinds = dict(zip(block_names(self._job.model), self._kinds, strict=True))
+        for pp_rank in range(candidate.pp):
+            stages = listed[pp_rank :: candidate.pp]
+            own = [kinds[name] for stage in stages for name in stage]
+            if self._stage_fraction(candidate, pp_rank, own) > 1:
+                return True
+        return False
+
+    def stage_exceeds_memory(
+        self, candidate: Candidate, pp_rank: int, start: int, end: int
+    ) -> bool:
+        """Return whether some consecutive blocks exceed the memory of a pipeline rank."""
+        if self._job.memory is not None:
+            return False
+        return self._stage_fraction(candidate, pp_rank, self._kinds[start:end]) > 1
 
     def state_fraction(self, candidate: Candidate, level: int = 0) -> float:
         """Return bytes of parameters, moments and gradients as a fraction of memory, at least.
@@ -130,20 +189,80 @@ class Bounds:
         """
         if self._job.memory is not None:
             return 0.0
-        relaxed, level = candidate, max(level, 0)
-        if level < 2 and self._space.is_open("layout.dp_shard"):
-            most = candidate._replace(dp_shard=self._space.ranks // candidate.pp // candidate.tp)
-            relaxed = most if self._space.plan(most) is not None else candidate
-        kinds = _block_kinds(self._job.model)
-        stages = self._stage_costs(relaxed, 3)
-        own = {kind: min(stage[kind].state_bytes for stage in stages) for kind in set(kinds)}
+        states = self._states_of(candidate, level)
+        kinds = self._kinds
         if level < 3 and self._space.is_open("layout.embedding"):
-            own["embed"] = 0
-        size = len(self._places) // candidate.pp
-        capacity = sum(
-            max(self._memory[at : at + size]) for at in range(0, len(self._places), size)
-        )
-        return sum(own[kind] for kind in kinds) / capacity
+            kinds = kinds[1:]
+        return sum(states[kind].total for kind in kinds) / sum(self._capacities(candidate.pp))
+
+    def _total_fraction(self, candidate: Candidate, level: int) -> float:
+        """Return bytes of parameters, moments and activations as a fraction of all memory."""
+        states, saved = self._states_of(candidate, level), self._saved(candidate, level)
+        kinds = self._kinds[1:] if level < 3 else self._kinds
+        in_flight = candidate.micro_batches if candidate.schedule == "gpipe" else 1
+        in_flight = in_flight if candidate.pp > 1 else 1
+        total = sum(states[kind].lasting + in_flight * saved[kind] for kind in kinds)
+        total -= in_flight * (candidate.pp - 1) * saved["stream"]
+        return total / sum(self._capacities(candidate.pp))
+
+    def _stage_fraction(self, candidate: Candidate, pp_rank: int, kinds: Sequence[str]) -> float:
+        """Return bytes that blocks need at least as a fraction of a pipeline rank's memory."""
+        states, saved = self._states_of(candidate, 3), self._saved(candidate, 3)
+        pp, micro_batches, schedule = candidate.pp, candidate.micro_batches, candidate.schedule
+        in_flight = min(micro_batches, pp - pp_rank)
+        if pp > 1 and schedule == "gpipe":
+            in_flight = micro_batches
+        own = [states[kind] for kind in kinds]
+        lasting, total = sum(one.lasting for one in own), sum(one.total for one in own)
+        held = sum(saved[kind] for kind in kinds)
+        if pp > 1 and schedule == "interleaved":  # Its two stages need not be in flight together.
+            held = 0
+        # Gradients exist before the last micro-batch comes.
+        if schedule in ("1f1b", "gpipe") and micro_batches > in_flight:
+            lasting = total
+        activations = in_flight * (held - (saved["stream"] if pp_rank else 0))
+        if "head" in kinds:
+            activations += saved["logits"]
+        if pp > 1:
+            is_inner = "embed" not in kinds, "head" not in kinds
+            activations += sum(is_inner) * micro_batches * saved["stream"]
+        gathered = 0
+        if candidate.dp_shard > 1:
+            used = own if pp > 1 else [states[kind] for kind in {"embed", kinds[-2], "head"}]
+            gathered = sum(one.gathered for one in used)
+        most = max(total, lasting + activations + gathered)
+        return most / self._capacities(pp)[pp_rank]
+
+    def _capacities(self, pp: int) -> list[float]:
+        """Return the largest memory of a device, by pipeline rank."""
+        size = len(self._places) // pp
+        return [max(self._memory[at : at + size]) for at in range(0, len(self._places), size)]
+
+    def _states_of(self, candidate: Candidate, level: int) -> dict[str, StateBytes]:
+        """Return the state of each kind of block on the first rank of a stage."""
+        dp_shard, pp = candidate.dp_shard, candidate.pp
+        if level < 2 and self._space.is_open("layout.dp_shard"):
+            dp_shard = self._space.ranks // pp // candidate.tp
+        key = candidate.tp, candidate.etp, candidate.ep, pp, dp_shard, candidate.embedding
+        if key not in self._states:
+            job, plan = self._reduced(candidate._replace(dp_shard=dp_shard))
+            own: dict[str, StateBytes] = {}
+            for spec in block_specs(job.model, plan, 0, job.finetune):
+                one = _state_bytes(job, spec, dp_shard, pp)
+                own[spec.model_block] = own.get(spec.model_block, StateBytes(0, 0, 0)) + one
+            self._states[key] = own
+        return self._states[key]
+
+    def _saved(self, candidate: Candidate, level: int) -> dict[str, int]:
+        """Return bytes that forward keeps of a micro-batch by kind of block, at least over stages;
+        "stream": those of the input of a stage."""
+        stages = self._stage_costs(candidate, level)
+        saved = {kind: min(stage[kind].saved_bytes for stage in stages) for kind in stages[0]}
+        saved["stream"] = min(stage["embed"].stream_bytes for stage in stages)
+        saved["logits"] = min(stage["head"].logits_bytes for stage in stages)
+        if candidate.recompute:
+            saved |= {kind: saved["stream"] for kind in saved if kind.startswith("layers.")}
+        return saved
 
     def _stage_costs(self, candidate: Candidate, level: int) -> list[dict[str, BlockCost]]:
         """Return the costs of each kind of block on each pipeline rank."""
@@ -164,7 +283,7 @@ class Bounds:
             places = self._places[at : at + size]
             key = self._stage_key(places)
             if key not in made:
-                made[key] = self._make_costs(job, plan, places, candidate.pp)
+                made[key] = self._make_costs(job, plan, places)
             found.append(made[key])
         return found
 
@@ -189,21 +308,24 @@ class Bounds:
         update = {"model": small, "train": train, "layout": layout}
         return self._job.model_copy(update=update), plan
 
-    def _make_costs(
-        self, job: Job, plan: Plan, places: list[Place], pp: int
-    ) -> dict[str, BlockCost]:
+    def _make_costs(self, job: Job, plan: Plan, places: list[Place]) -> dict[str, BlockCost]:
         key = tuple(places)
         if key not in self._networks:
             self._networks[key] = NetworkModel(self._cluster, places)
         costs = JobCosts(plan, self._cluster, places, self._networks[key], job=job)
-        groups = costs.equal_ranks()
-        ranks = list(groups.values())
+        # The last rank of each kind of device has the most samples.
+        ranks = list({kind: rank for rank, kind in enumerate(costs.device_kinds())}.values())
+        by_rank = [
+            BlockBuilder(
+                RankParams(job, plan, rank), Sizes(job, plan, rank, _on_cpu(costs, rank)), None
+            ).blocks()
+            for rank in ranks
+        ]
         found: dict[str, BlockCost] = {}
-        for row in zip(*(costs.blocks(first) for first in groups), strict=True):
+        for row in zip(*by_rank, strict=True):
             name = row[0].spec.model_block
-            if name in block_names(job.model):
-                one = _block_cost(costs, row, ranks, pp)
-                found[name] = one if name not in found else _sum(found[name], one)
+            one = _block_cost(costs, row, ranks)
+            found[name] = one if name not in found else _sum(found[name], one)
         return found
 
     def _stage_key(self, places: Sequence[Place]) -> object:
@@ -215,28 +337,36 @@ class Bounds:
         )
 
 
-def _block_cost(
-    costs: JobCosts, row: Sequence[Block], ranks: list[list[int]], pp: int
-) -> BlockCost:
-    """Return the cost of a block, given on the first rank of each kind."""
-    name, passes = row[0].name, [[one.forward for one in row], [one.backward for one in row]]
-    zeros = np.zeros(costs.plan.ranks)
-    pass_s, exchange_s, routed_s = zeros, zeros, zeros
-    for phase, works in zip(("forward", "backward"), passes, strict=True):
-        pass_s = pass_s + costs.seconds_by_rank(
-            costs.compute_s([_own_ops(one) for one in works], ranks), ranks
-        )
+def _on_cpu(costs: JobCosts, rank: int) -> bool:
+    return costs.device(rank).kind == "cpu"
+
+
+def _block_cost(costs: JobCosts, row: Sequence[Block], ranks: list[int]) -> BlockCost:
+    """Return the cost of a block, given on each of some ranks."""
+    own = [[rank] for rank in ranks]
+    pass_s, exchange_s, routed_s = (np.zeros(len(ranks)) for _ in range(3))
+    for phase in ("forward", "backward"):
+        works: list[BlockWork] = [getattr(one, phase) for one in row]
+        pass_s += costs.compute_s([_own_ops(one) for one in works], own)
         routed = [tuple(op for op in one.ops if op.name in _LAYOUT) for one in works]
-        routed_s = routed_s + costs.seconds_by_rank(costs.compute_s(routed, ranks), ranks)
-        for first, event in costs.block_collectives(phase, name, works, ranks):
-            if not first and event.name not in ("gradients", "replicas"):
-                pass_s = pass_s + event.seconds
-                exchange_s = exchange_s + event.seconds * (event.name in (TOKENS, RESULTS))
-    updates = costs.compute_s([_own_ops(one.update) for one in row], ranks)
-    return BlockCost(
-        pass_s, exchange_s, routed_s, costs.seconds_by_rank(updates, ranks),
-        _state_bytes(costs.job, row[0], costs.plan.dp_shard, pp),
-    )  # fmt: skip
+        routed_s += costs.compute_s(routed, own)
+        for at, (rank, work) in enumerate(zip(ranks, works, strict=True)):
+            for call in work.collectives:
+                if call.precedes_compute or call.name in ("gradients", "replicas"):
+                    continue
+                event = costs.collective_event(phase, row[0].name, [call], [_all(costs)])
+                pass_s[at] += event.seconds[rank]
+                exchange_s[at] += event.seconds[rank] * (event.name in (TOKENS, RESULTS))
+    updates = np.array(costs.compute_s([_own_ops(one.update) for one in row], own))
+    sizes = [Sizes(costs.job, costs.plan, rank, _on_cpu(costs, rank)) for rank in ranks]
+    stream_bytes = min(one.stream_elements * one.stored_bytes for one in sizes)
+    saved_bytes = min(one.saved_bytes for one in row)
+    logits = min(map(logits_bytes, sizes))
+    return BlockCost(pass_s, exchange_s, routed_s, updates, saved_bytes, stream_bytes, logits)
+
+
+def _all(costs: JobCosts) -> list[int]:
+    return list(range(costs.plan.ranks))
 
 
 def _own_ops(work: BlockWork) -> tuple[Op, ...]:
@@ -244,16 +374,17 @@ def _own_ops(work: BlockWork) -> tuple[Op, ...]:
     return tuple(op for op in work.ops if op.name not in ("unshard", "reshard"))
 
 
-def _state_bytes(job: Job, block: Block, dp_shard: int, pp: int) -> int:
-    """Return bytes of parameters, moments and gradients of a block on the first rank."""
-    stored, total = STORED_BYTES[job.train.precision], 0
-    for p in block.spec.parameters:
+def _state_bytes(job: Job, spec: BlockSpec, dp_shard: int, pp: int) -> StateBytes:
+    """Return the state of a block; a pipeline keeps gradients unsharded."""
+    stored, lasting, gradients = STORED_BYTES[job.train.precision], 0, 0
+    for p in spec.parameters:
         size = p.size if not p.is_dense else local_size(p, dp_shard)
-        total += size * stored
+        lasting += size * stored
         if is_trainable(job.finetune, p):
-            gradient = p.size if pp > 1 or not p.is_dense else size
-            total += sum(moment_bytes(p, size, job)) + gradient * stored
-    return total
+            lasting += sum(moment_bytes(p, size, job))
+            gradients += (p.size if pp > 1 or not p.is_dense else size) * stored
+    gathered = sum(p.size for p in spec.dense if not p.is_column_shard) * stored
+    return StateBytes(lasting, lasting + gradients, gathered)
 
 
 def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
@@ -261,7 +392,7 @@ def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
     return BlockCost(
         one.pass_s + other.pass_s, one.exchange_s + other.exchange_s,
         one.routed_s + other.routed_s, one.update_s + other.update_s,
-        one.state_bytes + other.state_bytes,
+        one.saved_bytes + other.saved_bytes, one.stream_bytes, one.logits_bytes,
     )  # fmt: skip
 
 

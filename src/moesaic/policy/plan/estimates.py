@@ -25,8 +25,8 @@ class Estimates(Protocol):
     def memory(self, job: Job, plan: Plan) -> RankNeed:
         """Return the memory of the tightest rank."""
 
-    def stage_fits(self, job: Job, plan: Plan, stage: int) -> bool:
-        """Return whether the ranks of a stage have room for it; other stages may have no blocks."""
+    def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
+        """Return whether the ranks of some pipeline ranks, or all ranks, have enough memory."""
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step."""
@@ -58,15 +58,18 @@ class SimulatedEstimates:
             device_bytes=float(found.device.memory_bytes),
         )  # fmt: skip
 
-    def stage_fits(self, job: Job, plan: Plan, stage: int) -> bool:
-        """Return whether the ranks of a stage have room for it; other stages may have no blocks."""
+    def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
+        """Return whether the ranks of some pipeline ranks, or all ranks, have enough memory."""
         costs, parts = self.costs(job, plan), job_parts(job, plan)
+        if job.memory is not None:
+            return tightest_rank(costs).used_fraction <= 1
         for rank in costs.equal_ranks():
-            if plan.pp_rank(rank) == stage:
-                device = costs.device(rank)
-                needs = memory_of_parts(parts, rank, self._loads, on_cpu=device.kind == "cpu")
-                if needs.peak_bytes > device.memory_bytes:
-                    return False
+            device, stage = costs.device(rank), plan.pp_rank(rank)
+            if stages is not None and stage not in stages:
+                continue
+            needs = memory_of_parts(parts, rank, self._loads, on_cpu=device.kind == "cpu")
+            if needs.peak_bytes > device.memory_bytes:
+                return False
         return True
 
     def on_cluster(self, cluster: Cluster) -> SimulatedEstimates:

@@ -99,7 +99,7 @@ def _fits(trials: Trials, candidate: Candidate) -> bool:
     found = trials.space.plan(candidate)
     if found is None or trials.bounds.exceeds_memory(candidate, len(trials.space.LEVELS)):
         return False
-    return trials.estimates.memory(*found).used_fraction <= 1
+    return trials.estimates.fits(*found)
 
 
 def _leaves(trials: Trials) -> Iterator[Candidate]:

@@ -11,7 +11,6 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, block_names, check_plan, job_under_plan, stage_blocks
 from moesaic.facts.plan.search import (
     FoundPlan,
-    RankNeed,
     SearchFacts,
     SearchResult,
     Settings,
@@ -34,8 +33,6 @@ class Trials:
         self.estimates = estimates
         self.found: list[FoundPlan] = []
         """Plans that fit, in the order of their trials."""
-        self.nearest: tuple[RankNeed, Settings, Plan] | None = None
-        """Plan with the smallest fraction of memory in use, of those that do not fit."""
         self.tried = self.too_large = self.cut_off = 0
         self.best_s = math.inf
         """Seconds of the fastest plan found."""
@@ -81,13 +78,11 @@ class Trials:
         key = plan.model_dump_json(exclude={"places", "predictions", "expert_placement"})
         if key in self._seconds:
             return self._seconds[key]
-        memory = self.estimates.memory(job, plan)
-        if memory.used_fraction > 1:
+        if not self.estimates.fits(job, plan):
             self.too_large += 1
-            if self.nearest is None or memory.used_fraction < self.nearest[0].used_fraction:
-                self.nearest = memory, settings, plan
             self._seconds[key] = math.inf
             return math.inf
+        memory = self.estimates.memory(job, plan)
         estimate = self.estimates.step(job, plan)
         self.tried += 1
         self._seconds[key] = estimate.step_s
@@ -119,10 +114,12 @@ class Trials:
         def fits(stage: int, start: int, end: int) -> bool:
             if plan.num_stages > plan.pp:  # Several stages share a rank: the trial decides.
                 return True
+            if self.bounds.stage_exceeds_memory(candidate, stage, start, end):
+                return False
             stages: list[list[str]] = [[] for _ in range(plan.num_stages)]
             stages[stage] = names[start:end]
             own = plan.model_copy(update={"stages": stages})
-            return self.estimates.stage_fits(job, own, stage)
+            return self.estimates.fits(job, own, [stage])
 
         found = best_cuts(self.bounds.block_seconds(candidate), candidate.micro_batches, fits)
         if found is None:
