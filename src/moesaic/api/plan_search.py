@@ -19,8 +19,6 @@ from moesaic.facts.plan.search import SearchFacts, SearchMethod, SearchResult
 if TYPE_CHECKING:
     from moesaic.facts.cluster import Cluster
     from moesaic.facts.job import Job
-    from moesaic.facts.plan import Plan
-    from moesaic.facts.plan.search import PlanEstimate, RankNeed
     from moesaic.policy.plan.choices import RecordedLoads
     from moesaic.policy.plan.estimates import Estimates
     from moesaic.policy.plan.predict import PlannedJob
@@ -83,38 +81,15 @@ class SearchProgress:
         return "" if console.is_terminal else "\n"
 
 
-class _ShownEstimates:
-    """Estimates that report each simulated step."""
-
-    def __init__(self, estimates: Estimates, progress: SearchProgress) -> None:
-        self._estimates, self._progress = estimates, progress
-
-    def memory(self, job: Job, plan: Plan) -> RankNeed:
-        """Return the memory of the tightest rank."""
-        return self._estimates.memory(job, plan)
-
-    def stage_fits(self, job: Job, plan: Plan, stage: int) -> bool:
-        """Return whether the ranks of a stage have room for it."""
-        return self._estimates.stage_fits(job, plan, stage)
-
-    def on_cluster(self, cluster: Cluster) -> Estimates:
-        """Return the predictions on another cluster."""
-        return _ShownEstimates(self._estimates.on_cluster(cluster), self._progress)
-
-    def step(self, job: Job, plan: Plan) -> PlanEstimate:
-        """Return the time of a step."""
-        found = self._estimates.step(job, plan)
-        self._progress.step(found.step_s)
-        return found
-
-
 @contextmanager
 def shown_search(facts: SearchFacts, progress: SearchProgress) -> Iterator[Estimates]:
     """Yield estimates for `facts` that show progress; the line is removed at the end."""
-    from moesaic.policy.plan.estimates import SimulatedEstimates
+    from moesaic.policy.plan.found import WatchedEstimates
 
+    estimates = WatchedEstimates.from_facts(facts)
+    estimates.on_step = progress.step
     try:
-        yield _ShownEstimates(SimulatedEstimates.from_facts(facts), progress)
+        yield estimates
     finally:
         progress.clear()
 
@@ -172,17 +147,16 @@ def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> P
     from moesaic.policy.plan.found import predict_found, run_search
     from moesaic.policy.plan.parts import (
         PartSearch,
-        cheapest_that_fits,
         cluster_parts,
+        first_that_fits,
         least_cost,
         search_parts,
     )
 
     parts, done = cluster_parts(facts.cluster), list[PartSearch]()
     progress = SearchProgress(is_shown)
-    each = facts
-    if facts.limit_s is not None:
-        each = facts.model_copy(update={"limit_s": facts.limit_s / len(parts)})
+    limit_s = None if facts.limit_s is None else facts.limit_s / len(parts)
+    each = facts.model_copy(update={"limit_s": limit_s, "explains_shortfall": False})
 
     def search(own: SearchFacts) -> SearchResult:
         progress.what = f" part {len(done) + 1} of {len(parts)}"
@@ -194,13 +168,14 @@ def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> P
             done.append(one)
             yield one
 
-    if floor is None:
-        chosen: PartSearch | None = cheapest_that_fits(recorded())
-    else:
-        chosen = least_cost(list(recorded()), floor)
-    is_reached = chosen is not None and chosen.result.best is not None
+    chosen = first_that_fits(recorded()) if floor is None else least_cost([*recorded()], floor)
+    is_reached = chosen is not None
     if chosen is None:
-        chosen = max(done, key=lambda one: one.tokens_per_s)
+        fastest = max(done, key=lambda one: one.tokens_per_s)
+        chosen = fastest if fastest.tokens_per_s else done[-1]
+    if chosen.result.best is None:
+        explained = chosen.facts.model_copy(update={"explains_shortfall": True})
+        chosen = chosen._replace(facts=explained, result=search(explained))
     planned = predict_found(chosen.facts, chosen.result)
     return PartChoice(planned, [_describe_part(one) for one in done], is_reached)
 

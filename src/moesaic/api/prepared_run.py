@@ -22,6 +22,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.base.file_system import unsuitable_file_system
 from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.plan import Plan, check_plan, idle_ranks_warning, load_plan, plan_from_job
+from moesaic.facts.plan.plan import MAX_RANKS
 from moesaic.policy.plan.mapping import max_ranks
 from moesaic.train.job_file import (
     LoadedJob,
@@ -191,7 +192,7 @@ def own_plan(loaded: LoadedJob[TrainingJob], ranks: int, *, is_open: bool) -> Pl
             with blame_sets(loaded.origin, loaded.sets):
                 return plan_from_job(loaded.job, ranks, loaded.origin)
         except ConfigError:
-            if not is_open:
+            if not is_open or ranks > MAX_RANKS:
                 raise
     return Plan.data_parallel(ranks)
 

@@ -94,7 +94,11 @@ def choose_part(question: Question, floor: float | None) -> tuple[PlannedJob, in
         loads=question.loads, is_shown=not question.as_json,
     )  # fmt: skip
     status = 0 if choice.is_reached else EXIT_DOES_NOT_FIT
-    figures = {**choice.planned.figures, "parts": choice.parts, "is_reached": choice.is_reached}
+    figures = {
+        **choice.planned.figures,
+        "cluster_parts": choice.parts,
+        "is_reached": choice.is_reached,
+    }
     if not question.as_json:
         searched.print_part(choice, floor)
     return choice.planned._replace(figures=figures), status

@@ -197,11 +197,9 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
         f"  it needs {format_bytes(memory['peak_bytes'])} of "
         f"{format_bytes(memory['device_bytes'])} per rank with {settings_text(settings)}"
     )
-    short = figures["shortfall"]
-    if short is not None:
+    if figures["next_size"] is not None:
         screen.print_line(
-            f"  {key} = {figures['next_size']:,} needs {format_bytes(short['peak_bytes'])} of "
-            f"{format_bytes(short['device_bytes'])} in any layout; computed, not measured"
+            f"  {key} = {figures['next_size']:,} fits in no layout; computed, not measured"
         )
 
 

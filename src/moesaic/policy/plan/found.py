@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,13 @@ from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import toml
 from moesaic.base.units import format_bytes, format_seconds
-from moesaic.facts.cluster import place_ranks
+from moesaic.facts.cluster import Cluster, place_ranks
+from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import (
     Change,
     FoundPlan,
+    PlanEstimate,
     RankNeed,
     RunnerUp,
     SearchFacts,
@@ -33,6 +35,26 @@ from moesaic.policy.plan.search import search_plans
 Search = Decision[SearchFacts, SearchResult]
 
 
+class WatchedEstimates(SimulatedEstimates):
+    """Predictions of the cost model that report each simulated step."""
+
+    on_step: Callable[[float], None] | None = None
+    """Function of the seconds of a step."""
+
+    def step(self, job: Job, plan: Plan) -> PlanEstimate:
+        """Return the time of a step."""
+        found = super().step(job, plan)
+        if self.on_step is not None:
+            self.on_step(found.step_s)
+        return found
+
+    def on_cluster(self, cluster: Cluster) -> Estimates:
+        """Return the predictions on another cluster."""
+        found = type(self)(cluster, self._loads)
+        found.on_step = self.on_step
+        return found
+
+
 def run_search(
     facts: SearchFacts, estimates: Estimates | None = None, log: list[Search] | None = None
 ) -> SearchResult:
@@ -41,7 +63,8 @@ def run_search(
         estimates = SimulatedEstimates.from_facts(facts)
     policy = partial(search_plans, estimates=estimates)
     result = decide(policy, facts, [] if log is None else log)
-    if result.best is None and result.shortfall is None:
+    is_explained = result.shortfall is not None or not facts.explains_shortfall
+    if result.best is None and not is_explained:
         raise ConfigError("; ".join(result.faults) or "no layout is valid for this job")
     return result
 

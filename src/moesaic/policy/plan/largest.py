@@ -32,7 +32,7 @@ def largest_in_memory(
     def fits(number: int) -> bool:
         if number not in results:
             model = _resized(job, key, number * step)
-            asked = {"job": model, "max_tried": 1, "num_runners_up": 0}
+            asked = {"job": model, "max_tried": 1, "num_runners_up": 0, "explains_shortfall": False}
             results[number] = search(facts.model_copy(update=asked))
         return results[number].best is not None
 
@@ -42,16 +42,13 @@ def largest_in_memory(
         low, high = (middle, high) if fits(middle) else (low, middle)
     size = low * step if low >= least else 0
     found = results[low].best if size else None
-    beyond = results.get(high)
     return {
         "cluster": facts.cluster.name, "ranks": facts.ranks, "key": f"model.{key}", "size": size,
         "own": getattr(job.model, key),
         "parameters": count_parameters(_resized(job, key, size).model).total if size else 0,
         "settings": None if found is None else found.settings,
         "memory": None if found is None else found.memory.model_dump(mode="json"),
-        "next_size": high * step if beyond is not None else None,
-        "shortfall": None if beyond is None or beyond.shortfall is None
-        else beyond.shortfall.memory.model_dump(mode="json"),
+        "next_size": high * step if high in results else None,
     }  # fmt: skip
 
 

@@ -103,23 +103,9 @@ def search_parts(
         yield PartSearch(part, own, result, speed)
 
 
-def cheapest_that_fits(searches: Iterator[PartSearch]) -> PartSearch:
-    """Return the first part, of those ordered by price, on which a plan fits; else the part that
-    comes nearest."""
-    nearest: PartSearch | None = None
-    for one in searches:
-        if one.result.best is not None:
-            return one
-        if nearest is None or _missing(one) < _missing(nearest):
-            nearest = one
-    assert nearest is not None
-    return nearest
-
-
-def _missing(one: PartSearch) -> float:
-    """Return the used fraction of memory on a part where nothing fits."""
-    shortfall = one.result.shortfall
-    return float("inf") if shortfall is None else shortfall.memory.used_fraction
+def first_that_fits(searches: Iterator[PartSearch]) -> PartSearch | None:
+    """Return the first part on which a plan fits; None if there is none."""
+    return next((one for one in searches if one.result.best is not None), None)
 
 
 def least_cost(searches: Sequence[PartSearch], floor: float) -> PartSearch | None:
