@@ -9,6 +9,7 @@ FSDP's collectives and stage transfers may overlap, and do not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from moesaic.facts.cluster import Cluster, Device, Place, device_at, place_ranks
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.plan import Plan, block_names, stage_blocks
+from moesaic.facts.plan import Plan, block_names, pipeline_actions, stage_blocks
 from moesaic.facts.workload import (
     EXPERTS,
     RESULTS,
@@ -134,6 +135,34 @@ class Bounds:
             bound = max(bound, total / (1 - (1 - 1 / micro_batches) ** candidate.pp))
         return bound
 
+    def stages_seconds(self, candidate: Candidate, stages: Sequence[Sequence[str]]) -> float:
+        """Return seconds that a step of a complete candidate with these stages takes at least.
+
+        Before the first forward of a rank, and after its last backward, the first stages of the
+        ranks before it work.
+        """
+        level, pp = len(Space.LEVELS), candidate.pp
+        if pp == 1:
+            return self.seconds(candidate, level)
+        costs = [
+            {
+                kind: self._counted(cost, kind, level, candidate.overlaps_dispatch, False)[0]
+                for kind, cost in stage.items()
+            }
+            for stage in self._stage_costs(candidate, level)
+        ]
+        kinds = dict(zip(block_names(self._job.model), self._kinds, strict=True))
+        each = [
+            sum(float(costs[stage % pp][kinds[name]].min()) for name in names)
+            for stage, names in enumerate(stages)
+        ]
+        fills = [0.0, *accumulate(each[: pp - 1])]
+        if candidate.schedule == "zero-bubble":
+            fills = [0.0] * pp
+        return ROUNDING * max(
+            candidate.micro_batches * sum(each[rank::pp]) + fill for rank, fill in enumerate(fills)
+        )
+
     def _counted(
         self, cost: BlockCost, kind: str, level: int, is_overlapped: bool, is_open: bool
     ) -> tuple[Seconds, Seconds]:
@@ -165,14 +194,18 @@ class Bounds:
             return self._total_fraction(candidate, level) > 1
         found = self._space.plan(candidate)
         assert found is not None
-        listed = stage_blocks(found[1], self._job.model)
+        return self.stages_exceed_memory(candidate, stage_blocks(found[1], self._job.model))
+
+    def stages_exceed_memory(self, candidate: Candidate, stages: Sequence[Sequence[str]]) -> bool:
+        """Return whether some pipeline rank has too little memory for its stages."""
+        if self._job.memory is not None:
+            return False
         kinds = dict(zip(block_names(self._job.model), self._kinds, strict=True))
-        for pp_rank in range(candidate.pp):
-            stages = listed[pp_rank :: candidate.pp]
-            own = [kinds[name] for stage in stages for name in stage]
-            if self._stage_fraction(candidate, pp_rank, own) > 1:
-                return True
-        return False
+        listed = [[kinds[name] for name in stage] for stage in stages]
+        return any(
+            self._stage_fraction(candidate, pp_rank, listed[pp_rank :: candidate.pp]) > 1
+            for pp_rank in range(candidate.pp)
+        )
 
     def stage_exceeds_memory(
         self, candidate: Candidate, pp_rank: int, start: int, end: int
@@ -180,7 +213,7 @@ class Bounds:
         """Return whether some consecutive blocks exceed the memory of a pipeline rank."""
         if self._job.memory is not None:
             return False
-        return self._stage_fraction(candidate, pp_rank, self._kinds[start:end]) > 1
+        return self._stage_fraction(candidate, pp_rank, [self._kinds[start:end]]) > 1
 
     def state_fraction(self, candidate: Candidate, level: int = 0) -> float:
         """Return bytes of parameters, moments and gradients as a fraction of memory, at least.
@@ -205,27 +238,28 @@ class Bounds:
         total -= in_flight * (candidate.pp - 1) * saved["stream"]
         return total / sum(self._capacities(candidate.pp))
 
-    def _stage_fraction(self, candidate: Candidate, pp_rank: int, kinds: Sequence[str]) -> float:
-        """Return bytes that blocks need at least as a fraction of a pipeline rank's memory."""
+    def _stage_fraction(
+        self, candidate: Candidate, pp_rank: int, stages: Sequence[Sequence[str]]
+    ) -> float:
+        """Return bytes that the stages of a pipeline rank need at least, as a fraction of memory.
+
+        The stages are kinds of blocks."""
         states, saved = self._states_of(candidate, 3), self._saved(candidate, 3)
-        pp, micro_batches, schedule = candidate.pp, candidate.micro_batches, candidate.schedule
-        in_flight = min(micro_batches, pp - pp_rank)
-        if pp > 1 and schedule == "gpipe":
-            in_flight = micro_batches
+        pp, micro_batches = candidate.pp, candidate.micro_batches
+        kinds = [kind for stage in stages for kind in stage]
         own = [states[kind] for kind in kinds]
         lasting, total = sum(one.lasting for one in own), sum(one.total for one in own)
-        held = sum(saved[kind] for kind in kinds)
-        if pp > 1 and schedule == "interleaved":  # Its two stages need not be in flight together.
-            held = 0
-        # Gradients exist before the last micro-batch comes.
-        if schedule in ("1f1b", "gpipe") and micro_batches > in_flight:
+        held = [sum(saved[kind] for kind in stage) for stage in stages]
+        if pp > 1:
+            held = [one - saved["stream"] * (at > 0 or pp_rank > 0) for at, one in enumerate(held)]
+        activations, has_gradients = _most_held(candidate, pp_rank, tuple(held))
+        if has_gradients:
             lasting = total
-        activations = in_flight * (held - (saved["stream"] if pp_rank else 0))
         if "head" in kinds:
             activations += saved["logits"]
         if pp > 1:
-            is_inner = "embed" not in kinds, "head" not in kinds
-            activations += sum(is_inner) * micro_batches * saved["stream"]
+            received = 2 * len(stages) - ("embed" in kinds) - ("head" in kinds)
+            activations += received * micro_batches * saved["stream"]
         gathered = 0
         if candidate.dp_shard > 1:
             used = own if pp > 1 else [states[kind] for kind in {"embed", kinds[-2], "head"}]
@@ -335,6 +369,29 @@ class Bounds:
             (hosts.setdefault(one.host, len(hosts)), self._host_kinds[one.host], one.device)
             for one in places
         )
+
+
+def _most_held(candidate: Candidate, pp_rank: int, held: tuple[int, ...]) -> tuple[int, bool]:
+    """Return the most activations of a pipeline rank, and whether it has all gradients by then.
+
+    `held` has the activations of a micro-batch by stage of the rank.
+    """
+    pp, micro_batches = candidate.pp, candidate.micro_batches
+    if pp == 1:
+        return held[0], micro_batches > 1
+    most = current = 0
+    done, has_gradients = set[int](), False
+    for kind, stage, _ in pipeline_actions(
+        candidate.schedule, pp, len(held), micro_batches, pp_rank
+    ):
+        if kind == "forward":
+            current += held[stage // pp]
+            if current > most or (current == most and len(done) == len(held)):
+                most, has_gradients = current, len(done) == len(held)
+        elif kind in ("backward", "weight"):
+            current -= held[stage // pp]
+            done.add(stage)
+    return most, has_gradients
 
 
 def _on_cpu(costs: JobCosts, rank: int) -> bool:

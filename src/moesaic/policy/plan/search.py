@@ -13,6 +13,7 @@ proven to be the best of the space.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
@@ -24,6 +25,9 @@ from moesaic.policy.plan.mapping import max_ranks
 from moesaic.policy.plan.memory_relief import shortfall
 from moesaic.policy.plan.space import Candidate, Space
 from moesaic.policy.plan.trials import Trials
+
+_MAX_FAILS = 4
+"""Plans in a row that are no faster, before the search turns from likely plans to all of them."""
 
 
 def search_facts(
@@ -102,14 +106,41 @@ def _best_first(trials: Trials) -> tuple[bool, float | None]:
         if trials.is_over:
             trials.cut_off += len(queue)
             return False, None
+    _dive(trials, [(least_s, shape) for least_s, _, _, shape in sorted(queue)])
     while queue:
         least_s, level, _, candidate = heapq.heappop(queue)
         if least_s >= trials.best_s or trials.is_over:
             trials.cut_off += 1 + len(queue)
             return least_s >= trials.best_s, min(least_s, trials.best_s)
         if -level == len(Space.LEVELS):
-            trials.try_candidate(candidate)
+            trials.try_candidate(candidate, skips_slow=True)
             continue
         for child in space.children(candidate, -level):
             push(child, 1 - level, least_s)
     return True, trials.best_s if trials.found else None
+
+
+def _dive(trials: Trials, shapes: Sequence[tuple[float, Candidate]]) -> None:
+    """Try one plan of each promising shape that may fit, until some in a row are no faster."""
+    fails = 0
+    for least_s, shape in shapes:
+        if fails >= _MAX_FAILS or least_s >= trials.best_s or trials.is_over:
+            return
+        leaf = _likely_leaf(trials, shape)
+        if leaf is not None:
+            before_s = trials.best_s
+            trials.try_candidate(leaf, skips_slow=True)
+            fails = 0 if trials.best_s < before_s else fails + 1
+
+
+def _likely_leaf(trials: Trials, shape: Candidate) -> Candidate | None:
+    """Return the first complete candidate of a shape that may fit, with its likely best dispatch
+    and even stages; None if there is none."""
+    space, bounds = trials.space, trials.bounds
+    options = space.children(shape, 0)
+    plain = [one for one in options if not one.overlaps_dispatch] or options
+    dispatched = min(plain, key=lambda one: bounds.seconds(one, 1))
+    for leaf in space.leaves(dispatched, 1):
+        if leaf.cuts == "even" and not bounds.exceeds_memory(leaf, len(Space.LEVELS)):
+            return leaf
+    return None

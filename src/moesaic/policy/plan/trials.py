@@ -47,12 +47,22 @@ class Trials:
             return True
         return limit_s is not None and time.monotonic() - self._began >= limit_s
 
-    def try_candidate(self, candidate: Candidate) -> float:
-        """Return the seconds of a step of a complete candidate; infinity if it does not fit."""
+    def try_candidate(self, candidate: Candidate, *, skips_slow: bool = False) -> float:
+        """Return the seconds of a step of a complete candidate; infinity if it does not fit.
+
+        With `skips_slow` also infinity if a bound shows that it is no faster than the best.
+        """
         made = self.plan(candidate)
         if made is None:
             return math.inf
         job, plan = made
+        stages = stage_blocks(plan, job.model)
+        if self.bounds.stages_exceed_memory(candidate, stages):
+            self.too_large += 1
+            return math.inf
+        if skips_slow and self.bounds.stages_seconds(candidate, stages) >= self.best_s:
+            self.cut_off += 1
+            return math.inf
         if candidate.cuts == "balanced" and plan.stages == stage_blocks(
             plan.model_copy(update={"stages": None}), job.model
         ):
