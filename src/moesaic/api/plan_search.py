@@ -86,10 +86,8 @@ def shown_search(facts: SearchFacts, progress: SearchProgress) -> Iterator[Estim
     """Yield estimates for `facts` that show progress; the line is removed at the end."""
     from moesaic.policy.plan.found import WatchedEstimates
 
-    estimates = WatchedEstimates.from_facts(facts)
-    estimates.on_step = progress.step
     try:
-        yield estimates
+        yield WatchedEstimates.watching(facts, progress.step)
     finally:
         progress.clear()
 

@@ -48,9 +48,17 @@ class WatchedEstimates(SimulatedEstimates):
             self.on_step(found.step_s)
         return found
 
-    def on_cluster(self, cluster: Cluster) -> Estimates:
+    @classmethod
+    def watching(cls, facts: SearchFacts, on_step: Callable[[float], None]) -> WatchedEstimates:
+        """Return the predictions for `facts` that call `on_step`."""
+        loads = None if facts.loads is None else [np.asarray(one) for one in facts.loads]
+        found = cls(facts.cluster, loads)
+        found.on_step = on_step
+        return found
+
+    def on_cluster(self, cluster: Cluster) -> WatchedEstimates:
         """Return the predictions on another cluster."""
-        found = type(self)(cluster, self._loads)
+        found = WatchedEstimates(cluster, self._loads)
         found.on_step = self.on_step
         return found
 
