@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 Fits = Callable[[int, int, int], bool]
-"""Whether stage, first block and end fit; a part of what fits must fit too."""
+"""Function of a stage, its first block and its end: true if it fits. A part of what fits must fit."""
 
 _MAX_ROUNDS = 200
 
