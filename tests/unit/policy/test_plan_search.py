@@ -101,6 +101,16 @@ def test_same_facts_give_the_same_result_through_json() -> None:
     assert parse(SearchResult, json.loads(first.to_json()), "result") == first
 
 
+def test_search_with_cuts_of_highs_is_not_faster() -> None:
+    own = job(layers=4, pp=2, schedule="1f1b", batch=64, sequence=128, train={"recompute": False})
+    facts = search_facts(own, cluster([4e12, 2e11], 1, bandwidth=1e10))
+    best, other = search(facts).best, search(facts, method="milp").best
+    assert best is not None
+    assert other is not None
+    assert best.settings["stages"] == "balanced"
+    assert best.estimate.step_s <= other.estimate.step_s
+
+
 def test_written_keys_are_pins_even_with_default_values() -> None:
     assert search_facts(job(), cluster([1e12], 2)).pins == ["train.micro_batches"]
     written = job(ep=1, schedule="1f1b", dispatch="auto", train={"recompute": False})

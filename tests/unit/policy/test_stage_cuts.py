@@ -8,6 +8,7 @@ import random
 import pytest
 
 from moesaic.policy.plan.cuts import best_cuts, cuts_seconds
+from moesaic.policy.plan.cuts_milp import solve_cuts
 
 
 def all_cuts(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -43,6 +44,10 @@ def test_cuts_equal_the_best_of_all(seed: int) -> None:
     assert found is not None
     assert found.seconds == pytest.approx(min(fitting), rel=1e-12)
     assert cuts_seconds(seconds, micro_batches, found.starts) == pytest.approx(found.seconds)
+    if seed < 10:
+        solved = solve_cuts(seconds, micro_batches, fits)
+        assert solved is not None
+        assert solved.seconds == pytest.approx(found.seconds, rel=1e-6)
 
 
 def test_cuts_beat_even_ones_on_skewed_costs() -> None:

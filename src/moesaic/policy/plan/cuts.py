@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 Fits = Callable[[int, int, int], bool]
-"""Function of a stage, its first block and its end: true if it fits. A part of what fits must fit."""
+"""Function of a stage, its first block and its end: true if it fits, as all parts of it do then."""
 
 _MAX_ROUNDS = 200
 

@@ -28,6 +28,8 @@ from moesaic.policy.plan.trials import Trials
 
 _MAX_FAILS = 4
 """Plans in a row that are no faster, before the search turns from likely plans to all of them."""
+_SHAPES_TIME = 0.5
+"""Fraction of the time limit for bounds of shapes; the rest is for their plans."""
 
 
 def search_facts(
@@ -77,7 +79,7 @@ def _run(facts: SearchFacts, estimates: Estimates) -> tuple[Trials, bool, float 
     trials = Trials(facts, space, estimates, Bounds(space, has_loads=facts.loads is not None))
     for plan in facts.seeds:
         trials.try_plan(plan)
-    if facts.method == "best-first":
+    if facts.method in ("best-first", "milp"):
         return trials, *_best_first(trials)
     is_proven = search_methods.run(facts.method, trials, facts.seed)
     return trials, is_proven, trials.best_s if is_proven and trials.found else None
@@ -101,23 +103,25 @@ def _best_first(trials: Trials) -> tuple[bool, float | None]:
     first = search_methods.rule_of_thumb(trials)
     if first is not None:
         trials.try_candidate(first)
+    is_whole = True
     for shape in space.shapes():
         push(shape, 0, 0.0)
-        if trials.is_over:
-            trials.cut_off += len(queue)
-            return False, None
+        if trials.used_time(_SHAPES_TIME):
+            is_whole = False
+            break
     _dive(trials, [(least_s, shape) for least_s, _, _, shape in sorted(queue)])
     while queue:
         least_s, level, _, candidate = heapq.heappop(queue)
         if least_s >= trials.best_s or trials.is_over:
             trials.cut_off += 1 + len(queue)
-            return least_s >= trials.best_s, min(least_s, trials.best_s)
+            is_best = is_whole and least_s >= trials.best_s
+            return is_best, min(least_s, trials.best_s) if is_whole else None
         if -level == len(Space.LEVELS):
             trials.try_candidate(candidate, skips_slow=True)
             continue
         for child in space.children(candidate, -level):
             push(child, 1 - level, least_s)
-    return True, trials.best_s if trials.found else None
+    return is_whole, trials.best_s if is_whole and trials.found else None
 
 
 def _dive(trials: Trials, shapes: Sequence[tuple[float, Candidate]]) -> None:

@@ -16,7 +16,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
 from moesaic.facts.job.train import DispatchMethod, EmbeddingSharding, PipelineSchedule
-from moesaic.facts.plan import Plan, plan_from_job
+from moesaic.facts.plan import Plan, RankPlace, plan_from_job
 from moesaic.facts.plan.search import Settings
 from moesaic.policy.plan.choices import embedding_layouts
 from moesaic.policy.plan.dispatch import dispatch_methods, overlap_options
@@ -69,6 +69,7 @@ class Space:
         self.job, self.cluster, self.ranks = job, cluster, ranks
         self._pins = frozenset(pins)
         self._plans: dict[Candidate, tuple[Job, Plan] | None] = {}
+        self._places: list[RankPlace] | None = None
         self.faults: dict[str, None] = {}
         """Reasons why candidates are no valid plans, in order."""
 
@@ -200,7 +201,10 @@ class Space:
             table: getattr(self.job, table).model_copy(update=own) for table, own in values.items()
         }
         job = Job.model_validate({**dict(self.job), **sections}, by_name=True, by_alias=False)
-        return job, assign_places(plan_from_job(job, self.ranks), self.cluster)
+        plan = plan_from_job(job, self.ranks)
+        if self._places is None:  # They are the same for all plans.
+            self._places = assign_places(plan, self.cluster).places
+        return job, plan.model_copy(update={"places": self._places})
 
 
 def _sentence(error: Exception) -> str:

@@ -18,6 +18,7 @@ from moesaic.facts.plan.search import (
 )
 from moesaic.policy.plan.bound import Bounds
 from moesaic.policy.plan.cuts import best_cuts
+from moesaic.policy.plan.cuts_milp import solve_cuts
 from moesaic.policy.plan.estimates import Estimates
 from moesaic.policy.plan.mapping import assign_places
 from moesaic.policy.plan.space import Candidate, Space
@@ -42,10 +43,13 @@ class Trials:
     @property
     def is_over(self) -> bool:
         """True if a limit of the search is reached."""
-        limit_s, max_tried = self.facts.limit_s, self.facts.max_tried
-        if max_tried is not None and self.tried >= max_tried:
-            return True
-        return limit_s is not None and time.monotonic() - self._began >= limit_s
+        max_tried = self.facts.max_tried
+        return (max_tried is not None and self.tried >= max_tried) or self.used_time(1.0)
+
+    def used_time(self, fraction: float) -> bool:
+        """Return whether a fraction of the time limit is over."""
+        limit_s = self.facts.limit_s
+        return limit_s is not None and time.monotonic() - self._began >= fraction * limit_s
 
     def try_candidate(self, candidate: Candidate, *, skips_slow: bool = False) -> float:
         """Return the seconds of a step of a complete candidate; infinity if it does not fit.
@@ -121,17 +125,27 @@ class Trials:
         """Return the blocks of each stage by the fastest cuts that fit."""
         names = block_names(job.model)
 
+        # Several stages of a pipeline rank share its memory: the trial decides.
+        def may_fit(stage: int, start: int, end: int) -> bool:
+            return plan.num_stages > plan.pp or not self.bounds.stage_exceeds_memory(
+                candidate, stage, start, end
+            )
+
         def fits(stage: int, start: int, end: int) -> bool:
-            if plan.num_stages > plan.pp:  # Several stages share a rank: the trial decides.
-                return True
-            if self.bounds.stage_exceeds_memory(candidate, stage, start, end):
+            if not may_fit(stage, start, end):
                 return False
+            if plan.num_stages > plan.pp:
+                return True
             stages: list[list[str]] = [[] for _ in range(plan.num_stages)]
             stages[stage] = names[start:end]
             own = plan.model_copy(update={"stages": stages})
             return self.estimates.fits(job, own, [stage])
 
-        found = best_cuts(self.bounds.block_seconds(candidate), candidate.micro_batches, fits)
+        seconds = self.bounds.block_seconds(candidate)
+        if self.facts.method == "milp":
+            found = solve_cuts(seconds, candidate.micro_batches, may_fit)
+        else:
+            found = best_cuts(seconds, candidate.micro_batches, fits)
         if found is None:
             return None
         return [names[start:end] for start, end in pairwise((*found.starts, len(names)))]
