@@ -73,6 +73,8 @@ class SearchFacts(Section):
     """Plans whose step is simulated, at most; unset: no limit."""
     seeds: list[Plan] = Field(default_factory=list)
     """Plans to try first, such as the best ones for a part of the cluster."""
+    explains_shortfall: bool = True
+    """True to find what is short, and what helps, if no plan fits."""
     num_runners_up: int = Field(default=5, ge=0)
     """Plans to report besides the best."""
     seed: int = Field(default=0, ge=0)

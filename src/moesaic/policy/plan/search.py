@@ -63,7 +63,8 @@ def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:
     """
     trials, is_proven, bound_s = _run(facts, estimates)
     result = trials.result(is_proven=is_proven, bound_s=bound_s)
-    if result.best is not None or not trials.space.has_plans:
+    explains = facts.explains_shortfall and trials.space.has_plans
+    if result.best is not None or not explains:
         return result
 
     def search(changed: SearchFacts) -> Trials:
