@@ -26,8 +26,6 @@ DEMO := build/demo
 # The demo's model knows samples of 128 bytes; what is longer than that is new to it.
 WRITE := --prompt "The with statement" --prompt "A list is" --prompt "If the operand" \
   --set temperature=0.5 --set max_tokens=100
-# What the demo's plan rests on: a few seconds of the numbers that it trains in.
-LOOK := --set seconds=6 --set 'disks=[]' --set 'dtypes=["fp32"]'
 # One thread a process, as ranks of the tests are processes too; two files of tests at a time.
 # Tests start hundreds of processes: what Python compiles is kept, even where it was told not to.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -42,11 +40,9 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z%][a-zA-Z%-]*\):.*##/  make \1@/p' Makefile | awk -F@ '{printf "%-20s%s\n", $$1, $$2}'
 
 demo: $(HAS_MOESAIC)  ## plan and train a small mixture of experts on two ranks, let it write, show its report
-	@mkdir -p $(DEMO) && rm -rf $(DEMO)/run $(DEMO)/cluster.toml $(DEMO)/plan.json
+	@mkdir -p $(DEMO) && rm -rf $(DEMO)/run
 	@$(BIN)/python examples/demo/make_text.py $(DEMO)
-	$(BIN)/moesaic probe --nproc 2 $(LOOK) --out $(DEMO)/cluster.toml
-	$(BIN)/moesaic plan examples/demo/demo.toml --cluster $(DEMO)/cluster.toml --out $(DEMO)/plan.json
-	$(BIN)/moesaic train examples/demo/demo.toml --plan $(DEMO)/plan.json --out $(DEMO)/run
+	$(BIN)/moesaic train examples/demo/demo.toml --nproc 2 --out $(DEMO)/run
 	$(BIN)/moesaic generate $(DEMO)/run $(WRITE)
 	@echo
 	@echo "The report of the run: $(CURDIR)/$(DEMO)/run/report.html"

@@ -132,6 +132,28 @@ def claim(name: str, bar: str, details: Sequence[Row]) -> Iterator[Row]:
     yield from details
 
 
+def joint(name: str, parts: Sequence[Row]) -> Iterator[Row]:
+    """Yield one row for figures with bars of their own, '>= b' each, and then the figures.
+
+    Its value is the smallest of the figures over their bars, so its bar is 1."""
+    bars = [float(one.bar.removeprefix(">= ")) for one in parts]
+    tried = [pair for pair in zip(parts, bars, strict=True) if pair[0].value is not None]
+    if tried:
+        one, bar = min(tried, key=lambda pair: (pair[0].value or 0.0) / pair[1])
+        shares = [(part.value or 0.0) / least for part, least in tried]
+        low, high = one.interval or (math.nan, math.nan)
+        interval = (low / bar, high / bar) if one.interval else None
+        yield replace(
+            one, name=f"{name}, over its bar", value=min(shares), bar=">= 1", interval=interval,
+            holds=holds(">= 1", min(shares)) if len(tried) == len(parts) else None,
+            against=f"{one.name}: {one.value:.3g}, bar {bar:g}",
+        )  # fmt: skip
+    else:
+        yield replace(parts[0], name=f"{name}, over its bar", bar=">= 1")
+    for part, least in zip(parts, bars, strict=True):
+        yield replace(part, name=f"{part.name} (bar {least:g})", bar="", holds=None)
+
+
 def holds(bar: str, value: float | None) -> bool | None:
     """Return whether the value, a median, is inside the bar."""
     if not bar or value is None:

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import measure
 from benchmarks.on_ranks import Unlike
+from benchmarks.peer_process import SPINS
 from benchmarks.training import TRANSFORMERS, Ours, Theirs
 from moesaic.api.start import SPIN_COUNT
 from moesaic.facts.job import Job
@@ -25,7 +26,6 @@ from moesaic.facts.job import Job
 STEPS = 3
 TOLERANCE = 1e-4
 _PATIENCE_S = 30.0
-SPINS = "GOMP_SPINCOUNT"
 
 
 def race(

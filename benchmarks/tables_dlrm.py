@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import measure
+from benchmarks.peer_process import Arm, peer
 from benchmarks.tables_clicks import (
     BATCH,
     BOTTOM,
@@ -28,7 +29,7 @@ from benchmarks.tables_clicks import (
     Stream,
     auc,
 )
-from benchmarks.tables_speed import MISSING, PYTHON, Arm, peer
+from benchmarks.tables_speed import MISSING, PYTHON
 from moesaic.facts.job import RecommenderConfig, TableConfig
 from moesaic.facts.job.table import TableOptimizer
 from moesaic.models.recommender import Recommender
@@ -161,7 +162,7 @@ def dlrm(rounds: int) -> Iterator[measure.Row]:
     if not PYTHON.exists():
         yield measure.untried(name, ">= 1.1", MISSING)
         return
-    with peer("benchmarks.tables_torchrec", ROWS, THREADS) as theirs:
+    with peer(PYTHON, "benchmarks.tables_torchrec", ROWS, THREADS) as theirs:
         arms = [moesaic("rowwise-adagrad"), theirs]
         against = "TorchRec 1.8.0, DistributedModelParallel, fused row-wise AdaGrad, one process"
         yield from compared(name, ">= 1.1", against, arms, rounds)

@@ -89,7 +89,9 @@ def tiers(
     """Compare reads and steps of a table whose rows are on a drive."""
     if not can_limit() or not ROCKSDICT.exists():
         why = "control groups of version 1, root and rocksdict in the peers' environment are needed"
-        yield from (measure.untried(name, bar, why) for name, bar in LIMITS)
+        rows = [measure.untried(name, bar, why) for name, bar in LIMITS]
+        yield from measure.joint("cold blocks of a table per second, over peers", rows[:2])
+        yield from measure.joint("training step of a table beyond memory, over limits", rows[2:])
         return
     with scratch() as directory, ExitStack() as stack:
         settings = Settings(rows_log2, DIM, STEP_KEYS, str(directory))
@@ -107,7 +109,9 @@ def tiers(
         found = take(arms, min(rounds, MAX_ROUNDS))
         last = next(one for one in arms["tiers"].figures[::-1] if "hit_rate" in one)
         peak = arms["tiers"].peak_bytes
-    yield from rows_of(found, last, peak / group)
+    rows = list(rows_of(found, last, peak / group))
+    yield from measure.joint("cold blocks of a table per second, over peers", rows[:2])
+    yield from measure.joint("training step of a table beyond memory, over limits", rows[2:])
 
 
 def table_arm(settings: Settings, limit: int = 0) -> Arm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -22,6 +23,7 @@ from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster import Cluster as ClusterFacts
 from moesaic.facts.cluster import load_cluster
 from moesaic.facts.cluster.file import resolve_cluster
+from moesaic.facts.cluster.presets import PRESETS
 
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
@@ -40,6 +42,15 @@ class Cluster:
         """Return the cluster in a file that `moesaic probe` or a person wrote."""
         with _naming(str(path)):
             return cls(load_cluster(Path(path)), str(path))
+
+    @classmethod
+    def named(cls, name: str) -> Cluster:
+        """Return the cluster in the file `name`, or of a preset: "h100-8", "2xh100-8" for two
+        hosts."""
+        nodes, preset = _split_preset(name)
+        if Path(name).exists() or preset not in PRESETS:
+            return cls.load(name)
+        return cls.preset(preset, nodes)
 
     @classmethod
     def preset(
@@ -85,6 +96,10 @@ class Cluster:
             calibration, _ = fit_calibration(places, self.facts, self._origin)
         return Cluster(self.facts.model_copy(update={"calibration": calibration}), self._origin)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cluster as plain data."""
+        return self.facts.model_dump(mode="json", by_alias=True)
+
     def save(self, path: str | Path) -> None:
         """Write a cluster file."""
         try:
@@ -98,6 +113,12 @@ class Cluster:
         """Let errors about missing facts name where this cluster came from."""
         with _naming(self._origin):
             yield
+
+
+def _split_preset(name: str) -> tuple[int, str]:
+    """Return hosts and preset of a name such as "2xh100-8"."""
+    found = re.fullmatch(r"([1-9][0-9]{0,4})x(.+)", name)
+    return (int(found[1]), found[2]) if found else (1, name)
 
 
 @contextmanager

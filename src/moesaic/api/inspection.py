@@ -161,7 +161,8 @@ def _describe_students(job: Mapping[str, Any], origin: str) -> list[dict[str, An
 def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Return the first samples of a job; tokenise its text, or read its clicks, if that was not
     done."""
-    from moesaic.train.job_file import check_inputs, load_job
+    from moesaic.train.input_checks import check_inputs
+    from moesaic.train.job_file import load_job
 
     loaded = load_job(path)
     check_inputs(loaded)

@@ -6,44 +6,50 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.api.cluster import Cluster
-from moesaic.api.launch import (
-    RunInterrupted,
-    is_leader,
-    is_torchrun,
-    launch,
-    num_ranks,
-)
+from moesaic.api.launch import is_leader, is_torchrun
 from moesaic.api.loads import recorded_loads
 from moesaic.api.memory_replay import forecast
+from moesaic.api.plan_search import (
+    SEARCH_S,
+    PartChoice,
+    choose_part,
+    facts_of_search,
+    search_job,
+    search_largest,
+)
+from moesaic.api.prepared_run import (
+    PreparedRun,
+    check_search,
+    count_ranks,
+    kept_plan,
+    own_plan,
+    resolve_run,
+    run_warnings,
+)
 from moesaic.api.progress import Output
 from moesaic.api.run import Run
-from moesaic.api.step_callback import serve_callback
-from moesaic.api.train_worker import TrainTask, default_out, encode, run_train_task
+from moesaic.api.train_worker import TrainTask, default_out, resumed_run
 from moesaic.base.errors import ConfigError
-from moesaic.base.file_system import unsuitable_file_system
 from moesaic.facts.job import Job as LanguageModelJob
-from moesaic.facts.plan import Plan, idle_ranks_warning, plan_from_job
+from moesaic.train.input_checks import check_inputs
 from moesaic.train.job_file import (
     LoadedJob,
     TrainingJob,
     apply_plan,
     blame_sets,
-    check_inputs,
-    check_no_run,
     check_out_is_not_data,
     check_writable,
-    holds_checkpoint,
     language_model,
     load_job,
 )
 
 if TYPE_CHECKING:
+    from moesaic.facts.plan.search import SearchFacts
+    from moesaic.policy.plan.choices import RecordedLoads
     from moesaic.policy.plan.predict import PlannedJob
     from moesaic.train.trainer import StepCallback
 
@@ -91,6 +97,7 @@ class Job:
         nproc: int | None = None,
         resume: str | Path | None = None,
         plan: PlannedJob | str | Path | None = None,
+        cluster: Cluster | None = None,
         on_step: StepCallback | None = None,
         output: Output = "stderr",
     ) -> Run:
@@ -103,13 +110,17 @@ class Job:
             resume: "auto" for the newest checkpoint of `out`, or the path of a checkpoint; None:
                 a new run.
             plan: a result of `plan`, or the path of a plan file; it sets ranks and layout.
+            cluster: cluster to search for a layout on; None: a job with `plan = "auto"`, or without
+                a layout on several ranks, measures the machine first.
             on_step: function of each step's figures (`step`, `loss`, ...). It runs in this
                 process, on rank 0 under torchrun. A false value other than None, also one of
                 numpy or torch, ends the run after that step, with a checkpoint. Ranks wait for
                 it, at most `train.collective_timeout_s`.
             output: stream for progress; None for none.
         """
-        prepared = self.prepare(out=out, nproc=nproc, resume=resume, plan=plan, output=output)
+        prepared = self.prepare(
+            out=out, nproc=nproc, resume=resume, plan=plan, output=output, cluster=cluster
+        )
         for text in prepared.warnings if is_leader() else ():
             warnings.warn(text, stacklevel=2)
         prepared.check_machine()
@@ -122,6 +133,10 @@ class Job:
         nproc: int | None = None,
         plan: PlannedJob | str | Path | None = None,
         loads: str | Path | None = None,
+        search: bool = False,
+        method: str = "best-first",
+        limit_s: float | None = SEARCH_S,
+        is_shown: bool = False,
     ) -> PlannedJob:
         """Return the plan of this job on a cluster, with its predictions; nothing runs.
 
@@ -133,13 +148,26 @@ class Job:
             nproc: number of ranks; None: all that the cluster has room for.
             plan: plan to predict as it is; None: choose the settings that the job leaves open.
             loads: directory of a run whose last expert loads are assumed; None: even loads.
+            search: find the fastest layout that fits; keys that the job writes stay. If none fits,
+                `figures["fits"]` is False, and `figures["search"]["shortfall"]` says what helps.
+            method: method of the search, as in `moesaic plan --method`.
+            limit_s: seconds after which the search stops; None: when it ends.
+            is_shown: show the progress of a long search on stderr.
         """
         from moesaic.policy.plan.predict import choose_plan, predict_plan
 
         loaded = self._language_model(plan)
-        recorded = None
-        if loads is not None:
-            recorded = recorded_loads(Run.open(loads).directory, loaded.job)
+        recorded = None if loads is None else self._loads(loads)
+        if search:
+            searched = self._search_facts(loaded, cluster, nproc, method, limit_s, recorded)
+            with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
+                planned = search_job(searched, is_shown=is_shown)
+            return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
+        if loaded.has_open_micro_batches and loaded.plan is None:
+            raise ConfigError(
+                f'{loaded.origin}: train.micro_batches = "auto" needs a search: add --search '
+                "(search=True), or give a number"
+            )
         origin = loaded.plan_origin or loaded.origin
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             choices, facts = choose_plan(
@@ -151,6 +179,50 @@ class Job:
                 tiers = forecast(loaded.job, choices.plan, int(device.memory_bytes))
             planned = predict_plan(choices, facts, tiers)
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
+
+    def cheapest_part(
+        self,
+        cluster: Cluster,
+        *,
+        floor: float | None = None,
+        method: str = "best-first",
+        loads: str | Path | None = None,
+        limit_s: float | None = SEARCH_S,
+        is_shown: bool = False,
+    ) -> PartChoice:
+        """Return the part of a cluster to take for this job, with its plan; nothing runs.
+
+        Args:
+            cluster: hosts, devices, links and prices.
+            floor: least tokens a second, at the least price per token; None: the part with the
+                least price per hour on which the job fits.
+            method: method of the searches, one for each part.
+            loads: as in `plan`.
+            limit_s: seconds of all searches together; None: until they end.
+            is_shown: show progress on stderr.
+        """
+        loaded = self._language_model()
+        recorded = None if loads is None else self._loads(loads)
+        facts = self._search_facts(loaded, cluster, None, method, limit_s, recorded)
+        with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
+            return choose_part(facts, floor, is_shown=is_shown)
+
+    def _loads(self, run: str | Path) -> RecordedLoads:
+        return recorded_loads(Run.open(run).directory, self._language_model().job)
+
+    def _search_facts(
+        self,
+        loaded: LoadedJob[LanguageModelJob],
+        cluster: Cluster,
+        nproc: int | None,
+        method: str,
+        limit_s: float | None,
+        loads: RecordedLoads | None,
+    ) -> SearchFacts:
+        with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
+            return facts_of_search(
+                loaded, cluster.facts, nproc=nproc, method=method, limit_s=limit_s, loads=loads
+            )
 
     def largest_model(
         self, cluster: Cluster, ssd_bytes: float, *, nproc: int | None = None
@@ -168,6 +240,19 @@ class Job:
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return largest_model(loaded.job, cluster.facts, ssd_bytes, nproc, loaded.origin)
 
+    def largest_in_memory(
+        self, cluster: Cluster, *, nproc: int | None = None, is_shown: bool = False
+    ) -> dict[str, Any]:
+        """Return the largest model of this job's shape that some layout fits into the devices'
+        memory, as plain data: by experts per layer, or by layers if it is dense. Nothing runs.
+
+        Arguments are those of `plan`.
+        """
+        loaded = self._language_model()
+        facts = self._search_facts(loaded, cluster, nproc, "best-first", SEARCH_S, None)
+        with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
+            return search_largest(facts, is_shown=is_shown)
+
     def prepare(
         self,
         *,
@@ -177,20 +262,27 @@ class Job:
         plan: PlannedJob | str | Path | None = None,
         output: Output = "stderr",
         is_started: bool = True,
+        cluster: Cluster | None = None,
     ) -> PreparedRun:
         """Return a run that can start, after all checks that need no torch.
 
-        With `is_started` false it need not start here: a plan may have ranks on several hosts.
+        With `is_started` false it need not start here: a plan may have ranks on several hosts. A
+        search for the layout then happens here, on `cluster`.
         """
-        directory, checkpoint = _resolve_run(None if out is None else Path(out), resume)
+        directory, checkpoint = resolve_run(None if out is None else Path(out), resume)
         if directory is None and not is_torchrun():
             directory = default_out(self._source)
+        ranks = count_ranks(self._under(plan), nproc, is_started=is_started, cluster=cluster)
+        searches = check_search(self._under(plan), ranks, cluster)
+        if searches and checkpoint is not None:
+            run = resumed_run(None if out is None else str(out), str(resume))
+            plan = kept_plan(self._loaded, run, nproc)
+        elif searches and not is_started and cluster is not None:
+            plan = self.plan(cluster, nproc=ranks, search=True)
         loaded = self._under(plan)
-        ranks = _count_ranks(loaded, nproc, is_started=is_started)
-        used_plan = loaded.plan
-        if used_plan is None:
-            with blame_sets(loaded.origin, loaded.sets):
-                used_plan = _own_plan(loaded, ranks)
+        if plan is not None and searches:
+            ranks, searches = count_ranks(loaded, nproc, is_started=is_started), False
+        used_plan = loaded.plan or own_plan(loaded, ranks, is_open=searches)
         if directory is not None:
             check_out_is_not_data(directory, loaded.job)
         check_inputs(loaded)
@@ -200,8 +292,9 @@ class Job:
             job=self._source if isinstance(self._source, dict) else str(self._source),
             sets=list(loaded.sets), out=None if directory is None else str(directory),
             resume=checkpoint, output=output, command=sys.argv, plan=_plan_as_json(plan),
+            search=searches, cluster=cluster.to_dict() if searches and cluster else None,
         )  # fmt: skip
-        texts = _warnings(loaded, used_plan, is_new=checkpoint is None)
+        texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
         return PreparedRun(task, loaded.job, used_plan, ranks, texts)
 
     def _under(self, plan: PlannedJob | str | Path | None) -> LoadedJob[TrainingJob]:
@@ -226,157 +319,3 @@ def _plan_as_json(plan: PlannedJob | str | Path | None) -> str | dict[str, Any] 
         return None if plan is None else str(plan)
     content: dict[str, Any] = json.loads(plan.plan.to_json())
     return content
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A training run that is checked and can start."""
-
-    task: TrainTask
-    config: TrainingJob
-    """Job under the plan."""
-    plan: Plan
-    """Layout of the ranks."""
-    ranks: int
-    warnings: list[str]
-    """Warnings for the user."""
-
-    @property
-    def is_spawned(self) -> bool:
-        """True if the run starts ranks as processes."""
-        return self.ranks > 1 and not is_torchrun()
-
-    def check_machine(self) -> None:
-        """Check devices, which needs torch; nothing is written yet."""
-        from moesaic.kernels import device
-
-        device.resolve(self.config.train.device, self.ranks - 1 if self.is_spawned else 0)
-
-    def run(self, on_step: StepCallback | None = None) -> Run:
-        """Train and return the run; `on_step` as in `Job.train`."""
-        out = self.task.out
-        try:
-            if self.is_spawned:
-                with nullcontext() if on_step is None else serve_callback(on_step) as address:
-                    task = replace(self.task, callback=address)
-                    launch("moesaic.api.train_worker", encode(task), self.ranks)
-            else:
-                out = str(run_train_task(self.task, on_step))
-        except (KeyboardInterrupt, RunInterrupted) as error:
-            self._record_interruption(str(error) or "interrupted")
-            raise
-        assert out is not None
-        return Run(Path(out))
-
-    def _record_interruption(self, reason: str) -> None:
-        """Record the end in the log of the run."""
-        from moesaic.train.run_directory import record_run_end
-
-        if self.task.out and is_leader():
-            record_run_end(Path(self.task.out), reason)
-
-
-def _count_ranks(loaded: LoadedJob[TrainingJob], nproc: int | None, *, is_started: bool) -> int:
-    """Return the number of ranks: that of the plan, if there is one."""
-    requested, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
-    if plan is None:
-        return requested or 1
-    if requested not in (None, plan.ranks):
-        actual = f"torchrun started {requested}" if is_torchrun() else f"nproc is {requested}"
-        raise ConfigError(
-            f"{origin} is for {plan.ranks} rank{'s' * (plan.ranks > 1)}, but {actual}: start "
-            f"{plan.ranks}, or plan anew for {requested} (nproc = {requested})"
-        )
-    hosts = len({place.host for place in plan.places})
-    if hosts > 1 and not is_torchrun() and is_started:
-        raise ConfigError(
-            f"{origin} has its ranks on {hosts} hosts: start them on all of them with torchrun, "
-            "or plan anew for one host"
-        )
-    return plan.ranks
-
-
-def _resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | None, str | None]:
-    """Return the run directory and the checkpoint to resume from, if any."""
-    if resume is None:
-        if out is not None and is_leader():
-            check_no_run(out)
-        return out, None
-    if resume == "auto":
-        if out is None:
-            raise ConfigError("resume needs out, the directory of the run to continue")
-        if not holds_checkpoint(out):
-            raise ConfigError(
-                f"'{out}' has no checkpoint to resume from: start anew, after removing the "
-                "directory if a run that has ended left it, or give another one"
-            )
-        return out, "auto"
-    return _find_checkpoint(Path(resume), out)
-
-
-def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
-    if holds_checkpoint(path) and out in (None, path):
-        return path, "auto"
-    if not (path / "COMMIT").is_file():
-        raise ConfigError(
-            f"'{path}' is not a checkpoint to resume from: give a directory such as "
-            "RUN/checkpoints/step-00000100, or auto"
-        )
-    run = path.absolute().parent.parent
-    owner = run if (run / "job.json").is_file() else None
-    if out is None:
-        if owner is None:
-            raise ConfigError(f"'{path}' belongs to no run: give out, the directory of one")
-        return owner, str(path)
-    if owner is None or out.resolve() != owner.resolve():
-        check_no_run(out)
-    return out, str(path)
-
-
-def _own_plan(loaded: LoadedJob[TrainingJob], ranks: int) -> Plan:
-    """Return the layout that a job without a plan has."""
-    if isinstance(loaded.job, LanguageModelJob):
-        return plan_from_job(loaded.job, ranks, loaded.origin)
-    return Plan.data_parallel(ranks)
-
-
-def _warnings(loaded: LoadedJob[TrainingJob], plan: Plan, *, is_new: bool) -> list[str]:
-    """Return warnings about the job; a new run also checks its initial weights."""
-    job, texts = loaded.job, list(loaded.warnings)
-    if not isinstance(job, LanguageModelJob):
-        return [*texts, *_drive_warnings("table.ssd", job.table.ssd)]
-    idle = idle_ranks_warning(plan, job)
-    if idle is not None:
-        texts.append(idle)
-    if job.layout.embedding == "columns" and plan.ranks // plan.pp == 1:
-        texts.append("layout.embedding has no effect: each stage has one rank, with all columns")
-    texts += _drive_warnings("memory.ssd", None if job.memory is None else job.memory.ssd)
-    if not is_new:
-        return texts
-    if job.distill.frozen and job.source is None:
-        texts.append(
-            "distill.frozen = true without model.from: students learn from a teacher with random "
-            "weights, name a Hugging Face model directory or resume the teacher's run"
-        )
-    return [*texts, *_check_weights(job)]
-
-
-def _drive_warnings(key: str, directory: str | None) -> list[str]:
-    """Return a warning if the file system of the `directory` that `key` names does not suit it."""
-    if directory is None:
-        return []
-    found = unsuitable_file_system(Path(directory).expanduser())
-    text = f"{key} = '{directory}' is on {found}: name a directory on a local drive"
-    return [] if found is None else [text]
-
-
-def _check_weights(job: LanguageModelJob) -> list[str]:
-    """Compare the headers of initial weights with the models; return notes on unused tensors."""
-    models = [(job.source, job.model), *((one.source, one.model) for one in job.student)]
-    found = list[str]()
-    for source, model in models:
-        if source is not None:
-            from moesaic.models.hf.reader import PretrainedSource
-
-            found += PretrainedSource(Path(source), model).notes
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -15,9 +15,14 @@ from moesaic.api.launch import is_torchrun, run_reporting_errors
 from moesaic.api.progress import Output, RunProgress
 from moesaic.api.start import exit_on_interrupt
 from moesaic.api.step_callback import remote_callback
-from moesaic.train.job_file import holds_checkpoint, load_job
+from moesaic.base.config import parse
+from moesaic.facts.cluster import Cluster
+from moesaic.train.job_file import holds_checkpoint, language_model, load_job
 
 if TYPE_CHECKING:
+    from moesaic.dist.world import World
+    from moesaic.facts.job import Job
+    from moesaic.train.job_file import LoadedJob, TrainingJob
     from moesaic.train.trainer import JobKind, StepCallback
 
 MEMORY_HINT = (
@@ -46,6 +51,10 @@ class TrainTask:
     """Path of the plan, or its content; None: the job's own."""
     callback: str | None = None
     """Address of the process that runs the callback of each step; None: no callback."""
+    search: bool = False
+    """True if the ranks search for the layout before they train."""
+    cluster: dict[str, Any] | None = None
+    """Cluster to search on, as plain data; None: the ranks measure their machines."""
 
 
 def resumed_run(out: str | None, resume: str | None) -> Path | None:
@@ -78,6 +87,8 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
         out = Path(world.run_on_rank_zero(lambda: task.out or str(default_out(job))))
         progress = RunProgress(task.output if world.is_rank_zero else None)
         try:
+            if task.search:
+                loaded = _search_layout(loaded, task, world, progress.message)
             train(loaded, out, task.resume, world, progress, kind, on_step)
         finally:
             progress.done()
@@ -86,6 +97,16 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
         raise
     world.leave()
     return out
+
+
+def _search_layout(
+    loaded: LoadedJob[TrainingJob], task: TrainTask, world: World, say: Callable[[str], None]
+) -> LoadedJob[Job]:
+    """Return the job under the fastest plan of a search."""
+    from moesaic.train.layout_search import search_layout
+
+    cluster = None if task.cluster is None else parse(Cluster, task.cluster, "the cluster")
+    return search_layout(language_model(loaded, "has no plan"), world, cluster, say)
 
 
 def _job_kind(name: str) -> JobKind[Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moesaic.api.calibration import fit_calibration
+from moesaic.api.cluster import Cluster
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_seconds
 from moesaic.cli import flags, screen
@@ -38,7 +39,7 @@ def calibrate(
         raise ConfigError(
             "--cluster is missing: give the cluster file that the runs were planned for"
         )
-    opened = flags.load_cluster(cluster_path)
+    opened = Cluster.load(cluster_path)
     if out is not None:
         flags.check_new_file("--out", out, "cluster.toml")
         if opened.facts.calibration is not None:
@@ -60,7 +61,7 @@ def calibrate(
             "written: give more runs, or leave out runs that other work on the machine disturbed"
         )
     if out is not None:
-        text = cluster_path.read_text(encoding="utf-8-sig").rstrip("\n")
+        text = Path(cluster_path).read_text(encoding="utf-8-sig").rstrip("\n")
         calibrated = f"{text}\n\n[calibration]\n{calibration.to_toml()}"
         flags.write_new_file("--out", out, calibrated)
         if not as_json:

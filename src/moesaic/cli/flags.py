@@ -21,6 +21,7 @@ from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_create
 from moesaic.cli import screen
 from moesaic.facts.cluster.file import ClusterFile
+from moesaic.facts.cluster.presets import PRESETS
 from moesaic.facts.job import CtrJob, Job
 from moesaic.facts.plan import Plan
 
@@ -34,10 +35,11 @@ JobPath = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="Job file.", show_default=False)
 ]
 ClusterPath = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        "--cluster", metavar="FILE", show_default=False,
-        help="To name the hosts, devices and links, in a file that `moesaic probe` writes.",
+        "--cluster", metavar="FILE|PRESET", show_default=False,
+        help="To name the hosts, devices and links: a file of `moesaic probe`, or a preset such as "
+        "h100-8, 2xh100-8 for two hosts.",
     ),
 ]  # fmt: skip
 PlanPath = Annotated[
@@ -76,8 +78,10 @@ S = TypeVar("S", bound=Section)
 class JobFiles(Job):
     """Keys of a job and of the files beside it, which count as tables of the job."""
 
-    plan: Plan
-    """Plan file of `--plan`: what each rank holds. The file has these keys without `plan.`."""
+    plan: Plan  # type: ignore[assignment]
+    """Plan file of `--plan`: what each rank holds. The file has these keys without `plan.`. In a
+    job `plan` is a word: "auto" searches for a layout (docs/planning.md), "layout" takes
+    `[layout]`."""
     cluster: ClusterFile
     """Cluster file of `--cluster`: hosts, devices and links. The file has these keys without
     `cluster.`."""
@@ -91,11 +95,14 @@ def parse_settings(kind: type[S], sets: Sequence[str] | None) -> S:
     return parse(kind, apply_sets({}, sets or ()), SET_FLAG, sets or ())
 
 
-def load_cluster(path: Path | None) -> Cluster:
-    """Return the cluster of `--cluster`."""
-    if path is None:
-        raise ConfigError("--cluster is missing: give a cluster file; `moesaic probe` writes one")
-    return Cluster.load(path)
+def load_cluster(name: str | None) -> Cluster:
+    """Return the cluster of `--cluster`: a file, or a preset."""
+    if name is None:
+        raise ConfigError(
+            "--cluster is missing: give a cluster file (`moesaic probe` writes one), or a preset: "
+            f"{keys.join_words(list(PRESETS))}, 2x{next(iter(PRESETS))} for two such hosts"
+        )
+    return Cluster.named(name)
 
 
 def print_explanation(kind: type[BaseModel], key: str, as_json: bool) -> None:

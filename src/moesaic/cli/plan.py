@@ -5,22 +5,29 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from moesaic.api.cluster import Cluster
-from moesaic.api.job import Job
-from moesaic.base import keys
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import parse_bytes
-from moesaic.cli import flags, prediction, screen
+from moesaic.cli import flags, prediction, screen, searched
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
+from moesaic.cli.questions import (
+    Question,
+    check_questions,
+    choose_part,
+    print_block,
+    print_compared,
+    print_largest,
+)
+from moesaic.facts.plan.search import SearchMethod
 from moesaic.facts.workload import load_traced
 
 if TYPE_CHECKING:
     from moesaic.facts.plan import Plan
     from moesaic.policy.cost.timeline import Timeline
+    from moesaic.policy.plan.predict import PlannedJob
 
 Nproc = Annotated[
     int | None,
@@ -60,15 +67,58 @@ Out = Annotated[
 Fit = Annotated[
     str | None,
     typer.Option(
-        "--fit", metavar="model", show_default=False,
-        help="For the largest model of this shape: vary its experts per layer.",
+        "--fit", metavar="[cluster|model]", show_default=False,
+        help="cluster: the cheapest part of it on which the job fits. model: the largest model of "
+        "this shape, by experts per layer.",
     ),
 ]  # fmt: skip
 Ssd = Annotated[
     str | None,
     typer.Option(
         "--ssd", metavar="SIZE", show_default=False,
-        help="For --fit: space on the drive of each host, such as 500GB.",
+        help="For --fit model with [memory]: space on the drive of each host, such as 500GB.",
+    ),
+]  # fmt: skip
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search", metavar="",
+        help="To find the fastest layout that fits; keys of [layout] that the job writes stay.",
+    ),
+]  # fmt: skip
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method", metavar="NAME", show_default="best-first",
+        help=f"For --search by another method: {', '.join(get_args(SearchMethod)[1:])}.",
+    ),
+]  # fmt: skip
+MinCost = Annotated[
+    bool,
+    typer.Option(
+        "--min-cost", metavar="",
+        help="To pay least per token: search parts of the cluster too.",
+    ),
+]  # fmt: skip
+Floor = Annotated[
+    float | None,
+    typer.Option(
+        "--floor", metavar="TOKENS_PER_S", show_default=False,
+        help="For --min-cost: tokens a second to reach at least.",
+    ),
+]  # fmt: skip
+Why = Annotated[
+    str | None,
+    typer.Option(
+        "--why", metavar="BLOCK", show_default=False,
+        help="To see where a block is, such as layers.0.moe, and what its time comes from.",
+    ),
+]  # fmt: skip
+Compare = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--compare", metavar="A B", show_default=False,
+        help='To see two plans side by side: files, or layouts such as "ep=8,dp_shard=all".',
     ),
 ]  # fmt: skip
 _MAX_TRACED_RANKS = 16
@@ -77,19 +127,25 @@ _MAX_TRACED_RANKS = 16
 def plan(  # noqa: PLR0913 - a parameter for each flag
     job_path: JobPath = None,
     cluster_path: ClusterPath = None,
+    search: Search = False,
     nproc: Nproc = None,
     plan_path: PlanPath = None,
+    why: Why = None,
+    compare: Compare = None,
+    method: Method = None,
+    min_cost: MinCost = False,
+    floor: Floor = None,
+    fit: Fit = None,
+    ssd: Ssd = None,
     workload: Workload = None,
     loads: LoadsRun = None,
     sets: Sets = None,
     out: Out = None,
     trace: Trace = None,
-    fit: Fit = None,
-    ssd: Ssd = None,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Predict memory, time, speed and price of a job on a cluster.
+    """Predict memory, time, speed and price of a job on a cluster, or search for its best layout.
 
     Nothing is measured and no rank starts.
     """
@@ -98,26 +154,55 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         return 0
     path = flags.require(job_path or workload, "JOB.toml", "plan")
     cluster = flags.load_cluster(cluster_path)
+    given = {
+        "--search": search, "--why": why, "--compare": compare, "--min-cost": min_cost,
+        "--fit": fit, "--plan": plan_path, "--loads": loads, "--out": out, "--trace": trace,
+        "--method": method, "--floor": floor, "--ssd": ssd,
+    }  # fmt: skip
     if workload is not None:
-        job_flags = {
-            "JOB.toml": job_path, "--set": sets, "--plan": plan_path, "--loads": loads,
-            "--out": out, "--trace": trace, "--fit": fit, "--ssd": ssd,
-        }  # fmt: skip
+        job_flags = {"JOB.toml": job_path, "--set": sets, **given}
         return _plan_workload(workload, cluster, nproc, as_json, job_flags)
+    check_questions({**given, "--nproc": nproc})
     _check_outputs(out, trace)
-    if fit is not None or ssd is not None:
-        other_flags = {"--plan": plan_path, "--loads": loads, "--out": out, "--trace": trace}
-        ssd_bytes = _check_fit(fit, ssd, other_flags)
-        figures = Job.load(path, sets=sets or ()).largest_model(cluster, ssd_bytes, nproc=nproc)
-        if as_json:
-            screen.print_json(figures)
-        else:
-            prediction.print_largest_model(figures)
-        return 0
-    job = Job.load(path, sets=sets or ())
-    planned = job.plan(cluster, nproc=nproc, plan=plan_path, loads=loads)
+    question = Question(path, cluster, nproc, loads, method, tuple(sets or ()), as_json)
+    if fit == "model":
+        return print_largest(question, ssd)
+    if compare is not None:
+        return print_compared(question, compare)
+    if fit == "cluster" or min_cost:
+        planned, status = choose_part(question, (floor or 0.0) if min_cost else None)
+    else:
+        planned, status = question.predict(plan_path, search=search)
+    _print(planned, question, why, (out, trace))
+    return status
+
+
+def _print(
+    planned: PlannedJob,
+    question: Question,
+    why: str | None,
+    files: tuple[Path | None, Path | None],
+) -> None:
+    """Print warnings and the prediction, or the reasons for one block; write the `files` of `--out`
+    and `--trace`."""
     for warning in planned.warnings:
         screen.print_warning(warning)
+    if why is not None:
+        print_block(planned, why, question.as_json)
+        return
+    written = _write(planned, question, *files)
+    if question.as_json:
+        screen.print_json(planned.figures)
+    elif planned.found is not None:
+        searched.print_searched_job(planned, written)
+    else:
+        prediction.print_planned_job(planned, written)
+
+
+def _write(
+    planned: PlannedJob, question: Question, out: Path | None, trace: Path | None
+) -> dict[str, str]:
+    """Write the plan and the timeline; return rows about them."""
     written = {}
     if trace is not None:
         flags.write_new_file("--trace", trace, _perfetto_json(planned.timeline, planned.plan))
@@ -125,12 +210,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if out is not None:
         flags.write_new_file("--out", out, planned.plan.to_json())
         if planned.figures["fits"]:
-            written["next"] = _train_command(path, out, sets or ())
-    if as_json:
-        screen.print_json(planned.figures)
-    else:
-        prediction.print_planned_job(planned, written)
-    return 0
+            written["next"] = _train_command(question.path, out, question.sets)
+    return written
 
 
 def _plan_workload(
@@ -151,25 +232,6 @@ def _plan_workload(
     else:
         prediction.print_traced_model(figures)
     return 0
-
-
-def _check_fit(fit: str | None, ssd: str | None, other_flags: Mapping[str, object]) -> int:
-    """Return the bytes of `--ssd`; any of `other_flags` is an error."""
-    if fit is None:
-        raise ConfigError(f"--ssd {ssd} belongs to --fit model: add it, or remove --ssd")
-    keys.check_choice("--fit", fit, ["model"])
-    for flag, value in other_flags.items():
-        if value:
-            raise ConfigError(f"--fit model cannot be combined with {flag}: remove one")
-    if ssd is None:
-        raise ConfigError(
-            "--ssd is missing: cluster files do not have the space of drives; give that of each "
-            "host for --fit model, such as --ssd 500GB"
-        )
-    try:
-        return parse_bytes(ssd)
-    except ValueError as error:
-        raise ConfigError(f"--ssd: {error}") from None
 
 
 def _check_outputs(out: Path | None, trace: Path | None) -> None:

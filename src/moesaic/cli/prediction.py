@@ -40,7 +40,7 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
         "checkpoint": _describe_checkpoint(figures),
         **({} if tiers is None else describe_tiers(tiers, figures["step_s"])),
         "drive time": None if tiers is None else _describe_drive(figures),
-        "price": _describe_price(figures) if figures["price_per_billion_tokens"] else None,
+        "price": _describe_price(figures) if figures["price"] is not None else None,
     }
     _print_prediction(_describe_layout(plan, figures), figures, rows)
     print_parts(figures["parts"])
@@ -276,6 +276,6 @@ def _describe_checkpoint(figures: Mapping[str, Any]) -> str:
 
 def _describe_price(figures: Mapping[str, Any]) -> str:
     return (
-        f"{figures['price_per_billion_tokens']:,.2f} per billion tokens, {figures['price']:,.2f} "
+        f"{figures['price_per_million_tokens']:,.4g} per million tokens, {figures['price']:,.2f} "
         f"for the whole run, {figures['price_per_hour']:,.2f} per hour"
     )

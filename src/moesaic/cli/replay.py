@@ -10,8 +10,9 @@ import typer
 
 from moesaic.api.memory_replay import replay_memory
 from moesaic.api.replay import ReplayConfig, replay_run
+from moesaic.api.search_replay import replay_search
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import format_bytes
+from moesaic.base.units import format_bytes, format_seconds
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, Json, Sets
 from moesaic.facts.job import BalanceCosts
@@ -41,15 +42,25 @@ Residency = Annotated[
 ]  # fmt: skip
 
 
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search", metavar="",
+        help="Repeat the search for a layout of the run by every method, ten seconds each.",
+    ),
+]  # fmt: skip
+
+
 def replay(
     run: Run = None,
     sets: Sets = None,
+    search: Search = False,
     memory: Memory = None,
     residency: Residency = None,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Apply a balance policy, or a memory budget, to the expert loads that a run recorded.
+    """Apply a balance policy, a memory budget or methods of search to what a run recorded.
 
     No rank starts and no device is used. A balance policy sees the recorded tokens of each rank and
     expert. Its cost model predicts the time of each layer with and without replicas. With --memory,
@@ -59,6 +70,11 @@ def replay(
         flags.print_explanation(ReplayConfig, explain, as_json)
         return 0
     directory = flags.require(run, "RUN", "replay")
+    if search:
+        _replay_search(
+            directory, {"--set": sets, "--memory": memory, "--residency": residency}, as_json
+        )
+        return 0
     if memory is not None:
         if sets:
             raise ConfigError(f"--set {sets[0]} is for balance policies: remove it, or --memory")
@@ -75,6 +91,40 @@ def replay(
     else:
         _print_facts(facts)
     return 0
+
+
+def _replay_search(run: Path, others: dict[str, object], as_json: bool) -> None:
+    """Print what each method of search chooses; any of the `others` flags is an error."""
+    for flag, value in others.items():
+        if value:
+            raise ConfigError(f"--search cannot be combined with {flag}: remove one")
+    found = replay_search(run, log=None if as_json else screen.err().print)
+    if as_json:
+        screen.print_json(found)
+    else:
+        _print_search(found)
+
+
+def _print_search(facts: dict[str, Any]) -> None:
+    """Print what each method of search chooses."""
+    from moesaic.policy.plan.found import settings_text
+
+    rows, least = list[tuple[str, ...]](), facts["methods"][0]["step_s"]
+    for one in facts["methods"]:
+        step_s = one["step_s"]
+        rows.append((
+            one["method"], "nothing fits" if step_s is None else format_seconds(step_s),
+            "-" if step_s is None or least is None else f"{step_s / least - 1:+.1%}",
+            f"{one['tried']:,}", format_seconds(one["seconds"]),
+            settings_text(one["differs"]) or "the same",
+        ))  # fmt: skip
+    screen.print_table(
+        ["method", "step", "loses", "simulated", "search took", "differs from the first"], rows
+    )
+    screen.print_line(
+        f"{facts['ranks']} ranks on {facts['cluster']}, as {facts['run']} saw them; predicted, not "
+        "measured"
+    )
 
 
 def _print_memory(facts: dict[str, Any], as_json: bool) -> None:

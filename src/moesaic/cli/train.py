@@ -16,15 +16,16 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from moesaic.api.job import Job, PreparedRun
+from moesaic.api.job import Job
 from moesaic.api.launch import EXIT_INTERRUPTED, RunInterrupted, is_leader, is_torchrun
+from moesaic.api.prepared_run import PreparedRun
 from moesaic.api.run import Run
 from moesaic.api.start import exit_on_interrupt, import_module
 from moesaic.api.train_worker import resumed_run
 from moesaic.base.errors import DivergedError
 from moesaic.base.units import format_bytes, format_clock
 from moesaic.cli import flags, screen
-from moesaic.cli.flags import Explain, JobPath, Json, PlanPath, Sets
+from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
 from moesaic.facts.job import CtrJob
 from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.plan import Plan, describe_plan
@@ -66,6 +67,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     job: JobPath = None,
     nproc: Nproc = None,
     plan: PlanPath = None,
+    cluster: ClusterPath = None,
     resume: Resume = None,
     sets: Sets = None,
     out: Out = None,
@@ -83,6 +85,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         prepared = Job.load(path, sets=sets or (), run=run).prepare(
             out=out, nproc=nproc, resume=resume, plan=plan,
             output="stderr" if as_json else "stdout", is_started=not dry_run,
+            cluster=None if cluster is None else flags.load_cluster(cluster),
         )  # fmt: skip
     for warning in prepared.warnings if is_leader() else ():
         screen.print_warning(warning)

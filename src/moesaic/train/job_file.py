@@ -2,13 +2,12 @@
 
 `load_job` chooses the class of the job by its `kind`. For a language model it resolves
 `[model] preset` and `[model] from`, and puts the job under a plan.
-`check_inputs` checks the paths that it names. All of this happens before anything is written.
+`train.input_checks` checks the paths that it names. All of this happens before anything is written.
 """
 
 from __future__ import annotations
 
 import glob
-import importlib.util
 import json
 import shlex
 import tempfile
@@ -30,12 +29,19 @@ from moesaic.base.config import (
     sets_key,
     tables_to_toml,
 )
-from moesaic.base.errors import ConfigError, UserError, write_error
+from moesaic.base.decisions import Decision
+from moesaic.base.errors import ConfigError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
 from moesaic.facts.job.distill import TEACHER, logits_warnings
 from moesaic.facts.job.job import fill_preset
-from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
+from moesaic.facts.plan import (
+    Plan,
+    check_plan,
+    job_under_plan,
+    load_plan,
+    prediction_digest,
+)
 from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
@@ -73,6 +79,10 @@ class LoadedJob(Generic[J]):
     """Prefix of error messages: the path of its file."""
     sets: tuple[str, ...] = ()
     """Items of `--set`."""
+    has_open_micro_batches: bool = False
+    """True if `train.micro_batches` is "auto", so that a search or a plan chooses it."""
+    decisions: tuple[Decision[Any, Any], ...] = ()
+    """Decisions that led to the plan."""
 
     @property
     def warnings(self: LoadedJob[TrainingJob]) -> list[str]:
@@ -101,12 +111,40 @@ def load_job(
         raw, origin = dict(source), LoadedJob.origin
         text = tables_to_toml(raw)
     with blame_sets(origin, sets):
-        job, notes = _resolve(apply_sets(raw, sets), origin, sets, run)
+        raw, has_open_micro_batches = _fill_micro_batches(apply_sets(raw, sets))
+        job, notes = _resolve(raw, origin, sets, run)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
-    loaded = LoadedJob(job, text, notes, origin=origin, sets=tuple(sets))
+    loaded = LoadedJob(
+        job, text, notes, origin=origin, sets=tuple(sets),
+        has_open_micro_batches=has_open_micro_batches,
+    )  # fmt: skip
     return loaded if plan is None else apply_plan(loaded, plan)
+
+
+def _fill_micro_batches(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return `raw` with one micro-batch in place of "auto", and whether it said so."""
+    train = raw.get("train")
+    is_open = isinstance(train, dict) and train.get("micro_batches") == "auto"
+    is_open = is_open and raw.get("kind", "lm") == "lm"
+    return ({**raw, "train": {**raw["train"], "micro_batches": 1}} if is_open else raw), is_open
+
+
+def is_searched(loaded: LoadedJob[TrainingJob], ranks: int) -> bool:
+    """Return whether training searches for the layout of the job on `ranks` ranks."""
+    job = loaded.job
+    if not isinstance(job, Job) or loaded.plan is not None:
+        return False
+    has_choice = ranks > 1 or loaded.has_open_micro_batches
+    by_default = job.plan is None and "layout" not in job.model_fields_set and has_choice
+    is_wanted = job.plan == "auto" or by_default
+    if loaded.has_open_micro_batches and not is_wanted:
+        raise ConfigError(
+            f'{loaded.origin}: train.micro_batches = "auto" needs a search: set plan = "auto", or '
+            "give a number"
+        )
+    return is_wanted
 
 
 def language_model(loaded: LoadedJob[TrainingJob], refusal: str) -> LoadedJob[Job]:
@@ -196,6 +234,8 @@ def apply_plan(loaded: LoadedJob[TrainingJob], source: Path | Mapping[str, Any])
     else:
         origin = "the plan"
         plan = parse(Plan, source, origin)
+    if loaded.has_open_micro_batches and plan.micro_batches is not None:
+        loaded = _with_micro_batches(loaded, plan.micro_batches, origin)
     if plan.grouped_mm == "auto":  # The plan leaves it to the job.
         plan = plan.model_copy(update={"grouped_mm": loaded.job.kernels.grouped_mm})
     check_plan(plan, loaded.job, origin)
@@ -220,6 +260,18 @@ def apply_plan(loaded: LoadedJob[TrainingJob], source: Path | Mapping[str, Any])
         plan_origin=origin,
         layout_keys=loaded.job.layout.non_default_fields,
     )
+
+
+def _with_micro_batches(loaded: LoadedJob[Job], number: int, origin: str) -> LoadedJob[Job]:
+    """Return `loaded` with the micro-batches of a plan, where the job leaves them open."""
+    job = loaded.job
+    if job.train.batch % number:
+        raise ConfigError(
+            f"{origin}: micro_batches = {number} does not divide train.batch = {job.train.batch}: "
+            "plan this job anew (moesaic plan --search)"
+        )
+    train = job.train.model_copy(update={"micro_batches": number})
+    return replace(loaded, job=job.model_copy(update={"train": train}))
 
 
 def _plan_overrides(job: Job, plan: Plan, sets: Sequence[str], origin: str) -> list[str]:
@@ -429,69 +481,3 @@ def check_out_is_not_data(out: Path, job: TrainingJob) -> None:
                 f"'{out}' is inside data.{key} = {keys.show(value)}, so files of the run "
                 f"would become {kind_of_data}: give a directory elsewhere"
             )
-
-
-def check_inputs(loaded: LoadedJob[TrainingJob]) -> None:
-    """Raise for a path, vocabulary or package that the job needs and this machine lacks."""
-    with blame_sets(loaded.origin, loaded.sets):
-        _check_inputs(loaded.job, loaded.origin)
-
-
-def _check_inputs(job: TrainingJob, origin: str) -> None:
-    try:
-        if isinstance(job, Job):
-            _check_data(job)
-        else:
-            _check_clicks(job)
-    except UserError as error:
-        raise ConfigError(f"{origin}: {error}") from None
-    replay = job.routing.replay if isinstance(job, Job) else None
-    if replay is not None and not Path(replay).expanduser().exists():
-        raise ConfigError(
-            f"{origin}: routing.replay = {keys.show(replay)} does not exist: "
-            "give a file written by routing.record"
-        )
-    for extra in ("wandb", "mlflow"):
-        value = getattr(job.log, extra)
-        if value is not None and importlib.util.find_spec(extra) is None:
-            raise ConfigError(
-                f"{origin}: log.{extra} = {keys.show(value)} needs the package {extra}: "
-                f"pip install 'moesaic[{extra}]', or remove the key"
-            )
-
-
-def _check_clicks(job: CtrJob) -> None:
-    """Raise if files of samples are missing."""
-    from moesaic.train.data.clicks_files import find_files
-
-    for key in ("path", "validation_path"):
-        path = getattr(job.data, key)
-        if path is not None:
-            find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
-
-
-def _check_data(job: Job) -> None:
-    """Raise if the text, its first record, the tokenizer or the chat template of `job` is missing
-    or does not fit."""
-    from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
-    from moesaic.train.data.sources import find_sources
-
-    for source in find_sources(job.data):
-        if source.kind in ("jsonl", "parquet", "chat"):
-            from moesaic.train.data.text import check_first_record
-
-            check_first_record(source)
-    has_control = job.control is not None
-    if job.control is not None:
-        from moesaic.train.data.control import open_control
-
-        tokenizer, _ = open_control(job.data, job.control)
-    else:
-        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
-    check_vocabulary(
-        job.model.vocab, tokenizer, is_fixed=job.source is not None, has_control=has_control
-    )
-    if job.data.format == "chat":
-        from moesaic.train.data.chat import ChatEncoder
-
-        ChatEncoder(job.data, tokenizer)

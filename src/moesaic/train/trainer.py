@@ -166,7 +166,7 @@ def _train(
     kind: JobKind[J],
     on_step: StepCallback | None,
 ) -> dict[str, Any]:
-    decisions: list[Decision[Any, Any]] = []
+    decisions = [*loaded.decisions]
     job, plan = loaded.job, kind.plan(loaded, world, decisions)
     data = kind.open_data(job, world, progress.message)
     checkpoint = None
@@ -353,7 +353,7 @@ class _Session(Generic[J]):
             ],
             unit=self.kind.unit, decisions=[
                 {
-                    "facts": one.facts._asdict(), "outcome": _plain(one.outcome),
+                    "facts": _plain(one.facts), "outcome": _plain(one.outcome),
                     "seconds": one.seconds,
                 }
                 for one in decisions
@@ -434,6 +434,8 @@ def collective_timeout(job: AnyJob) -> timedelta:
     return timedelta(seconds=job.train.collective_timeout_s)
 
 
-def _plain(outcome: Any) -> dict[str, Any]:
-    """Return a decision as plain data, by name."""
-    return outcome.model_dump() if isinstance(outcome, Section) else dict(outcome._asdict())
+def _plain(value: Any) -> dict[str, Any]:
+    """Return the facts or the outcome of a decision as plain data, by name."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", by_alias=True)
+    return dict(value._asdict())

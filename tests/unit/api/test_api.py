@@ -69,7 +69,8 @@ def test_a_callback_ends_a_run_on_all_ranks(nproc: int | None, stop: object) -> 
         losses.append(figures["loss"])
         return None if figures["step"] < 3 else stop
 
-    run = Job.load(TABLES).train(out=out, nproc=nproc, on_step=on_step, output=None)
+    job = Job.load({**TABLES, "layout": {"ep": 1}})
+    run = job.train(out=out, nproc=nproc, on_step=on_step, output=None)
     assert len(losses) == 3
     assert run.steps()["loss"].to_pylist() == losses
     assert run.summary()["status"] == "stopped early"
@@ -77,7 +78,7 @@ def test_a_callback_ends_a_run_on_all_ranks(nproc: int | None, stop: object) -> 
     for rank in range(nproc or 1):
         events = read_events(out / "events" / f"rank-{rank}.jsonl")
         assert sum(event["event"] == "rank_step" for event in events) == 3
-    resumed = Job.load(TABLES).train(out=out, nproc=nproc, resume="auto", output=None)
+    resumed = job.train(out=out, nproc=nproc, resume="auto", output=None)
     whole = Run.open("run").steps()["loss"].to_pylist()
     assert resumed.steps()["loss"].to_pylist() == pytest.approx(whole, rel=1e-5)
 
@@ -87,8 +88,9 @@ def test_an_error_in_a_callback_reaches_the_caller(nproc: int | None) -> None:
     def on_step(figures: dict[str, float]) -> None:
         raise LookupError("mine")
 
+    job = Job.load({**TABLES, "layout": {"ep": 1}})
     with pytest.raises(LookupError, match="mine"):
-        Job.load(TABLES).train(out=f"broken-{nproc}", nproc=nproc, on_step=on_step, output=None)
+        job.train(out=f"broken-{nproc}", nproc=nproc, on_step=on_step, output=None)
 
 
 def test_a_dict_and_its_file_are_one_job() -> None:

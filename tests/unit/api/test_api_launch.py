@@ -140,7 +140,7 @@ def test_every_failure_has_an_exit_status(
         raise failure
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("moesaic.api.job.launch", fail)
+    monkeypatch.setattr("moesaic.api.prepared_run.launch", fail)
     Path("job.toml").write_text(RUN_JOB)
     Path("text.txt").write_text("text")
     assert main(["train", "job.toml", "--nproc", "2"]) == status

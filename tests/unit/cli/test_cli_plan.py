@@ -313,7 +313,7 @@ def test_json_has_every_figure(commands: Commands) -> None:
     assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
     assert sum(facts["blocks_s"].values()) == pytest.approx(facts["step_s"])
     assert facts["tokens_per_s"] == pytest.approx(64 * 4096 / facts["step_s"])
-    assert facts["price_per_billion_tokens"] == 0.0
+    assert facts["price_per_million_tokens"] is None
     # Six flops per active parameter and token, less for the embedding, plus a quarter for
     # attention over 4,096 tokens.
     flops = 6 * 1_282_017_280 * 64 * 4096 / 8

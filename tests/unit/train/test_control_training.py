@@ -25,7 +25,8 @@ from moesaic.testing.jobs import tiny_job
 from moesaic.testing.runs import start_run, train_text
 from moesaic.testing.served import write_chat_model
 from moesaic.train.data.text_data import TextData
-from moesaic.train.job_file import check_inputs, language_model, load_job
+from moesaic.train.input_checks import check_inputs
+from moesaic.train.job_file import language_model, load_job
 from moesaic.train.lm import InitialWeights
 from moesaic.train.objectives.objective import StepContext
 

@@ -14,7 +14,8 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.hf.config import config_text
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.chat_templates import write_tokenizer
-from moesaic.train.job_file import check_inputs, load_job
+from moesaic.train.input_checks import check_inputs
+from moesaic.train.job_file import load_job
 
 JOB = """# what a person wrote
 [model]

@@ -43,6 +43,11 @@ class Job(Section):
 
     kind: Literal["lm"] = "lm"
     """Kind of job. lm: one language model, trained on next-token prediction."""
+    plan: Literal["auto", "layout"] | None = None
+    """Source of the layout, unless `--plan` or `--cluster` give one. auto: `moesaic train` measures
+    its machines and searches for the fastest layout, in which keys of `[layout]` that the job
+    writes stay. layout: `[layout]` as it is. Unset: auto for a job without `[layout]` on several
+    ranks, else layout."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of all randomness: initial weights, order of samples, noise."""
     source: str | None = None

@@ -98,7 +98,9 @@ class TrainConfig(Section):
     """Samples of one global batch, over all ranks and micro-batches."""
     micro_batches: int = Field(default=1, ge=1)
     """Micro-batches of a global batch (gradient accumulation); each is split over all ranks. Raise
-    it for less activation memory."""
+    it for less activation memory. "auto": a search of layouts chooses it (`plan = "auto"`, `moesaic
+    plan --search`); auxiliary losses and capacity are taken over one of them, so it changes
+    numbers."""
     micro_batch_order: Literal["auto"] | MicroBatchOrder = "auto"
     """Order of the passes of a step. by_micro_batch: each micro-batch passes through the whole
     model before the next one. by_block: all micro-batches pass through one block before the next

@@ -14,9 +14,10 @@ from moesaic.facts.job.train import LayoutConfig, TrainConfig
 from moesaic.facts.plan.plan import Plan
 
 SearchMethod = Literal[
-    "best-first", "exhaustive", "hill-climbing", "mcmc", "rule-of-thumb"
+    "best-first", "exhaustive", "hill-climbing", "mcmc", "milp", "rule-of-thumb"
 ]  # fmt: skip
-"""Methods of searching the layouts that a job leaves open."""
+"""Methods of searching the layouts that a job leaves open. milp: best first, with stage boundaries
+of HiGHS."""
 
 Settings = dict[str, Any]
 """Values by key of the job, such as "layout.ep"; "stages" is "even" or "balanced"."""
@@ -72,6 +73,8 @@ class SearchFacts(Section):
     """Plans whose step is simulated, at most; unset: no limit."""
     seeds: list[Plan] = Field(default_factory=list)
     """Plans to try first, such as the best ones for a part of the cluster."""
+    explains_shortfall: bool = True
+    """True to find what is short, and what helps, if no plan fits."""
     num_runners_up: int = Field(default=5, ge=0)
     """Plans to report besides the best."""
     seed: int = Field(default=0, ge=0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moesaic.facts.cluster import Cluster, Place
 from moesaic.facts.job import BalanceCosts, Job
-from moesaic.facts.plan import Plan, embedding_shard_error, round_digits
+from moesaic.facts.plan import Plan, embedding_shard_error, job_under_plan, round_digits
 from moesaic.policy.balance import can_migrate, predict_balance_costs, should_balance
 from moesaic.policy.cost.memory import RankMemory, tightest_rank
 from moesaic.policy.cost.network import NetworkModel
@@ -57,6 +57,14 @@ class PlanFacts:
         """Return the costs of the job under `plan`."""
         return JobCosts.from_job(self.job, plan, self.cluster, self.loads_by_layer, self.network)
 
+    def under(self, plan: Plan) -> PlanFacts:
+        """Return the facts with the job under `plan`, which has as many ranks; a search may have
+        chosen its micro-batches."""
+        number = plan.micro_batches or self.job.train.micro_batches
+        train = self.job.train.model_copy(update={"micro_batches": number})
+        job = job_under_plan(self.job.model_copy(update={"train": train}), plan)
+        return replace(self, job=job)
+
     def tightest_rank(self, plan: Plan) -> RankMemory:
         """Return the rank with the largest fraction of its device's memory in use."""
         return tightest_rank(self.costs(plan))
@@ -89,7 +97,7 @@ def choose_open_settings(plan: Plan, facts: PlanFacts) -> Choices:
     if "auto" in (layout.dispatch, layout.overlap_local, layout.chunks):
         plan, others = _choose_dispatch(plan, facts)
     plan, other_embedding = _choose_embedding(plan, facts)
-    return Choices(_with_balance_costs(plan, facts), others, other_embedding)
+    return Choices(with_balance_costs(plan, facts), others, other_embedding)
 
 
 def _choose_dispatch(plan: Plan, facts: PlanFacts) -> tuple[Plan, list[Alternative]]:
@@ -156,7 +164,7 @@ def embedding_layouts(plan: Plan, job: Job) -> list[Plan]:
     return [whole, columns]
 
 
-def _with_balance_costs(plan: Plan, facts: PlanFacts) -> Plan:
+def with_balance_costs(plan: Plan, facts: PlanFacts) -> Plan:
     """Return `plan` with predicted costs of expert replicas, if the job may have some."""
     job = facts.job
     if plan.balance_costs is not None or not (should_balance(job, plan) or can_migrate(job, plan)):

@@ -32,6 +32,7 @@ from moesaic.facts.plan import (
     round_digits,
     stage_blocks,
 )
+from moesaic.facts.plan.search import SearchResult
 from moesaic.facts.workload import (
     COMPUTED_BYTES,
     Memory,
@@ -73,6 +74,10 @@ class PlannedJob(NamedTuple):
     """Simulated step."""
     warnings: list[str]
     """Warnings for the user."""
+    facts: PlanFacts
+    """Facts that the predictions depend on."""
+    found: SearchResult | None = None
+    """Result of the search that chose the plan; None without one."""
 
 
 def choose_plan(
@@ -139,7 +144,8 @@ def predict_plan(
     timeline = simulate_step(step, plan.ranks)
     tokens = job.train.batch * job.data.sequence
     price = _price(facts, timeline.step_s, tokens)
-    check_step_time(cluster.name, timeline.step_s, *price.values())
+    prices = [value for value in price.values() if value is not None]
+    check_step_time(cluster.name, timeline.step_s, *prices)
     slowest = timeline.critical_rank
     device, memory = costs.device(slowest), facts.tightest_rank(plan)
     counts, seconds_by_kind = count_parameters(job.model), _seconds_by_kind(parts, timeline)
@@ -182,7 +188,8 @@ def predict_plan(
     predicted = plan.model_copy(
         update={"predictions": _predictions(plan, facts, figures, timeline)}
     )
-    return PlannedJob(predicted, figures, timeline, [one for one in warnings if one is not None])
+    texts = [one for one in warnings if one is not None]
+    return PlannedJob(predicted, figures, timeline, texts, facts)
 
 
 def _add_drive(
@@ -273,14 +280,16 @@ def _rank_timeline(timeline: Timeline, rank: int) -> RankTimeline:
     )
 
 
-def _price(facts: PlanFacts, step_s: float, tokens: int) -> dict[str, float]:
-    """Return the price of an hour, of the whole run and of a billion tokens."""
+def _price(facts: PlanFacts, step_s: float, tokens: int) -> dict[str, float | None]:
+    """Return the price of an hour, of the whole run and of a million tokens; None if unknown."""
     per_hour = price_per_hour(facts.cluster, facts.places)
+    if not per_hour:
+        return dict.fromkeys(("price_per_hour", "price", "price_per_million_tokens"))
     per_step = per_hour / _HOUR_S * step_s
     return {
         "price_per_hour": per_hour,
         "price": per_step * facts.job.train.steps,
-        "price_per_billion_tokens": per_step / tokens * 1e9,
+        "price_per_million_tokens": per_step / tokens * 1e6,
     }
 
 

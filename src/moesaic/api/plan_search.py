@@ -1,0 +1,232 @@
+"""Searches for plans, with progress: the fastest layout, the cheapest part of a cluster, and the
+largest model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from rich.console import Console
+
+from moesaic.api.progress import LINE_EVERY_S, make_console
+from moesaic.base import keys
+from moesaic.base.units import format_seconds
+from moesaic.facts.plan.search import SearchFacts, SearchMethod, SearchResult
+
+if TYPE_CHECKING:
+    from moesaic.facts.cluster import Cluster
+    from moesaic.facts.job import Job
+    from moesaic.policy.plan.choices import RecordedLoads
+    from moesaic.policy.plan.estimates import Estimates
+    from moesaic.policy.plan.predict import PlannedJob
+    from moesaic.train.job_file import LoadedJob
+
+SEARCH_S = 60.0
+"""Seconds after which a search stops."""
+_QUIET_S = 2.0
+"""Seconds before a search shows progress."""
+
+
+class PartChoice(NamedTuple):
+    """A part of a cluster with the plan of a job on it."""
+
+    planned: PlannedJob
+    """Predictions of the plan."""
+    parts: list[dict[str, Any]]
+    """Parts that were searched: hosts, ranks, price, speed."""
+    is_reached: bool
+    """True if a plan fits and reaches the floor."""
+
+
+@dataclass
+class SearchProgress:
+    """Progress of a search on stderr: nothing for two seconds, then one line that is renewed."""
+
+    is_shown: bool
+    what: str = ""
+    """Part of the search that runs."""
+    _began_s: float = field(default_factory=time.monotonic)
+    _printed_s: float = 0.0
+    _tried: int = 0
+    _best_s: float = float("inf")
+
+    def step(self, step_s: float) -> None:
+        """Count a layout whose step was simulated."""
+        self._tried, self._best_s = self._tried + 1, min(self._best_s, step_s)
+        now = time.monotonic()
+        console = make_console("stderr")
+        every_s = 0.2 if console.is_terminal else LINE_EVERY_S
+        since_s = now - max(self._printed_s, self._began_s + _QUIET_S - every_s)
+        if not self.is_shown or since_s < every_s:
+            return
+        self._printed_s = now
+        text = (
+            f"searching{self.what}: {self._tried:,} layouts simulated in "
+            f"{now - self._began_s:.0f} s, the fastest {format_seconds(self._best_s)} a step"
+        )
+        console.print(f"\r{text:<100}" if console.is_terminal else text, end=self._end(console))
+
+    def clear(self) -> None:
+        """End the line of a terminal, if there is one."""
+        console = make_console("stderr")
+        if self._printed_s and console.is_terminal:
+            console.print("\r" + " " * 100, end="\r")
+        self._printed_s = 0.0
+
+    @staticmethod
+    def _end(console: Console) -> str:
+        return "" if console.is_terminal else "\n"
+
+
+@contextmanager
+def shown_search(facts: SearchFacts, progress: SearchProgress) -> Iterator[Estimates]:
+    """Yield estimates for `facts` that show progress; the line is removed at the end."""
+    from moesaic.policy.plan.found import WatchedEstimates
+
+    try:
+        yield WatchedEstimates.watching(facts, progress.step)
+    finally:
+        progress.clear()
+
+
+def facts_of_search(
+    loaded: LoadedJob[Job],
+    cluster: Cluster,
+    *,
+    nproc: int | None,
+    method: str,
+    limit_s: float | None,
+    loads: RecordedLoads | None,
+) -> SearchFacts:
+    """Return the facts of a search for the layout of a job."""
+    from moesaic.policy.plan.search import search_facts
+
+    keys.check_choice("method", method, get_args(SearchMethod))
+    facts = search_facts(
+        loaded.job, cluster, nproc, opens_micro_batches=loaded.has_open_micro_batches
+    )
+    changes: dict[str, Any] = {"method": method, "limit_s": limit_s}
+    if loads is not None:
+        changes |= {
+            "loads_run": loads.run, "loads": [[float(x) for x in one] for one in loads.by_layer]
+        }  # fmt: skip
+    return facts.model_copy(update=changes)
+
+
+def search_job(facts: SearchFacts, *, is_shown: bool) -> PlannedJob:
+    """Return the predictions of the fastest plan, or of the one that comes nearest if none fits."""
+    from moesaic.policy.plan.found import predict_found, run_search
+
+    with shown_search(facts, SearchProgress(is_shown)) as estimates:
+        result = run_search(facts, estimates)
+    return predict_found(facts, result)
+
+
+def search_largest(facts: SearchFacts, *, is_shown: bool) -> dict[str, Any]:
+    """Return the largest model of a job's shape that fits into memory, as plain data."""
+    from moesaic.policy.plan.found import run_search
+    from moesaic.policy.plan.largest import largest_in_memory
+
+    progress = SearchProgress(is_shown, " for the largest model")
+
+    def search(own: SearchFacts) -> SearchResult:
+        with shown_search(own, progress) as estimates:
+            return run_search(own, estimates)
+
+    return largest_in_memory(facts, search)
+
+
+def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> PartChoice:
+    """Return the part of a cluster with the least price per token that reaches `floor` tokens a
+    second; with None the part with the least price per hour on which the job fits."""
+    from moesaic.policy.plan.found import predict_found, run_search
+    from moesaic.policy.plan.parts import (
+        PartSearch,
+        cluster_parts,
+        first_that_fits,
+        least_cost,
+        search_parts,
+    )
+
+    parts, done = cluster_parts(facts.cluster), list[PartSearch]()
+    progress = SearchProgress(is_shown)
+    limit_s = None if facts.limit_s is None else facts.limit_s / len(parts)
+    each = facts.model_copy(update={"limit_s": limit_s, "explains_shortfall": False})
+
+    def search(own: SearchFacts) -> SearchResult:
+        progress.what = f" part {len(done) + 1} of {len(parts)}"
+        with shown_search(own, progress) as estimates:
+            return run_search(own, estimates)
+
+    def recorded() -> Iterator[PartSearch]:
+        for one in search_parts(parts, each, search):
+            done.append(one)
+            yield one
+
+    chosen = first_that_fits(recorded()) if floor is None else least_cost([*recorded()], floor)
+    is_reached = chosen is not None
+    if chosen is None:
+        fastest = max(done, key=lambda one: one.tokens_per_s)
+        chosen = fastest if fastest.tokens_per_s else done[-1]
+    if chosen.result.best is None:
+        explained = chosen.facts.model_copy(update={"explains_shortfall": True})
+        chosen = chosen._replace(facts=explained, result=search(explained))
+    planned = predict_found(chosen.facts, chosen.result)
+    return PartChoice(planned, [_describe_part(one) for one in done], is_reached)
+
+
+def _describe_part(one: Any) -> dict[str, Any]:
+    part, price = one.part, one.part.price_per_hour or None
+    return {
+        "hosts": [host.name for host in part.cluster.hosts], "ranks": part.ranks,
+        "price_per_hour": price, "fits": one.result.best is not None,
+        "tokens_per_s": one.tokens_per_s or None,
+        "price_per_million_tokens": 1e6 * one.price_per_token
+        if price and one.tokens_per_s else None,
+    }  # fmt: skip
+
+
+def explain_block(planned: PlannedJob, block: str) -> dict[str, Any]:
+    """Return where a block of a planned job is and what its seconds come from, with those under the
+    runners-up of a search."""
+    from moesaic.policy.plan import why
+    from moesaic.policy.plan.found import differences
+
+    found = why.explain_block(planned.plan, planned.facts, planned.timeline, block)
+    others = list[dict[str, Any]]()
+    best = None if planned.found is None else planned.found.best
+    for one in () if planned.found is None else planned.found.runners_up:
+        assert best is not None
+        facts = planned.facts.under(one.plan)
+        others.append({
+            "differs": differences(one.settings, best.settings),
+            "seconds": why.block_seconds(one.plan, facts, block), "loses_s": one.loses_s,
+        })  # fmt: skip
+    return {**found, "others": others}
+
+
+def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
+    """Return how two planned jobs differ: settings, seconds by phase, memory and price."""
+    figures = first.figures, second.figures
+    plans = [one["plan"] for one in figures]
+    names = [
+        key for key in plans[0]
+        if key not in ("places", "balance_costs") and plans[0][key] != plans[1].get(key)
+    ]  # fmt: skip
+    phases = list(dict.fromkeys([*figures[0]["phases_s"], *figures[1]["phases_s"]]))
+    keys_of_both = (
+        "step_s", "tokens_per_s", "fits", "price_per_million_tokens", "device_memory_bytes",
+        "bottleneck",
+    )  # fmt: skip
+    return {
+        "settings": {key: [plan[key] for plan in plans] for key in names},
+        "phases_s": {
+            name: [one["phases_s"].get(name, 0.0) for one in figures] for name in phases
+        },
+        "peak_bytes": [one["memory_per_rank"]["peak_bytes"] for one in figures],
+        **{key: [one[key] for one in figures] for key in keys_of_both},
+        "speedup": figures[0]["step_s"] / figures[1]["step_s"],
+    }  # fmt: skip

@@ -1,0 +1,212 @@
+"""Results of plan searches as text: verdict, runners-up, reasons, comparisons, parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moesaic.base.keys import toml
+from moesaic.base.units import format_bytes, format_seconds
+from moesaic.cli import prediction, screen
+
+if TYPE_CHECKING:
+    from moesaic.api.plan_search import PartChoice
+    from moesaic.policy.plan.predict import PlannedJob
+
+_MAX_EVENTS = 12
+"""Rows of a block's events, at most."""
+
+
+def print_verdict(planned: PlannedJob) -> None:
+    """Print whether the plan fits, how good it is, and what the job pins."""
+    from moesaic.policy.plan.found import proof_text, settings_text
+
+    figures, result = planned.figures, planned.found
+    assert result is not None
+    needs, has = figures["memory_per_rank"]["peak_bytes"], figures["device_memory_bytes"]
+    sizes = f"{format_bytes(needs)} of {format_bytes(has)} per rank"
+    if figures["fits"]:
+        screen.print_line(f"fits: {sizes}")
+        too_large = f", {result.too_large:,} too large" * bool(result.too_large)
+        screen.print_line(
+            f"search: {result.tried:,} layouts simulated{too_large}; {proof_text(result)} "
+            f"({result.method})"
+        )
+    else:
+        screen.print_line(f"DOES NOT FIT: {sizes} with the layout that comes nearest")
+        screen.print_line(figures["bottleneck"].partition("; ")[2])
+        for one in figures["search"]["shortfall"]["changes"][1:4]:
+            need = one["memory"]
+            verdict = "fits" if one["fits"] else "does not fit yet"
+            screen.print_line(
+                f"  or {one['key']} = {toml(one['value'])}: {verdict} "
+                f"({format_bytes(need['peak_bytes'])} of {format_bytes(need['device_bytes'])})"
+            )
+    pins = figures["search"]["pins"]
+    kept = settings_text(pins) if pins else "nothing"
+    screen.print_line(f"pinned by the job: {kept}")
+    screen.print_line("")
+
+
+def print_runners_up(figures: Mapping[str, Any]) -> None:
+    """Print what the next best layouts change, what they lose, and in which phase."""
+    from moesaic.policy.plan.found import settings_text
+
+    others, step_s = figures["search"]["runners_up"], figures["step_s"]
+    if not others:
+        return
+    screen.print_line("")
+    screen.print_table(
+        ["runner-up", "step", "loses", "most of it in", "memory per rank"],
+        [
+            (
+                settings_text(one["differs"]) or "another order of stages",
+                format_seconds(one["step_s"]),
+                f"{one['loses_s'] / step_s:+.1%}",
+                f"{one['phase']} {format_seconds(one['phase_loses_s'])}",
+                format_bytes(one["memory"]["peak_bytes"]),
+            )
+            for one in others
+        ],
+    )
+
+
+def print_searched_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
+    """Print a searched plan: the verdict, its predictions, and runners-up."""
+    print_verdict(planned)
+    prediction.print_planned_job(planned, written)
+    print_runners_up(planned.figures)
+
+
+def print_why(facts: Mapping[str, Any]) -> None:
+    """Print where a block is and how its seconds come about."""
+    from moesaic.policy.plan.found import settings_text
+
+    share = facts["seconds"] / facts["step_s"]
+    screen.print_line(
+        f"{facts['block']} on rank {facts['rank']}: {facts['place']}; {facts['parameters']:,} "
+        f"parameters there, {format_bytes(facts['saved_bytes'])} saved for backward in a "
+        f"micro-batch\n{format_seconds(facts['seconds'])} of a step of "
+        f"{format_seconds(facts['step_s'])} ({share:.1%}); predicted, not measured\n"
+    )
+    rows = sorted(facts["events"], key=lambda one: -(one["busy_s"] + one["waiting_s"]))
+    screen.print_table(
+        ["event", "phase", "runs", "waits", "overlapped"],
+        [
+            (
+                one["name"], one["phase"], format_seconds(one["busy_s"]),
+                format_seconds(one["waiting_s"]) if one["waiting_s"] else "-",
+                format_seconds(one["overlapped_s"]) if one["overlapped_s"] else "-",
+            )
+            for one in rows[:_MAX_EVENTS]
+        ],
+        left=2,
+    )  # fmt: skip
+    for one in facts["others"]:
+        change = one["seconds"] - facts["seconds"]
+        screen.print_line(
+            f"with {settings_text(one['differs'])}: {format_seconds(one['seconds'])} in this block "
+            f"({_signed(change)}), and the step loses {format_seconds(one['loses_s'])}"
+        )
+
+
+def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
+    """Print two plans beside each other, and which is faster by how much and where."""
+    rows = [(f"  {key}", *(toml(value) for value in pair)) for key, pair in _short(facts)]
+    seconds = [("  step", facts["step_s"]), *((f"  {k}", v) for k, v in facts["phases_s"].items())]
+    table: list[Sequence[str]] = [("settings",), *rows] if rows else []
+    table.append(("seconds",))
+    table += [
+        (name, *map(format_seconds, pair), _signed(pair[1] - pair[0])) for name, pair in seconds
+    ]
+    table.append(("figures",))
+    peaks = [
+        format_bytes(size) + " (too much)" * (not fits)
+        for size, fits in zip(facts["peak_bytes"], facts["fits"], strict=True)
+    ]
+    table.append(("  memory per rank", *peaks))
+    table.append(("  tokens per second", *(f"{one:,.0f}" for one in facts["tokens_per_s"])))
+    prices = facts["price_per_million_tokens"]
+    if None not in prices:
+        table.append(("  price per million tokens", *(f"{one:,.4g}" for one in prices)))
+    screen.print_table(["", *names, "difference"], table)
+    differences = {name: pair[1] - pair[0] for name, pair in facts["phases_s"].items()}
+    ratio = facts["speedup"]
+    faster, slower = (names[1], names[0]) if ratio >= 1 else (names[0], names[1])
+    sign = -1 if ratio >= 1 else 1
+    phase = max(differences, key=lambda name: sign * differences[name])
+    screen.print_line(
+        f"\n{faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly in {phase}; "
+        "predicted, not measured"
+    )
+
+
+def _short(facts: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
+    """Return the settings that fit into a table."""
+    return [
+        (key, pair) for key, pair in facts["settings"].items()
+        if all(len(toml(one)) <= 60 for one in pair)
+    ]  # fmt: skip
+
+
+def print_part(choice: PartChoice, floor: float | None) -> None:
+    """Print the parts of a cluster that were searched, then the plan for the chosen one."""
+    own = choice.planned.figures
+    rows = []
+    for part in choice.parts:
+        price, million = part["price_per_hour"], part["price_per_million_tokens"]
+        rows.append((
+            _part_text(part["ranks"], part["hosts"]),
+            "unknown" if price is None else f"{price:,.2f}",
+            f"{part['tokens_per_s']:,.0f}" if part["fits"] else "does not fit",
+            "-" if million is None else f"{million:,.4g}",
+        ))  # fmt: skip
+    goal = "the least price on which the job fits" if floor is None else (
+        f"the least price per token from {floor:,.0f} tokens/s"
+    )  # fmt: skip
+    hosts = list(dict.fromkeys(place["host"] for place in own["plan"]["places"]))
+    chosen = _part_text(own["plan"]["ranks"], hosts)
+    if choice.is_reached:
+        screen.print_line(f"take {chosen}: {goal}")
+    elif floor is None or not own["fits"]:
+        screen.print_line(f"no part of the cluster fits the job; {chosen} comes nearest")
+    else:
+        screen.print_line(
+            f"no part reaches {floor:,.0f} tokens/s; the most is {own['tokens_per_s']:,.0f} with "
+            f"{chosen}"
+        )
+    screen.print_table(["part", "price per hour", "tokens/s", "price per million tokens"], rows)
+    screen.print_line("")
+
+
+def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
+    """Print the largest model of a job's shape that fits into memory."""
+    from moesaic.policy.plan.found import settings_text
+
+    key, size, memory = figures["key"], figures["size"], figures["memory"]
+    where = f"{figures['ranks']} ranks on {figures['cluster']}"
+    if not size:
+        screen.print_line(f"no model of this shape fits into the memory of {where}")
+        return
+    settings = {name: one for name, one in figures["settings"].items() if one is not None}
+    screen.print_line(
+        f"largest model of this shape in memory: {key} = {size:,} (the job has "
+        f"{figures['own']:,}), {figures['parameters']:,} parameters, on {where}"
+    )
+    screen.print_line(
+        f"  it needs {format_bytes(memory['peak_bytes'])} of "
+        f"{format_bytes(memory['device_bytes'])} per rank with {settings_text(settings)}"
+    )
+    if figures["next_size"] is not None:
+        screen.print_line(
+            f"  {key} = {figures['next_size']:,} fits in no layout; computed, not measured"
+        )
+
+
+def _part_text(ranks: int, hosts: Sequence[str]) -> str:
+    many = f"{len(hosts)} hosts ({hosts[0]} to {hosts[-1]})"
+    return f"{ranks} rank{'s' * (ranks > 1)} on {hosts[0] if len(hosts) == 1 else many}"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"

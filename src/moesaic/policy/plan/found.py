@@ -1,0 +1,230 @@
+"""Predictions and words for the result of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moesaic.base.decisions import Decision, decide
+from moesaic.base.errors import ConfigError
+from moesaic.base.keys import toml
+from moesaic.base.units import format_bytes, format_seconds
+from moesaic.facts.cluster import Cluster, place_ranks
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
+from moesaic.facts.plan.search import (
+    Change,
+    FoundPlan,
+    PlanEstimate,
+    RankNeed,
+    RunnerUp,
+    SearchFacts,
+    SearchResult,
+    Settings,
+    Shortfall,
+)
+from moesaic.policy.cost.network import NetworkModel
+from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, with_balance_costs
+from moesaic.policy.plan.estimates import Estimates, SimulatedEstimates
+from moesaic.policy.plan.predict import PlannedJob, predict_plan
+from moesaic.policy.plan.search import search_plans
+
+Search = Decision[SearchFacts, SearchResult]
+
+
+class WatchedEstimates(SimulatedEstimates):
+    """Predictions of the cost model that report each simulated step."""
+
+    on_step: Callable[[float], None] | None = None
+    """Function of the seconds of a step."""
+
+    def step(self, job: Job, plan: Plan) -> PlanEstimate:
+        """Return the time of a step."""
+        found = super().step(job, plan)
+        if self.on_step is not None:
+            self.on_step(found.step_s)
+        return found
+
+    @classmethod
+    def watching(cls, facts: SearchFacts, on_step: Callable[[float], None]) -> WatchedEstimates:
+        """Return the predictions for `facts` that call `on_step`."""
+        loads = None if facts.loads is None else [np.asarray(one) for one in facts.loads]
+        found = cls(facts.cluster, loads)
+        found.on_step = on_step
+        return found
+
+    def on_cluster(self, cluster: Cluster) -> WatchedEstimates:
+        """Return the predictions on another cluster."""
+        found = WatchedEstimates(cluster, self._loads)
+        found.on_step = self.on_step
+        return found
+
+
+def run_search(
+    facts: SearchFacts, estimates: Estimates | None = None, log: list[Search] | None = None
+) -> SearchResult:
+    """Return the decision of a search, which is appended to `log`; raise if no plan is valid."""
+    if estimates is None:
+        estimates = SimulatedEstimates.from_facts(facts)
+    policy = partial(search_plans, estimates=estimates)
+    result = decide(policy, facts, [] if log is None else log)
+    is_explained = result.shortfall is not None or not facts.explains_shortfall
+    if result.best is None and not is_explained:
+        raise ConfigError("; ".join(result.faults) or "no layout is valid for this job")
+    return result
+
+
+def predict_found(
+    facts: SearchFacts, result: SearchResult, tiers: Mapping[str, Any] | None = None
+) -> PlannedJob:
+    """Return the predictions of the plan that a search found."""
+    found = result.best or result.shortfall
+    assert found is not None
+    planned = predict_one(facts, found.plan, tiers)
+    figures = {**planned.figures, "search": describe_search(facts, result)}
+    warnings = planned.warnings
+    if result.shortfall is not None:
+        figures |= {"fits": False, "bottleneck": shortfall_text(result.shortfall)}
+        unwanted = "the plan does not fit: "
+        warnings = [one for one in warnings if not one.startswith(unwanted)]
+        warnings = [f"{unwanted}{figures['bottleneck']}", *warnings]
+    return planned._replace(figures=figures, warnings=warnings, found=result)
+
+
+def predict_one(
+    facts: SearchFacts, plan: Plan, tiers: Mapping[str, Any] | None = None
+) -> PlannedJob:
+    """Return the predictions of one plan of a search."""
+    plan_facts = facts_of_plan(facts, plan)
+    choices = Choices(with_balance_costs(plan, plan_facts))
+    return predict_plan(choices, plan_facts, None if tiers is None else dict(tiers))
+
+
+def facts_of_plan(facts: SearchFacts, plan: Plan) -> PlanFacts:
+    """Return what the predicted cost of one plan of a search depends on."""
+    places = place_ranks(facts.cluster, plan.ranks)
+    loads = None
+    if facts.loads is not None:
+        loads = RecordedLoads(facts.loads_run or "", [np.asarray(one) for one in facts.loads])
+    network = NetworkModel(facts.cluster, places)
+    return PlanFacts(facts.job, facts.cluster, places, network, loads).under(plan)
+
+
+def describe_search(facts: SearchFacts, result: SearchResult) -> dict[str, Any]:
+    """Return a search as plain data: what was kept, tried and proven, and the runners-up."""
+    found = result.best or result.shortfall
+    assert found is not None
+    return {
+        "method": result.method, "pins": {key: found.settings.get(key) for key in facts.pins},
+        "chosen": {key: value for key, value in found.settings.items() if key not in facts.pins},
+        "tried": result.tried, "too_large": result.too_large, "is_proven": result.is_proven,
+        "gap": result.gap, "bound_s": result.bound_s,
+        "runners_up": [
+            {
+                "differs": differences(one.settings, found.settings),
+                "step_s": one.estimate.step_s, "loses_s": one.loses_s, "phase": one.phase,
+                "phase_loses_s": one.phase_loses_s,
+                "memory": one.memory.model_dump(mode="json"),
+            }
+            for one in result.runners_up
+        ],
+        "shortfall": None if result.shortfall is None else _describe_shortfall(result.shortfall),
+    }  # fmt: skip
+
+
+def _describe_shortfall(shortfall: Shortfall) -> dict[str, Any]:
+    helping = [shortfall.change] if shortfall.change is not None else []
+    return {
+        "memory": shortfall.memory.model_dump(mode="json"),
+        "short_bytes": shortfall.memory.short_bytes,
+        "changes": [
+            {
+                "key": one.key, "value": one.value, "fits": one.fits,
+                "memory": one.memory.model_dump(mode="json"),
+            }
+            for one in (*helping, *shortfall.others)
+        ],
+    }  # fmt: skip
+
+
+def differences(settings: Settings, others: Settings) -> Settings:
+    """Return the values of `settings` that differ from `others`, by key."""
+    return {key: value for key, value in settings.items() if value != others.get(key)}
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Return settings as text, with keys of the layout by their short names."""
+    return ", ".join(
+        f"{key.removeprefix('layout.')} = {toml(value)}" for key, value in settings.items()
+    )
+
+
+def proof_text(result: SearchResult) -> str:
+    """Return in words how good the plan of a search is."""
+    if result.is_proven:
+        return "proven: no layout is faster by prediction"
+    if result.gap is None:
+        return "not proven to be the fastest"
+    return f"not proven: another layout may be up to {result.gap:.0%} faster"
+
+
+def runner_up_text(one: RunnerUp, best: FoundPlan) -> str:
+    """Return what a runner-up changes, what it loses, and where."""
+    lost = one.loses_s / best.estimate.step_s
+    text = settings_text(differences(one.settings, best.settings)) or "another order of stages"
+    return (
+        f"{text}: +{lost:.0%} ({format_seconds(one.loses_s)}), most of it in {one.phase} "
+        f"({format_seconds(one.phase_loses_s)})"
+    )
+
+
+def shortfall_text(shortfall: Shortfall) -> str:
+    """Return how much memory is short, and the single change that helps most."""
+    need, change = shortfall.memory, shortfall.change
+    text = (
+        f"memory: even the layout that comes nearest needs {format_bytes(need.peak_bytes)} on rank "
+        f"{need.rank}, but {need.device} has {format_bytes(need.device_bytes)} "
+        f"({format_bytes(need.short_bytes)} short); "
+    )
+    if change is None:
+        return f"{text}no single change helps: use a smaller model, or devices with more memory"
+    return f"{text}{change_text(change)}"
+
+
+def change_text(change: Change) -> str:
+    """Return a single change and what it reaches."""
+    what = f"{change.key} = {toml(change.value)}"
+    sizes = memory_text(change.memory)
+    return f"it fits with {what} ({sizes})" if change.fits else f"{what} helps most ({sizes})"
+
+
+def memory_text(need: RankNeed) -> str:
+    """Return the memory of a rank as text: "19.5 GiB of 74.5 GiB"."""
+    return f"{format_bytes(need.peak_bytes)} of {format_bytes(need.device_bytes)}"
+
+
+def pins_text(facts: SearchFacts, settings: Settings) -> str:
+    """Return the keys that the job writes, or that it writes none."""
+    pins = {key: settings[key] for key in facts.pins if key in settings}
+    return f"kept as the job says: {settings_text(pins)}" if pins else "the job pins nothing"
+
+
+def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) -> Sequence[str]:
+    """Return three lines about the layout that a search chose: how, what to expect, and why."""
+    best = result.best
+    assert best is not None
+    chosen = {key: value for key, value in best.settings.items() if key not in facts.pins}
+    chosen = {key: value for key, value in chosen.items() if value not in (None, "even")}
+    figures = planned.figures
+    runner = result.runners_up[0] if result.runners_up else None
+    return [
+        f"plan: chosen {settings_text(chosen) or 'nothing'}; {pins_text(facts, best.settings)}",
+        f"plan: predicted {format_seconds(figures['step_s'])} a step, "
+        f"{figures['tokens_per_s']:,.0f} tokens/s, {memory_text(best.memory)} per rank; "
+        f"bottleneck {figures['bottleneck']}",
+        f"plan: {result.tried} layouts simulated, {proof_text(result)}; next "
+        + (runner_up_text(runner, best) if runner else "none: no other layout fits"),
+    ]

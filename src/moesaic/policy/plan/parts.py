@@ -1,0 +1,118 @@
+"""Parts of a cluster: which of its hosts and devices to take for a job, at the least price."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from moesaic.facts.cluster import Cluster, Host, place_ranks, price_per_hour
+from moesaic.facts.plan.search import SearchFacts, SearchResult
+from moesaic.policy.plan.mapping import max_ranks
+
+_MAX_PARTS = 64
+"""Parts to search, at most."""
+
+
+class Part(NamedTuple):
+    """Some hosts of a cluster, with a number of ranks."""
+
+    cluster: Cluster
+    """The hosts, with the links between them."""
+    ranks: int
+    price_per_hour: float
+    """Price of its devices and hosts; 0 if unknown."""
+
+
+class PartSearch(NamedTuple):
+    """A part with the result of its search."""
+
+    part: Part
+    facts: SearchFacts
+    result: SearchResult
+    tokens_per_s: float
+    """Tokens a second of the best plan; 0 if none fits."""
+
+    @property
+    def price_per_token(self) -> float:
+        """Price of a token; infinite if no plan fits."""
+        if not self.tokens_per_s:
+            return float("inf")
+        return self.part.price_per_hour / 3600 / self.tokens_per_s
+
+
+def cluster_parts(cluster: Cluster) -> list[Part]:
+    """Return parts of a cluster, cheapest first: numbers of hosts of each kind, by powers of two,
+    and powers of two of the devices of a single host."""
+    kinds = list[list[Host]]()
+    for host in cluster.hosts:
+        unnamed = host.model_copy(update={"name": "-"})
+        for kind in kinds:
+            if kind[0].model_copy(update={"name": "-"}) == unnamed:
+                kind.append(host)
+                break
+        else:
+            kinds.append([host])
+    found = list[Part]()
+    for numbers in itertools.product(*(_counts(len(kind)) for kind in kinds)):
+        taken = {host.name for kind, n in zip(kinds, numbers, strict=True) for host in kind[:n]}
+        hosts = [host for host in cluster.hosts if host.name in taken]
+        if not hosts:
+            continue
+        part = _only(cluster, hosts)
+        most = max_ranks(part)
+        sizes = _device_counts(hosts[0]) if len(hosts) == 1 else [most]
+        for ranks in sizes:
+            price = price_per_hour(part, place_ranks(part, ranks))
+            found.append(Part(part, ranks, price))
+    return sorted(found, key=lambda one: (one.price_per_hour, one.ranks))[:_MAX_PARTS]
+
+
+def _counts(most: int) -> list[int]:
+    """Return 0, the powers of two below `most`, and `most`."""
+    return [0, *(2**power for power in range(most.bit_length()) if 2**power < most), most]
+
+
+def _device_counts(host: Host) -> list[int]:
+    """Return numbers of ranks on one host."""
+    accelerators = sum(one.count for one in host.devices if one.kind != "cpu")
+    if accelerators:
+        return _counts(accelerators)[1:]
+    return sorted(one.count for one in host.devices)
+
+
+def _only(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
+    """Return `cluster` with these hosts alone."""
+    names = {host.name for host in hosts}
+    links = [
+        link for link in cluster.links
+        if all(names.intersection(cluster.hosts_of_end[end]) for end in link.ends)
+    ]  # fmt: skip
+    return cluster.model_copy(update={"hosts": list(hosts), "links": links})
+
+
+def search_parts(
+    parts: Sequence[Part], facts: SearchFacts, search: Callable[[SearchFacts], SearchResult]
+) -> Iterator[PartSearch]:
+    """Yield the search of each part, in their order; plans found seed the searches that follow."""
+    tokens = facts.job.train.batch * facts.job.data.sequence
+    for part in parts:
+        own = facts.model_copy(update={"cluster": part.cluster, "ranks": part.ranks})
+        result = search(own)
+        speed = 0.0 if result.best is None else tokens / result.best.estimate.step_s
+        yield PartSearch(part, own, result, speed)
+
+
+def first_that_fits(searches: Iterator[PartSearch]) -> PartSearch | None:
+    """Return the first part on which a plan fits; None if there is none."""
+    return next((one for one in searches if one.result.best is not None), None)
+
+
+def least_cost(searches: Sequence[PartSearch], floor: float) -> PartSearch | None:
+    """Return the search with the least price per token of those that reach `floor` tokens a second;
+    None if none does. Without prices it is the one with the fewest ranks."""
+    reaching = [one for one in searches if one.tokens_per_s >= floor and one.tokens_per_s]
+    return min(
+        reaching, default=None,
+        key=lambda one: (one.price_per_token, one.part.ranks, -one.tokens_per_s),
+    )  # fmt: skip

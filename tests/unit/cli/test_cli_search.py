@@ -1,0 +1,249 @@
+"""`moesaic plan --search` and its questions, `plan = "auto"` in a job, and `replay --search`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Commands
+from moesaic import Cluster, ConfigError, Job, Run
+from moesaic.base.events import read_events
+from moesaic.facts.plan import load_plan
+from moesaic.kernels import device as devices
+
+JOB = """
+[model]
+preset = "tiny-mixtral"
+layers = 2
+hidden = 64
+head_dim = 16
+ffn = 32
+
+[data]
+path = "text.txt"
+sequence = 32
+
+[train]
+steps = 4
+batch = 8
+device = "cpu"
+
+[schedule]
+kind = "constant"
+
+[log]
+tensorboard = false
+"""
+
+CPUS = """
+name = "here"
+
+[[hosts]]
+name = "here"
+memory_bytes = 4e9
+price_per_hour = 0.5
+{devices}
+
+[[links]]
+ends = ["here", "here"]
+kind = "loopback"
+latency_s = 3e-5
+bandwidth = 1e9
+"""
+DEVICE = """
+[[hosts.devices]]
+kind = "cpu"
+model = "{model}"
+count = {count}
+memory_bytes = {memory}
+memory_bandwidth = 1e10
+matmul = [{{ dtype = "fp32", flops = {flops} }}]
+"""
+LINE = ["plan", "job.toml", "--cluster", "cluster.toml"]
+
+
+def write_cluster(path: str = "cluster.toml", memory: float = 2e9) -> None:
+    import torch
+
+    model = devices.model(torch.device("cpu"))
+    listed = [
+        DEVICE.format(model=model, count=count, memory=memory, flops=1e11 / count)
+        for count in (1, 2)
+    ]
+    Path(path).write_text(CPUS.format(devices="".join(listed)))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "text.txt").write_text("words and more words " * 60)
+    write_cluster()
+    return tmp_path
+
+
+def run_start(run: str) -> dict[str, Any]:
+    events = read_events(Path(run) / "events" / "rank-0.jsonl")
+    return [event for event in events if event["event"] == "run_start"][-1]
+
+
+def test_a_search_keeps_what_the_job_writes(commands: Commands) -> None:
+    figures = commands.facts([*LINE, "--search"])
+    search = figures["search"]
+    assert figures["fits"]
+    assert search["is_proven"]
+    assert search["pins"] == {"train.micro_batches": 1}
+    assert len(search["runners_up"]) > 1
+    losses = [one["loses_s"] for one in search["runners_up"]]
+    assert losses == sorted(losses)
+    pinned = commands.facts([*LINE, "--search", "--set", "layout.ep=2"])
+    assert pinned["plan"]["ep"] == 2
+    assert pinned["search"]["pins"]["layout.ep"] == 2
+    assert pinned["step_s"] >= figures["step_s"] * (1 - 1e-9)
+    again = commands.facts([*LINE, "--search"])
+    assert again["plan"] == figures["plan"]
+    text = commands.output([*LINE, "--search"])
+    assert text.startswith("fits: ")
+    assert "proven: no layout is faster by prediction" in text
+    assert "\nrunner-up " in text
+    assert " per million tokens, " in text
+
+
+def test_python_gives_the_same_plan_and_its_price(commands: Commands) -> None:
+    planned = Job.load("job.toml").plan(Cluster.load("cluster.toml"), search=True)
+    figures = commands.facts([*LINE, "--search"])
+    assert planned.plan.decisions() == figures["plan"]
+    assert planned.found is not None
+    assert planned.found.best is not None
+    assert planned.found.best.estimate.step_s == pytest.approx(figures["step_s"], rel=1e-9)
+    per_million = 0.5 / 3600 / figures["tokens_per_s"] * 1e6
+    assert figures["price_per_million_tokens"] == pytest.approx(per_million)
+
+
+def test_micro_batches_are_free_only_if_the_job_says_so(commands: Commands) -> None:
+    line = [*LINE, "--search", "--set", "train.micro_batches=auto"]
+    figures = commands.facts([*line, "--out", "plan.json"])
+    assert "train.micro_batches" in figures["search"]["chosen"]
+    assert load_plan(Path("plan.json")).micro_batches == figures["plan"]["micro_batches"]
+    words = 'train.micro_batches = "auto" needs a search'
+    assert words in commands.refusal([*LINE, "--set", "train.micro_batches=auto"])
+    refusal = commands.refusal(
+        ["train", "job.toml", "--set", "train.micro_batches=auto", "--set", "layout.ep=1"]
+    )
+    assert words in refusal
+
+
+def test_nothing_fits(commands: Commands) -> None:
+    """The status is 3, and the change that is named makes the job fit."""
+    write_cluster(memory=6e6)
+    line = [*LINE, "--search", "--set", "train.batch=64"]
+    captured = commands.run(line, status=3)
+    assert captured.out.startswith("DOES NOT FIT: ")
+    figures = json.loads(commands.run([*line, "--json"], status=3).out)
+    short = figures["search"]["shortfall"]
+    assert not figures["fits"]
+    assert short["short_bytes"] > 0
+    change = short["changes"][0]
+    assert f"{change['key']} = " in captured.out
+    if change["fits"]:
+        commands.run([*line, "--set", f"{change['key']}={json.dumps(change['value'])}"])
+
+
+def test_questions(commands: Commands) -> None:
+    """Reasons for a block, two layouts side by side, the cheapest part, the largest model."""
+    why = commands.facts([*LINE, "--search", "--why", "layers.0.moe"])
+    assert sum(one["busy_s"] + one["waiting_s"] for one in why["events"]) == pytest.approx(
+        why["seconds"]
+    )
+    assert why["others"]
+    assert 'did you mean "layers.0.moe"' in commands.refusal([*LINE, "--why", "layers.0.mow"])
+    both = commands.facts([*LINE, "--compare", "ep=2", "dp_shard=2"])
+    assert both["settings"]["ep"] == [2, 1]
+    layouts = [["--set", f"layout.{one}"] for one in ("ep=2", "dp_shard=2")]
+    steps_s = [commands.facts([*LINE, *one])["step_s"] for one in layouts]
+    assert both["step_s"] == steps_s
+    assert both["speedup"] == pytest.approx(steps_s[0] / steps_s[1])
+    assert "is neither a plan file nor a layout" in commands.refusal([*LINE, "--compare", "a", "b"])
+    part = commands.facts([*LINE, "--fit", "cluster"])
+    assert part["plan"]["ranks"] == 1
+    reached = commands.facts([*LINE, "--min-cost", "--floor", "10"])
+    prices = [one["price_per_million_tokens"] for one in reached["cluster_parts"]]
+    assert reached["price_per_million_tokens"] == pytest.approx(min(prices))
+    beyond = commands.run([*LINE, "--min-cost", "--floor", "1e12"], status=3)
+    assert beyond.out.startswith("no part reaches 1,000,000,000,000 tokens/s; the most is ")
+    write_cluster(memory=1.5e7)
+    largest = commands.facts([*LINE, "--fit", "model", "--nproc", "1"])
+    assert largest["size"] > largest["own"]
+    sets = ["--set", f"model.experts={largest['next_size']}", "--nproc", "1"]
+    commands.run([*LINE, "--search", *sets], status=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--search --plan plan.json", "--search cannot be combined with --plan: remove one"),
+        ("--method mcmc", "--method mcmc belongs to --search: add it, or remove --method"),
+        ("--search --method guess", 'method = "guess" is not known'),
+        ("--floor 5", "--floor 5.0 belongs to --min-cost: add it, or remove --floor"),
+        ("--fit cluster --nproc 2", "--fit cluster cannot be combined with --nproc"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: str, words: str, commands: Commands) -> None:
+    assert words in commands.refusal([*LINE, *flags.split()])
+
+
+def test_presets_name_clusters(commands: Commands) -> None:
+    text = commands.output(["plan", "job.toml", "--cluster", "2xcpu", "--nproc", "2"])
+    assert text.startswith("2 x cpu (2 x Xeon")
+    missing = commands.refusal(["plan", "job.toml"])
+    assert "--cluster is missing: give a cluster file" in missing
+    assert "h100-8" in missing
+
+
+def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
+    """Without `[layout]` on two ranks; the numbers are those of one rank."""
+    alone = Job.load("job.toml").train(out="alone", output=None)
+    train = ["train", "job.toml", "--nproc", "2", "--cluster", "cluster.toml", "--out", "run"]
+    text = commands.output(train)
+    said = [line for line in text.splitlines() if line.startswith("plan: ")]
+    assert [line.split()[1] for line in said[:2]] == ["chosen", "predicted"]
+    assert "; next " in said[2]
+    assert "times the predicted time" in text
+    (decision,) = (one for one in run_start("run")["decisions"] if "pins" in one["facts"])
+    assert decision["facts"]["pins"] == ["train.micro_batches"]
+    plan = load_plan(Path("run/plan.json"))
+    assert plan.predictions is not None
+    assert plan.ep == decision["outcome"]["best"]["plan"]["ep"]
+    losses = [run.steps()["loss"].to_pylist() for run in (alone, Run.open("run"))]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    replayed = commands.facts(["replay", "run", "--search"])
+    by_method = {one["method"]: one for one in replayed["methods"]}
+    assert by_method["exhaustive"]["step_s"] == pytest.approx(by_method["best-first"]["step_s"])
+    assert min(one["step_s"] for one in replayed["methods"]) == by_method["best-first"]["step_s"]
+    assert "has not searched for its layout" in commands.refusal("replay alone --search")
+    for more, is_kept in (
+        ([], True), (["plan=auto"], True), ([f"layout.ep={plan.ep}", "plan=auto"], True),
+        ([f"layout.ep={3 - plan.ep}", "plan=auto"], False),
+    ):  # fmt: skip
+        resumed = Job.load("job.toml", sets=["train.steps=8", *more])
+        prepared = resumed.prepare(out="run", resume="auto", nproc=2)
+        assert prepared.task.plan == ("run/plan.json" if is_kept else None)
+        assert prepared.task.search is not is_kept
+
+
+def test_a_job_says_where_its_layout_comes_from(commands: Commands) -> None:
+    line = ["train", "job.toml", "--nproc", "2", "--dry-run"]
+    on_cluster = [*line, "--cluster", "cluster.toml", "--set", "layout.ep=2"]
+    facts = commands.facts([*on_cluster, "--set", "plan=auto"])
+    assert facts["plan"]["ep"] == 2
+    assert facts["plan"]["places"][0]["host"] == "here"
+    assert 'set plan = "auto", which keeps its keys' in commands.refusal(on_cluster)
+    fixed = commands.facts([*line, "--set", "plan=layout"])
+    assert (fixed["plan"]["ep"], fixed["plan"]["places"]) == (1, [])
+    cluster = Cluster.load("cluster.toml")
+    planned = Job.load("job.toml").plan(cluster, search=True)
+    with pytest.raises(ConfigError, match="cluster beside the plan, which has its places already"):
+        Job.load("job.toml").prepare(plan=planned, cluster=cluster)
