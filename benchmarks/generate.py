@@ -26,6 +26,7 @@ WHAT = {
     "layer": "the expert layer and its exchange against peers and limits",
     "balance": "replicas of hot experts against none and against even routing",
     "serve": "inference with less memory than the model, many streams, and a server",
+    "planner": "seconds to predict plans of large and small jobs",
     "tables": "embedding tables by key in memory and on a drive, whole recommenders, click data",
     "titan": "students beside a teacher that trains, distillation against TRL, scoring by lm-eval",
     "memory": "expert state on a drive against limits, DeepSpeed, file mappings and cache policies",

@@ -112,9 +112,8 @@ class BlockBuilder:
     def routed(self) -> dict[int, RoutedTokens]:
         """Routed tokens by expert layer on the rank."""
         job, plan, rank = self.params.job, self.params.plan, self.params.rank
-        layers = [
-            one.layer for one in self.params.blocks if one.kind == "moe" and one.layer is not None
-        ]
+        own = {spec.layer for spec in self.params.blocks if spec.kind == "moe"}
+        layers = [layer for layer in job.model.expert_layers if layer in own]
         found = routed_by_layer(job, plan, rank, self.loads, layers)
         return dict(zip(layers, found, strict=True))
 
