@@ -7,6 +7,7 @@ was cut off is continued where it ends.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ class PairBuilder:
         self, engine: Engine, config: AdversarialConfig, output: BinaryIO, counts: PairCounts
     ) -> None:
         self._engine, self._config, self._output = engine, config, output
-        self.counts = counts
+        self.counts, self._digest = counts, _settings_digest(engine, config)
         shared = SamplingConfig.model_fields.keys()
         values = {name: getattr(config, name) for name in shared}
         stop = [config.stop] if isinstance(config.stop, str) else config.stop
@@ -113,8 +114,9 @@ class PairBuilder:
         if min(len(original), len(generated)) <= len(prefix):
             self._count(dropped=1, tokens=len(result.tokens))
             return
+        origin = {"source": paragraph.source, "settings": self._digest}
         lines = [
-            json.dumps({"text": text, "label": label, "source": paragraph.source})
+            json.dumps({"text": text, "label": label, **origin})
             for text, label in ((original, 1), (generated, 0))
         ]
         try:
@@ -165,7 +167,14 @@ def build_pairs(
         raise ConfigError(
             f"input '{source}' has no paragraph of two sentences or more: give other text"
         )
-    with _open_pairs(Path(target)) as (output, done):
+    with _open_pairs(Path(target), _settings_digest(engine, config)) as (output, done):
+        files = {str(file) for file in text.files}
+        for one in sorted(done):
+            if one.rpartition(":")[0] not in files:
+                raise ConfigError(
+                    f"output '{target}' has a pair of '{one}', which is not in input '{source}': "
+                    "name another file, or give the input as before"
+                )
         rest = (one for one in read_paragraphs(text, config.seed) if one.source not in done)
         builder = PairBuilder(engine, config, output, PairCounts(present=len(done), total=total))
         builder.run(rest, on_progress)
@@ -185,16 +194,24 @@ def read_paragraphs(text: TextSource, seed: int) -> Iterator[Paragraph]:
             index += 1
 
 
+def _settings_digest(engine: Engine, config: AdversarialConfig) -> str:
+    """Return a short hash of the model's name and all settings."""
+    content = json.dumps([engine.name, config.model_dump(mode="json")], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
 @contextmanager
-def _open_pairs(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Yield the file of pairs, without a torn last pair, and the sources that it has."""
+def _open_pairs(path: Path, digest: str) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """Yield the file of pairs, without a torn last pair, and the sources that it has.
+
+    All must have the `digest` of the present settings."""
     with locked_output(path) as file:
         done, end, position = set[str](), 0, 0
         for number, line in enumerate(file, start=1):
             position += len(line)
             if not line.endswith(b"\n"):
                 break
-            source, label = _read_line(path, number, line)
+            source, label = _read_line(path, number, line, digest)
             if label == 0:  # The second line of a pair.
                 done.add(source)
                 end = position
@@ -202,7 +219,7 @@ def _open_pairs(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
         yield file, done
 
 
-def _read_line(path: Path, number: int, line: bytes) -> tuple[str, int]:
+def _read_line(path: Path, number: int, line: bytes, digest: str) -> tuple[str, int]:
     try:
         record = json.loads(line)
         source, label = record["source"], record["label"]
@@ -211,5 +228,10 @@ def _read_line(path: Path, number: int, line: bytes) -> tuple[str, int]:
     if not isinstance(source, str) or label not in (0, 1):
         raise ConfigError(
             f"line {number} of output '{path}' is no text with a label: name another file"
+        )
+    if record.get("settings") != digest:
+        raise ConfigError(
+            f"line {number} of output '{path}' was made by another model or with other settings: "
+            "give the same ones, or name another file"
         )
     return source, label

@@ -130,6 +130,16 @@ def _set_shots(task: Any, shots: int | None) -> None:
     if own is None or (shots is not None and own != 0):
         task.set_config(key="num_fewshot", value=shots or 0)
     task.set_fewshot_seed(seed=_SEED)
+    shots = task.get_config("num_fewshot")
+    if not shots:
+        return
+    excludes_own = task.fewshot_cfg.split == task.config.test_split
+    available = len(list(task.sampler.fewshot_docs())) - excludes_own
+    if shots > available:
+        raise ConfigError(
+            f"shots = {shots}, but task {task.config.task} has {available} other documents for "
+            "examples: lower it"
+        )
 
 
 def _metrics(name: str, raw: Mapping[str, Any], tasks: Mapping[str, Any]) -> list[Metric]:

@@ -44,7 +44,7 @@ Controls = Annotated[
     list[str] | None,
     typer.Option(
         "--control", metavar="KEY=VALUE,...", show_default=False,
-        help="Attributes of the text, for models trained with [control]: genre=docs,length=80.",
+        help="Attributes of the text, for models trained with \\[control]: genre=docs,length=80.",
     ),
 ]  # fmt: skip
 
@@ -61,7 +61,7 @@ Adversarial = Annotated[
     typer.Option(
         "--adversarial",
         help="Write originals and continuations of the text in --input, with labels, for a "
-        "[credibility] job.",
+        "\\[credibility] job.",
     ),
 ]
 BestOf = Annotated[
@@ -174,7 +174,10 @@ def _control_sets(items: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"--control: '{item}' is not of the form key=value, as in genre=docs,length=80"
             )
-        values.setdefault(key, []).append((value if separator else name).strip())
+        given = values.setdefault(key, [])
+        if given and key != "keywords":
+            raise ConfigError(f"--control: {key} stands twice: a text has one")
+        given.append((value if separator else name).strip())
     return [f"control.{name}={_control_value(name, given)}" for name, given in values.items()]
 
 

@@ -106,6 +106,23 @@ class LocalTask(ConfigurableTask):
                 )
         if config.test_split is None and config.validation_split is None:
             raise ConfigError(f"test_split is missing: set it to one of {', '.join(self.dataset)}")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        """Raise ConfigError unless a multiple-choice task names its choices and their answer."""
+        config = self.config
+        if config.output_type != "multiple_choice":
+            return
+        if config.doc_to_choice is None:
+            raise ConfigError("doc_to_choice is missing: name the field or list of the choices")
+        target = config.doc_to_target
+        fields = list(self.dataset[config.test_split or config.validation_split].features)
+        is_name = isinstance(target, str) and "{" not in target and not target.isdecimal()
+        if is_name and target not in fields:
+            raise ConfigError(
+                f"doc_to_target = {keys.show(target)} is no field of the data: use one of "
+                f"{', '.join(fields)}"
+            )
 
     def build_all_requests(self, **settings: Any) -> None:
         """Build the requests of all documents, without lm-eval's own bar."""

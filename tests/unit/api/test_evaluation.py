@@ -249,6 +249,13 @@ def test_shots_limits_and_chats(engine: Engine, tasks: Path) -> None:
     assert {one.shots for one in found.metrics} == {2}
 
 
+def test_more_shots_than_documents_are_refused(engine: Engine, tmp_path: Path) -> None:
+    question = {"prompt": "x", "choices": ["a", "b"], "answer": 0}
+    write_json(tmp_path / "a.jsonl", [question, question])
+    with pytest.raises(ConfigError, match="shots = 2, but task a has 1 other documents"):
+        run_evaluation(engine, [tmp_path], shots=2)
+
+
 def test_long_questions_lose_their_start(engine: Engine, tmp_path: Path) -> None:
     write_json(tmp_path / "a.jsonl", [{"prompt": "x" * 300, "choices": ["a", "b"], "answer": 0}])
     [warning] = run_evaluation(engine, [tmp_path]).warnings
@@ -273,9 +280,19 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "an output type": ("output_type: essay", "invalid output_type 'essay'"),
     "a field": (
         "dataset_path: json\ndataset_kwargs: {data_files: a.json}\ntest_split: train\n"
-        'doc_to_text: "{{ missing }}"\ndoc_to_target: nothing\ndoc_to_choice: nowhere\n'
+        'doc_to_text: "{{ missing }}"\ndoc_to_target: q\ndoc_to_choice: nowhere\n'
         "output_type: multiple_choice",
         "check doc_to_text",
+    ),
+    "no choices": (
+        "dataset_path: json\ndataset_kwargs: {data_files: a.json}\ntest_split: train\n"
+        "doc_to_text: q\ndoc_to_target: q\noutput_type: multiple_choice",
+        "doc_to_choice is missing",
+    ),
+    "an answer": (
+        "dataset_path: json\ndataset_kwargs: {data_files: a.json}\ntest_split: train\n"
+        "doc_to_text: q\ndoc_to_target: p\ndoc_to_choice: [a, b]\noutput_type: multiple_choice",
+        'doc_to_target = "p" is no field of the data: use one of q',
     ),
     "generation": (
         "dataset_path: json\ndataset_kwargs: {data_files: a.json}\ntest_split: train\n"

@@ -162,6 +162,20 @@ def test_a_file_that_was_cut_off_is_continued(
     assert counts.pairs == len(lines) // 2 - 1 > 1
 
 
+def test_a_file_is_not_continued_with_other_settings_or_text(
+    engine: Engine, text: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "pairs.jsonl"
+    out.write_bytes(whole.read_bytes())
+    with pytest.raises(ConfigError, match="made by another model or with other settings"):
+        build_pairs(engine, text, out, **{**SETTINGS, "temperature": 0.3})
+    other = tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes())
+    with pytest.raises(ConfigError, match="which is not in input"):
+        build_pairs(engine, other, out, **SETTINGS)
+    assert out.read_bytes() == whole.read_bytes()
+
+
 def test_other_seeds_give_other_texts(
     engine: Engine, text: Path, whole: Path, tmp_path: Path
 ) -> None:
