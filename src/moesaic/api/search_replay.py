@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +28,8 @@ def replay_search(
     facts, plan = _recorded_search(run)
     results, baseline = list[dict[str, Any]](), None
     for method in get_args(SearchMethod):
+        if method == "milp" and importlib.util.find_spec("scipy") is None:
+            continue
         if log is not None:
             log(f"searching: {method}")
         decisions = list[Search]()

@@ -212,16 +212,25 @@ def pins_text(facts: SearchFacts, settings: Settings) -> str:
     return f"kept as the job says: {settings_text(pins)}" if pins else "the job pins nothing"
 
 
+def _is_plain(key: str, value: Any, plan: Plan) -> bool:
+    """Return whether a setting has no effect, or is off."""
+    is_unused = (key == "layout.schedule" and plan.pp == 1) or (
+        key == "layout.dispatch" and plan.ep == 1
+    )
+    return is_unused or value in (None, "even", "whole", 1, False)
+
+
 def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) -> Sequence[str]:
     """Return three lines about the layout that a search chose: how, what to expect, and why."""
     best = result.best
     assert best is not None
     chosen = {key: value for key, value in best.settings.items() if key not in facts.pins}
-    chosen = {key: value for key, value in chosen.items() if value not in (None, "even")}
+    chosen = {key: value for key, value in chosen.items() if not _is_plain(key, value, best.plan)}
     figures = planned.figures
     runner = result.runners_up[0] if result.runners_up else None
     return [
-        f"plan: chosen {settings_text(chosen) or 'nothing'}; {pins_text(facts, best.settings)}",
+        f"plan: chosen {settings_text(chosen) or 'the plainest layout'}; "
+        f"{pins_text(facts, best.settings)}",
         f"plan: predicted {format_seconds(figures['step_s'])} a step, "
         f"{figures['tokens_per_s']:,.0f} tokens/s, {memory_text(best.memory)} per rank; "
         f"bottleneck {figures['bottleneck']}",
