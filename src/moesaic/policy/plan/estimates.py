@@ -63,7 +63,7 @@ class SimulatedEstimates:
         costs, parts = self.costs(job, plan), job_parts(job, plan)
         if job.memory is not None:
             return tightest_rank(costs).used_fraction <= 1
-        for rank in costs.equal_ranks():
+        for rank in costs.equal_ranks(in_memory=True):
             device, stage = costs.device(rank), plan.pp_rank(rank)
             if stages is not None and stage not in stages:
                 continue

@@ -105,11 +105,20 @@ def _best_first(trials: Trials) -> tuple[bool, float | None]:
         trials.try_candidate(first)
     is_whole = True
     for shape in space.shapes():
-        push(shape, 0, 0.0)
+        push(shape, -1, 0.0)
         if trials.used_time(_SHAPES_TIME):
             is_whole = False
             break
-    _dive(trials, [(least_s, shape) for least_s, _, _, shape in sorted(queue)])
+    promising, dive = list[tuple[float, int, int, Candidate]](), _Dive(trials)
+    while queue and dive.goes_on(queue[0][0]):
+        least_s, level, order, shape = heapq.heappop(queue)
+        if level > 0:
+            push(shape, 0, least_s)
+        else:
+            dive.try_shape(shape)
+            promising.append((least_s, level, order, shape))
+    for entry in promising:
+        heapq.heappush(queue, entry)
     while queue:
         least_s, level, _, candidate = heapq.heappop(queue)
         if least_s >= trials.best_s or trials.is_over:
@@ -119,22 +128,30 @@ def _best_first(trials: Trials) -> tuple[bool, float | None]:
         if -level == len(Space.LEVELS):
             trials.try_candidate(candidate, skips_slow=True)
             continue
-        for child in space.children(candidate, -level):
+        children = space.children(candidate, -level) if level <= 0 else [candidate]
+        for child in children:
             push(child, 1 - level, least_s)
     return is_whole, trials.best_s if is_whole and trials.found else None
 
 
-def _dive(trials: Trials, shapes: Sequence[tuple[float, Candidate]]) -> None:
-    """Try one plan of each promising shape that may fit, until some in a row are no faster."""
-    fails = 0
-    for least_s, shape in shapes:
-        if fails >= _MAX_FAILS or least_s >= trials.best_s or trials.is_over:
-            return
-        leaf = _likely_leaf(trials, shape)
+class _Dive:
+    """Trials of one plan of each promising shape that may fit, until some in a row are no faster."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials, self._fails = trials, 0
+
+    def goes_on(self, least_s: float) -> bool:
+        """Return whether a shape with this bound may help."""
+        trials = self._trials
+        return self._fails < _MAX_FAILS and least_s < trials.best_s and not trials.is_over
+
+    def try_shape(self, shape: Candidate) -> None:
+        """Try one plan of a shape."""
+        leaf, trials = _likely_leaf(self._trials, shape), self._trials
         if leaf is not None:
             before_s = trials.best_s
             trials.try_candidate(leaf, skips_slow=True)
-            fails = 0 if trials.best_s < before_s else fails + 1
+            self._fails = 0 if trials.best_s < before_s else self._fails + 1
 
 
 def _likely_leaf(trials: Trials, shape: Candidate) -> Candidate | None:
