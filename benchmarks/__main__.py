@@ -11,7 +11,9 @@ from types import ModuleType
 from benchmarks import generate, measure
 from moesaic.api.start import set_spin_count
 
-THEMES = ("foundation", "facts", "families", "layer", "balance", "memory", "serve", "tables")
+THEMES = (
+    "foundation", "facts", "families", "layer", "balance", "memory", "serve", "tables", "titan",
+)  # fmt: skip
 ROUNDS = 15
 """Rounds of a timed figure: every part then ends within 20 minutes on two cores."""
 Part = Callable[[int], Iterator[measure.Row]]
