@@ -13,6 +13,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED, observe_step
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.cost.timeline import simulate_step
+from moesaic.policy.plan.estimates import SimulatedEstimates
 from moesaic.testing.jobs import tiny_job
 
 CLUSTER: dict[str, Any] = {
@@ -51,3 +52,17 @@ def test_prediction_by_factors_matches_a_calibrated_cluster(
         calibrated = cluster.model_copy(update={"calibration": calibration})
         expected = simulate_step(JobCosts.from_job(job, plan, calibrated).step(), 4).step_s
         assert step.predict_s(factors) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_job_with_students_is_predicted_with_all_of_its_parts() -> None:
+    alone = tiny_job(layout={"ep": 4})
+    student = {"name": "small", "model": {"layers": 1, "hidden": 64, "vocab": alone.model.vocab}}
+    beside = tiny_job(layout={"ep": 4}, student=[student])
+    plan = plan_from_layout(alone.layout, alone.model, 4)
+    cluster = resolve_cluster(CLUSTER, "test")
+    seconds = [
+        observe_step("", 1.0, job, plan, cluster).predict_s(UNCALIBRATED) for job in (alone, beside)
+    ]
+    expected = [SimulatedEstimates(cluster).step(job, plan).step_s for job in (alone, beside)]
+    assert seconds == pytest.approx(expected, rel=1e-9)
+    assert seconds[1] > 1.02 * seconds[0]
