@@ -32,7 +32,7 @@ VOCAB = WORDS + 8 + 64 * len(GENRES)
 HELD_OUT = 0.4
 """Share of the texts, which train the classifier and give the keywords to ask for."""
 REQUESTS = 200
-STEPS, BATCH, SEQUENCE = 900, 16, 192
+STEPS, BATCH, SEQUENCE = 750, 16, 192
 MODEL = {
     "preset": "tiny-dense", "vocab": VOCAB, "hidden": 160, "layers": 3, "heads": 5, "kv_heads": 5,
     "head_dim": 32, "ffn": 448,
@@ -194,7 +194,7 @@ def genre_rows(
 
 def keyword_rows(engine: Engine, plain: Sequence[str], texts: Texts) -> Iterator[measure.Row]:
     """Yield how much more often keywords appear that were asked for."""
-    finder = KeywordFinder(one.text for one in texts.learned)
+    finder = KeywordFinder(one.text for part in texts for one in part)
     learned = Counter(word for one in texts.learned for word in set(WORD.findall(one.text)))
     asked = [
         words
