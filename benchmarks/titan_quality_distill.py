@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 from benchmarks import measure
 from benchmarks import titan_quality_runs as runs
 from benchmarks import titan_quality_text as text
+from moesaic import Run
 from moesaic.api.model import convert
 
 WORDS, VOCAB = 1023, 1024
@@ -83,44 +86,58 @@ def student_loss(directory: Path, kind: str, seed: int) -> tuple[float, float]:
     others = [{"name": "assistant", "model": ASSISTANT, "losses": {"text": 1.0, "logits": 1.0}}]
     tables["student"] = [*(others if "teacher" in student else []), student]
     tables["distill"] = {"frozen": True}
-    run, minutes = runs.train(directory / f"{kind} {seed}", tables)
-    return runs.last_figures(run)["student/loss"], minutes
+    with tempfile.TemporaryDirectory() as home:
+        run, minutes = runs.train(Path(home) / "run", tables)
+        return runs.last_figures(run)["student/loss"], minutes
+
+
+def teacher_directory() -> Path:
+    """Return the directory of the text and the teacher, made on first use."""
+    tables = job(Path(), 0, TEACHER_STEPS, TEACHER)
+    digest = hashlib.sha256(json.dumps(tables).encode()).hexdigest()[:8]
+    directory = measure.ROOT / "build" / "titan-quality" / f"teacher-{digest}"
+    if not (directory / "teacher").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        write_text(directory)
+        run, minutes = runs.train(directory / "run", job(directory, 0, TEACHER_STEPS, TEACHER))
+        print(f"  teacher in {minutes:.1f} minutes", flush=True)
+        convert(run.directory, directory / "teacher")
+    return directory
 
 
 def distillation(rounds: int) -> Iterator[measure.Row]:
     """Compare validation losses at equal steps, for three seeds."""
     del rounds  # Seeds are fixed.
-    with tempfile.TemporaryDirectory() as home:
-        directory = Path(home)
-        write_text(directory)
-        run, minutes = runs.train(directory / "run", job(directory, 0, TEACHER_STEPS, TEACHER))
-        teacher = runs.last_figures(run)["loss"]
-        convert(run.directory, directory / "teacher")
-        print(f"  teacher: {teacher:.3f} after {minutes:.1f} minutes", flush=True)
-        losses: dict[str, list[float]] = {kind: [] for kind in STUDENTS}
-        for seed, kind in itertools.product(SEEDS, STUDENTS):
-            loss, minutes = student_loss(directory, kind, seed)
-            losses[kind].append(loss)
-            print(f"  {kind}, seed {seed}: {loss:.4f}, {60 * minutes:.0f} s", flush=True)
-    yield from rows(teacher, losses)
+    directory = teacher_directory()
+    teacher = runs.last_figures(Run.open(directory / "run"))["loss"]
+    alone = losses(directory, ALONE)
+    for kind in STUDENTS:
+        if kind != ALONE:
+            yield row(kind, teacher, alone, losses(directory, kind))
 
 
-def rows(teacher: float, losses: dict[str, list[float]]) -> Iterator[measure.Row]:
-    """Yield the figures of all students; the interval is that of the mean over seeds."""
-    alone = np.array(losses[ALONE])
-    for kind, found in losses.items():
-        if kind == ALONE:
-            continue
-        gains = 1 - np.array(found) / alone
-        values = ", ".join(f"{one:.4f}" for one in found)
-        yield measure.row(
-            f"{kind}: validation loss below the same student alone", float(gains.mean()), "share",
-            bar=">= 0.01" if kind == DISTILLED else "",
-            against=f"{values}; alone {', '.join(f'{one:.4f}' for one in alone)}; teacher "
-            f"{teacher:.4f} (seeds {', '.join(map(str, SEEDS))}; {STEPS} steps, teacher "
-            f"{TEACHER_STEPS})",
-            interval=runs.t_interval(gains), repeats=len(SEEDS),
-        )  # fmt: skip
+def losses(directory: Path, kind: str) -> list[float]:
+    """Return the validation losses of a student, by seed."""
+    found = []
+    for seed in SEEDS:
+        loss, minutes = student_loss(directory, kind, seed)
+        found.append(loss)
+        print(f"  {kind}, seed {seed}: {loss:.4f}, {60 * minutes:.0f} s", flush=True)
+    return found
+
+
+def row(kind: str, teacher: float, alone: list[float], found: list[float]) -> measure.Row:
+    """Return how far a student is below the same one alone; the interval is over seeds."""
+    gains = 1 - np.array(found) / np.array(alone)
+    values, others = (", ".join(f"{one:.3f}" for one in row) for row in (found, alone))
+    return measure.row(
+        f"{kind}: validation loss below the same student alone", float(gains.mean()), "share",
+        bar=">= 0.01" if kind == DISTILLED else "",
+        against=f"{values}; alone {others}; teacher {teacher:.3f} (seeds "
+        f"{', '.join(map(str, SEEDS))}; {STEPS} steps, teacher {TEACHER_STEPS})",
+        interval=runs.t_interval(gains), repeats=len(SEEDS),
+    )  # fmt: skip
 
 
 PARTS = {"distillation": distillation}
