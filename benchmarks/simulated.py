@@ -20,7 +20,7 @@ from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import Timeline, simulate_events
+from moesaic.policy.cost.timeline import Timeline, simulate_step
 
 TABLE = "SE-MoE (arXiv 2205.10034), table of training on A100-80G"
 DEEPSPEED, SE_MOE = "DeepSpeed", "SE-MoE"
@@ -115,7 +115,7 @@ def large(devices: int) -> tuple[Job, Plan, Cluster]:
 
 def simulate(job: Job, plan: Plan, cluster: Cluster) -> Timeline:
     """Simulate one step."""
-    return simulate_events(JobCosts.from_job(job, plan, cluster).events(), plan.ranks)
+    return simulate_step(JobCosts.from_job(job, plan, cluster).step(), plan.ranks)
 
 
 def published_job(gpus: int) -> Job:

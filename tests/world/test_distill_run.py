@@ -208,6 +208,11 @@ def test_models_that_stay_keep_their_bits_when_others_join_and_leave(
     [
         ({"model": {**DENSE, "ffn": 28}}, {}, "student.small.model.ffn = 20, the job has 28"),
         ({"auxiliary_layer": True}, {}, "student.small.auxiliary_layer = false"),
+        (
+            {"losses": {"relations": 1.0, "hidden": 1.0}},
+            {},
+            r'auxiliary.projection.weight \[32, 16\] of student "small", which its losses or',
+        ),
         ({}, {"distill": {"frozen": False}}, "distill.frozen = true, the job has false"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.base.errors import MoesaicError
+from moesaic.serve.adversarial import drop_cut_sentence
 from moesaic.serve.config import SamplingConfig
 from moesaic.serve.prompts import Prompt
 from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent, TokenScores
@@ -55,14 +56,17 @@ class Score(NamedTuple):
         return sum(self.logprobs)
 
 
-def classified_text(row: Generation, tokenizer: Tokenizer, *, is_chat: bool) -> str:
+def classified_text(row: Generation, tokenizer: Tokenizer, *, is_chat: bool = False) -> str:
     """Return the text that a classifier judges: prompt and continuation, or the answer of a
-    chat."""
-    prompt = row.prompt
-    if is_chat or (not isinstance(prompt, str) and isinstance(prompt[0], dict)):
-        return row.text.strip()
-    start = prompt if isinstance(prompt, str) else tokenizer.decode(row.prompt_tokens)
-    return (start + row.text).strip()
+    chat.
+
+    A last sentence that `max_tokens` cut is left out, as in the texts that it was trained on."""
+    prompt, start = row.prompt, ""
+    if not (is_chat or (not isinstance(prompt, str) and isinstance(prompt[0], dict))):
+        start = prompt if isinstance(prompt, str) else tokenizer.decode(row.prompt_tokens)
+    text, start = (start + row.text).strip(), start.strip()
+    complete = drop_cut_sentence(text) if row.finish_reason == "length" else text
+    return complete if len(complete) > len(start) else text
 
 
 class TextRequest:

@@ -215,13 +215,17 @@ class ControlPrompts:
     def _hidden_tag(self) -> str:
         return _HIDDEN.format(self.reserved_ids[0])
 
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts behind a prompt; control tokens in a text are plain text."""
+    def encode_texts(self, texts: Sequence[str], *, has_prompt: bool = True) -> list[list[int]]:
+        """Return the ids of texts behind a prompt, or at the start; control tokens in a text are
+        plain text.
+
+        Some tokenizers mark the first word of a text, but not one behind a prompt.
+        """
+        before = self._hidden_tag if has_prompt else ""
         encodings = self._plain.encode_batch_fast(
-            [self._hidden_tag + replace_surrogates(text) for text in texts],
-            add_special_tokens=False,
+            [before + replace_surrogates(text) for text in texts], add_special_tokens=False
         )
-        return [encoding.ids[1:] for encoding in encodings]
+        return [encoding.ids[int(has_prompt) :] for encoding in encodings]
 
     def encode_values(self, attribute: str, values: Sequence[Value | None]) -> list[list[int]]:
         """Return the ids of values with their tags; those of None are none."""
@@ -250,4 +254,6 @@ class ControlPrompts:
             ids += self.soft_ids[self.genres.index(name), : values.soft_prompts].tolist()
         for attribute, value in given.items():
             ids += self.encode_values(attribute, [value])[0]
-        return [*self.start_ids, *ids, *self.encode_texts([text.lstrip() if ids else text])[0]]
+        text = text.lstrip() if ids else text
+        (text_ids,) = self.encode_texts([text], has_prompt=bool(ids))
+        return [*self.start_ids, *ids, *text_ids]

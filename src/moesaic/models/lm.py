@@ -320,17 +320,12 @@ class LanguageModel(nn.Module):
         return x, reports
 
 
-def auxiliary_layer(
-    student: ModelConfig, teacher: ModelConfig, projected: int | None = None
-) -> AuxiliaryLayer:
-    """Return the auxiliary layer of a student, with the teacher's numbers of heads.
-
-    `projected` is the width onto which it projects hidden states; None: no projection.
-    """
+def auxiliary_layer(student: ModelConfig, teacher: ModelConfig) -> AuxiliaryLayer:
+    """Return the auxiliary layer of a student, with the teacher's numbers of heads."""
     config = student.model_copy(update={"heads": teacher.heads, "kv_heads": teacher.kv_heads})
     return AuxiliaryLayer(
         config.hidden, config.heads, config.kv_heads, config.head_dim, config.norm_epsilon,
-        norms=_qk_norms(config, NO_TP), clip=config.clip_qkv, projected=projected,
+        norms=_qk_norms(config, NO_TP), clip=config.clip_qkv,
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ class AuxiliaryLayer(QueriesKeys):
     """Last layer of a student in distillation, cut down to what its attention probabilities need.
 
     It reads the last decoder layer's output and is left out of exports. It may have other numbers
-    of heads than the student, and a projection of hidden states onto a teacher's width.
+    of heads than the student.
     """
 
     def __init__(
@@ -146,13 +146,10 @@ class AuxiliaryLayer(QueriesKeys):
         *,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         clip: float | None = None,
-        projected: int | None = None,
     ) -> None:
-        """Create the weights; `projected` is the width of the projection, None for none."""
         super().__init__(hidden, heads, kv_heads, head_dim, clip=clip)
         self.add_norms(norms)
         self.norm = RMSNorm(hidden, epsilon)
-        self.projection = None if projected is None else Linear(hidden, projected)
 
     def forward(self, x: Tensor, inputs: Inputs) -> AttentionReport:
         """Return the queries and keys for hidden states `x`, [batch, sequence, hidden]."""

@@ -76,12 +76,12 @@ class AttentionMetadata:
     def _masks(self) -> dict[QueryBlock, Tensor | None]:
         return {}
 
-    def banded_blocks(self, size: int) -> Iterator[QueryBlock]:
-        """Yield blocks of at most `size` queries with their bands; each query is in at most one."""
+    def banded_blocks(self, size: int) -> Iterator[list[QueryBlock]]:
+        """Yield the blocks of each segment, of at most `size` queries with their bands."""
         for rows, queries, keys in self.segments:
             window = min(self.window or len(keys), len(keys))
-            if rows:
-                yield from _banded_blocks(rows, queries, keys, window, size)
+            if rows and queries:
+                yield list(_banded_blocks(rows, queries, keys, window, size))
 
     def mask(self, block: QueryBlock, like: Tensor) -> Tensor | None:
         """Return the mask of a block, made once for all layers."""

@@ -11,18 +11,22 @@ no gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moesaic.facts.job.distill import Divergence
+from moesaic.facts.workload.parts import relation_heads
 from moesaic.facts.workload.sizes import DIVERGENCE_BLOCK_BYTES, DIVERGENCE_QUERY_BLOCK
+from moesaic.kernels.threads import thread_pool
 from moesaic.nn.attention_backends import AttentionMetadata, QueryBlock
-from moesaic.nn.inputs import Divergence
 from moesaic.nn.reports import AttentionReport
+
+T = TypeVar("T")
 
 _HIDDEN_SCORE = -1e30
 """Score of a key that a query does not attend to: finite, but its probability is exactly 0."""
@@ -78,22 +82,16 @@ class _AttentionDivergence(torch.autograd.Function):
             )
         ]
         teacher, *students = models
-        totals = token_weights.new_zeros(len(students), dtype=teacher.q.dtype)
         weights = (token_weights / teacher.q.shape[1]).to(teacher.q.dtype)
-        for block in _blocks(metadata, teacher.q):
-            mask = block.mask(teacher.q, _HIDDEN_SCORE)
-            assert mask is not None
-            log_p = teacher.log_probabilities(block, mask)
-            p = log_p.exp()
-            part = weights[_slice(block.rows), None, _slice(block.queries)]
-            for index, student in enumerate(students):
-                log_q = student.log_probabilities(block, mask)
-                values = (log_p - log_q).mul_(p).sum(dim=-1)
-                totals[index] += (values.unflatten(0, (len(block.rows), -1)) * part).sum()
-                if student.needs_grad:
-                    student.add_grad(block, log_q.exp_().sub_(p), part[..., None])
+        values = weights.new_zeros((len(students), *weights.shape))
+
+        def add_blocks(blocks: Sequence[QueryBlock]) -> None:
+            for block in blocks:
+                _add_block(block, teacher, students, weights, values)
+
+        run_blocks(add_blocks, list(_groups(metadata, teacher.q)), weights.device)
         ctx.save_for_backward(*(x for one in students for x in (one.grad_q, one.grad_k)))
-        return totals
+        return (values * weights).sum(dim=(1, 2))
 
     @staticmethod
     @once_differentiable
@@ -151,15 +149,58 @@ class _Scores:
         part += torch.bmm(grad.transpose(1, 2), weighted).view(part.shape)
 
 
-def _blocks(metadata: AttentionMetadata, q: Tensor) -> Iterator[QueryBlock]:
-    """Yield blocks of rows and queries whose scores stay in the cache of a CPU."""
-    for block in metadata.banded_blocks(DIVERGENCE_QUERY_BLOCK):
-        row_bytes = q.shape[1] * len(block.queries) * len(block.keys) * q.itemsize
-        size = len(block.rows)
-        if q.device.type == "cpu":
-            size = max(1, DIVERGENCE_BLOCK_BYTES // row_bytes)
-        for start in block.rows[::size]:
-            yield block._replace(rows=range(start, min(start + size, block.rows.stop)))
+def _add_block(
+    block: QueryBlock,
+    teacher: _Scores,
+    students: Sequence[_Scores],
+    weights: Tensor,
+    values: Tensor,
+) -> None:
+    """Store the students' divergences of a block of queries, summed over heads, and add their
+    gradients times `weights`."""
+    mask = block.mask(teacher.q, _HIDDEN_SCORE)
+    assert mask is not None
+    rows, queries = _slice(block.rows), _slice(block.queries)
+    log_p = teacher.log_probabilities(block, mask)
+    p = log_p.exp()
+    for student, value in zip(students, values, strict=True):
+        log_q = student.log_probabilities(block, mask)
+        by_head = (log_p - log_q).mul_(p).sum(dim=-1)
+        value[rows, queries] = by_head.unflatten(0, (len(block.rows), -1)).sum(dim=1)
+        if student.needs_grad:
+            student.add_grad(block, log_q.exp_().sub_(p), weights[rows, None, queries, None])
+
+
+def _groups(metadata: AttentionMetadata, q: Tensor) -> Iterator[list[QueryBlock]]:
+    """Yield groups of blocks that share no queries or keys.
+
+    The scores of a block stay in the cache of a CPU.
+    """
+    for blocks in metadata.banded_blocks(DIVERGENCE_QUERY_BLOCK):
+        scores = max(len(block.queries) * len(block.keys) for block in blocks)
+        rows = blocks[0].rows
+        size = block_length(q.shape[1] * scores * q.itemsize, len(rows), q.device)
+        for start in rows[::size]:
+            part = range(start, min(start + size, rows.stop))
+            yield [block._replace(rows=part) for block in blocks]
+
+
+def block_length(row_bytes: int, length: int, device: torch.device) -> int:
+    """Return the rows of a block: all `length` of them, or as many as a CPU's cache holds."""
+    return length if device.type != "cpu" else max(1, DIVERGENCE_BLOCK_BYTES // row_bytes)
+
+
+def run_blocks(work: Callable[[T], None], blocks: Sequence[T], device: torch.device) -> None:
+    """Run `work` on all blocks; on a CPU, each thread runs others.
+
+    Threads would wait for each other after every operation on a small block.
+    """
+    pool = thread_pool() if device.type == "cpu" and len(blocks) > 1 else None
+    if pool is not None:
+        pool.run_each(lambda index: work(blocks[index]), range(len(blocks)))
+        return
+    for block in blocks:
+        work(block)
 
 
 def _slice(indices: range) -> slice:
@@ -195,15 +236,9 @@ def _relations(
     assert teacher is not None, "attention was to keep queries and keys"
     assert student is not None
     both = [x.transpose(1, 2).flatten(2) for x in (teacher, student)]
-    heads = relation_heads(teacher.shape[1], *(x.shape[2] for x in both))
+    heads = relation_heads(both[1].shape[2], both[0].shape[2], teacher.shape[1])
     first, second = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in both)
     return AttentionReport(first, first), [AttentionReport(second, second)]
-
-
-def relation_heads(heads: int, *widths: int) -> int:
-    """Return the largest number up to `heads` that divides all `widths`."""
-    common = math.gcd(*widths)
-    return next(number for number in range(heads, 0, -1) if common % number == 0)
 
 
 def hidden_distance(teacher: Tensor, student: Tensor, token_weights: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from moesaic.facts.job.distill import Divergence
 from moesaic.facts.job.model import RopeScaling
 from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.rope import attention_factor, frequencies
@@ -18,13 +19,6 @@ ByProduct = Literal[
     "hidden_states", "label_logits", "queries_and_keys", "router_logits", "router_choices"
 ]  # fmt: skip
 """Tensor of a block that its report carries if `Inputs.keep` names it."""
-
-Divergence = Literal["forward", "reverse", "jensen"]
-"""Divergence of a student's probabilities q from its teacher's p.
-
-forward: KL(p || q). reverse: KL(q || p). jensen: the mean of KL(p || m) and KL(q || m) for the mean
-m of p and q.
-"""
 
 
 class Cache(Protocol):

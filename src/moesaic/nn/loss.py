@@ -23,13 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist.collectives import all_gather
-from moesaic.facts.workload.sizes import (
-    DIVERGENCE_BLOCK_BYTES,
-    FOLLOWER_CHUNK_TOKENS,
-    LOSS_CHUNK_TOKENS,
-)
+from moesaic.facts.workload.sizes import FOLLOWER_CHUNK_TOKENS, LOSS_CHUNK_TOKENS
 from moesaic.kernels.grouped_mm import matmul
-from moesaic.nn.divergence import logits_divergence
+from moesaic.nn.divergence import block_length, logits_divergence, run_blocks
 from moesaic.nn.inputs import HeadFollower
 from moesaic.nn.reports import FollowerLosses
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
@@ -124,16 +120,16 @@ class _HeadLoss(torch.autograd.Function):
             students.add_chunk(tokens, log_p, targets_T)
             target_log_p = log_p.gather(1, target).squeeze(1)
             total -= torch.where(is_local, target_log_p, 0.0).sum()
-            if not model.needs_grad:
-                continue
-            grad = log_p.exp_()
-            target_grad = torch.full_like(target_log_p, -1.0)
-            if is_local is not present:
-                target_grad *= is_local
-            grad.scatter_add_(1, target, target_grad[:, None])
-            grad *= present.to(total.dtype)[:, None] * scale
-            model.add_grad(tokens, grad)
-            del log_p, grad  # Frees memory before the next chunk.
+            if model.needs_grad:
+                grad = log_p.exp_()
+                target_grad = torch.full_like(target_log_p, -1.0)
+                if is_local is not present:
+                    target_grad *= is_local
+                grad.scatter_add_(1, target, target_grad[:, None])
+                grad *= present.to(total.dtype)[:, None] * scale
+                model.add_grad(tokens, grad)
+                del grad
+            del log_p  # Frees memory before the next chunk.
         projections = [model, *students.projections]
         ctx.save_for_backward(*(x for one in projections for x in (one.grad_x, one.grad_weight)))
         ctx.factors = [None] * len(projections)
@@ -208,34 +204,32 @@ class _Students:
         one = self._followers[index]
         present = (targets != IGNORE_INDEX)[:, None]
         target = targets.clamp(min=0)[:, None]
-        for rows in _chunks(range(len(logits)), _block_rows(logits)):
+        values = self.sums.new_zeros((len(logits), 2))
+
+        def add_rows(rows: slice) -> None:
             log_q = F.log_softmax(logits[rows], dim=-1)
             if index in teachers:
                 teachers[index][rows] = log_q
-            text = torch.where(present[rows], log_q.gather(1, target[rows]), 0.0)
-            self.sums[index, 0] -= text.sum()
+            values[rows, :1] = log_q.gather(1, target[rows]).neg_()
             grad = logits[rows].zero_()
             if one.logits:
-                values, of_logits = logits_divergence(
+                values[rows, 1], of_logits = logits_divergence(
                     teachers[one.teacher][rows], log_q, one.divergence, one.temperature
                 )
-                self.sums[index, 1] += torch.where(present[rows, 0], values, 0.0).sum()
                 grad.add_(of_logits, alpha=one.logits)
             if one.text:
                 grad.add_(log_q.exp_(), alpha=one.text)
-                grad.scatter_add_(1, target[rows], torch.full_like(text, -one.text))
+                grad.scatter_add_(1, target[rows], torch.full_like(log_q[:, :1], -one.text))
             grad *= present[rows]
+
+        size = block_length(logits[0].nbytes, len(logits), logits.device)
+        run_blocks(add_rows, list(_chunks(range(len(logits)), size)), logits.device)
+        self.sums[index] += torch.where(present, values, 0.0).sum(dim=0)
 
 
 def _chunks(tokens: range, size: int) -> Iterator[slice]:
     for start in tokens[::size]:
         yield slice(start, min(start + size, tokens.stop))
-
-
-def _block_rows(logits: Tensor) -> int:
-    if logits.device.type != "cpu":
-        return len(logits)
-    return max(1, DIVERGENCE_BLOCK_BYTES // logits[0].nbytes)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 A paragraph is an original. Its first one to three sentences are the prefix that a frozen generator
 continues. Both texts have the same limit of tokens; a last sentence that the limit cut is dropped,
-so that neither length nor a torn end tells the two apart.
+so that neither length nor a torn end tells the two apart. Imports torch on use.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import torch
-
-from moesaic.kernels.randomness import uniform
 from moesaic.models.tokenizer import Tokenizer
 
 MAX_PREFIX_SENTENCES = 3
@@ -72,6 +69,10 @@ def draw_prefix(paragraph: str, seed: int, index: int) -> str | None:
     limit = min(MAX_PREFIX_SENTENCES, len(sentences) - 1)
     if limit < 1:
         return None
+    import torch
+
+    from moesaic.kernels.randomness import uniform
+
     zero = torch.zeros(1, dtype=torch.int64)
     draw = float(uniform(seed, "adversarial prefix", 0, zero + index, zero))
     return "".join(sentences[: 1 + int(draw * limit)]).rstrip()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moesaic.policy.cost.timeline import EventSpan, Timeline
+from moesaic.policy.cost.class_segment import EventSpan
+from moesaic.policy.cost.timeline import Timeline
 
 _MICROSECONDS = 1e6
 _TRACKS = ("computing and collectives", "waiting", "overlapped collectives")
@@ -27,23 +28,27 @@ def perfetto_trace(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
         for row, name in enumerate(_TRACKS)
     ]
     events = [
-        event for span in timeline.spans for rank in ranks for event in _span_events(span, rank)
+        event
+        for rank in ranks
+        for span in timeline.spans(rank)
+        for event in _span_events(span, rank)
     ]
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
 def _span_events(span: EventSpan, rank: int) -> Iterator[dict[str, Any]]:
-    start, begin, end = (float(t[rank]) for t in (span.arrive_s, span.begin_s, span.end_s))
     event = span.event
     kind = "collective" if event.is_communication else "computing"
     common = {"ph": "X", "pid": rank, "cat": f"{event.phase},{kind}"}
     name = f"{event.block} {event.name}".strip()
-    spans = [(1, f"wait for {event.name}", start, begin), (0, name, begin, end)]
+    number = "" if span.micro_batch is None else f" {span.micro_batch}"
+    spans = [
+        (1, f"wait for {event.name}", span.arrive_s, span.begin_s),
+        (0, name, span.begin_s, span.end_s),
+    ]
     if span.async_interval is not None:
-        spans.append(
-            (2, name, float(span.async_interval[0][rank]), float(span.async_interval[1][rank]))
-        )
+        spans.append((2, name, *span.async_interval))
     for row, label, first, last in spans:
         if last > first:
             interval = {"ts": first * _MICROSECONDS, "dur": (last - first) * _MICROSECONDS}
-            yield {**common, "name": label, "tid": row, **interval}
+            yield {**common, "name": f"{label}{number}", "tid": row, **interval}

@@ -33,7 +33,7 @@ from moesaic.base.config import (
 from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
-from moesaic.facts.job.distill import TEACHER
+from moesaic.facts.job.distill import TEACHER, logits_warnings
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
 from moesaic.facts.workload import count_parameters
@@ -134,7 +134,8 @@ def _resolve(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
             "Face model directory (model.from = DIR), or remove [finetune]"
         )
-    return job, [*notes, *_export_warnings(job), *_size_warnings(job)]
+    warnings = [*_export_warnings(job), *_size_warnings(job), *logits_warnings(job.student)]
+    return job, [*notes, *warnings]
 
 
 def _fill_students(

@@ -17,8 +17,7 @@ from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import SCORE, A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
-from moesaic.models.hf import names
-from moesaic.models.hf.reader import PretrainedSource, scan_weights
+from moesaic.models.hf.reader import PretrainedSource
 from moesaic.models.init import InitialSource
 from moesaic.models.student import AUXILIARY
 from moesaic.models.tokenizer import check_vocabulary
@@ -198,33 +197,29 @@ class InitialWeights:
         for prefix, group in groups.items():
             source, model = models[prefix]
             initial = InitialSource(self.job.seed, model.init_std)
-            if model.labels and source and names.SCORE not in scan_weights(Path(source)):
-                model = model.model_copy(update={"labels": 0})  # The classifier is new.
-            stored = [
-                one
-                for one in group
-                if source is not None and _is_pretrained(one, prefix, model.labels)
-            ]
+            if source is None or not group:
+                initial.fill(group)
+                continue
+            pretrained = PretrainedSource(Path(source), model)
+            stored = [one for one in group if _is_pretrained(one, prefix, pretrained)]
             kept = {id(one) for one in stored}
             initial.fill([one for one in group if id(one) not in kept])
-            if source is not None and stored:
-                pretrained = PretrainedSource(Path(source), model)
-                named = [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
-                # A row's first values depend on the name in the run.
-                partial = [i for i, one in enumerate(named) if pretrained.is_partial(one)]
-                initial.fill([stored[i] for i in partial])
-                pretrained.fill(named)
+            named = [replace(one, name=one.name.removeprefix(prefix)) for one in stored]
+            # A row's first values depend on the name in the run.
+            partial = [i for i, one in enumerate(named) if pretrained.is_partial(one)]
+            initial.fill([stored[i] for i in partial])
+            pretrained.fill(named)
 
 
-def _is_pretrained(shard: TensorShard, prefix: str, labels: int) -> bool:
+def _is_pretrained(shard: TensorShard, prefix: str, pretrained: PretrainedSource) -> bool:
     """Return whether a Hugging Face directory has values of `shard`: it has none of moments,
-    adapters, auxiliary weights of students, and a classifier without `labels`."""
+    adapters, auxiliary weights of students, and a new classifier."""
     name = shard.name.removeprefix(prefix)
     return (
         shard.kind == PARAMETER
         and not name.endswith((A, B))
         and not name.startswith(f"{AUXILIARY}.")
-        and (labels > 0 or name != SCORE)
+        and (pretrained.has_classifier or name != SCORE)
     )
 
 

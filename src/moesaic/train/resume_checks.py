@@ -8,6 +8,10 @@ from typing import Any, Protocol
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.state import PARAMETER
+from moesaic.facts.job import Job
+from moesaic.facts.job.distill import student_prefix
+from moesaic.facts.workload.parts import auxiliary_parameters
 from moesaic.train.assemble import DTYPES
 from moesaic.train.kinds import AnyJob
 
@@ -66,7 +70,26 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
         messages.append(
             f"changed since the checkpoint: {key} = {_format_value(new)}, was {_format_value(old)}"
         )
+    if isinstance(job, Job):
+        _check_auxiliary(checkpoint, job)
     return messages
+
+
+def _check_auxiliary(checkpoint: Checkpoint, job: Job) -> None:
+    """Raise if a student of the checkpoint now needs other auxiliary weights."""
+    stored = checkpoint.tensors
+    for student in job.student:
+        prefix = f"{PARAMETER}/{student_prefix(student.name)}"
+        if not any(name.startswith(prefix) for name in stored):
+            continue  # It joins now.
+        for one in auxiliary_parameters(student, job.model_of(student.teacher)):
+            record = stored.get(f"{prefix}{one.name}")
+            if record is None or record.shape != one.shape:
+                raise ConfigError(
+                    f"resume: '{checkpoint.path}' has no {one.name} {list(one.shape)} of student "
+                    f'"{student.name}", which its losses or its teacher need now: restore both, '
+                    "or give the student another name, so that it starts anew"
+                )
 
 
 def _student_names(keys_of_job: Mapping[str, Any]) -> list[str]:

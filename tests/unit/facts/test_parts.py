@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.base.config import parse
@@ -15,7 +16,7 @@ from moesaic.facts.plan import plan_from_job
 from moesaic.facts.workload import Part, job_parts, memory, memory_of_parts, workload
 from moesaic.facts.workload.parts import relation_heads
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.models.lm import auxiliary_layer
+from moesaic.models.student import auxiliary_params, build_auxiliary
 from moesaic.testing.flops import CUSTOM_FLOPS
 from moesaic.testing.jobs import TINY, RandomSamples
 from moesaic.testing.runs import start_run
@@ -86,12 +87,12 @@ def test_the_work_of_a_student_is_that_of_its_own_job_and_its_losses() -> None:
 def test_auxiliary_weights_are_those_of_the_module(name: str) -> None:
     part = parts_of(make_job())[name]
     assert part.teacher is not None
-    module = auxiliary_layer(part.job.model, part.teacher)
-    expected = sorted(tuple(one.shape) for one in module.parameters())
-    own = [one for one in part.auxiliary if "projection" not in one.name]
-    assert sorted(one.shape for one in own) == expected
-    projected = [one.shape for one in part.auxiliary if "projection" in one.name]
-    assert projected == [(32, 16)] * (name == "first")
+    assert part.student is not None
+    module = build_auxiliary(part.student, part.teacher, torch.float32, torch.device("meta"))
+    expected = {one.name: tuple(one.parameter.shape) for one in auxiliary_params(module, [0])}
+    assert {one.name: one.shape for one in part.auxiliary} == expected
+    projection = {"auxiliary.projection.weight": (32, 16)} if name == "first" else {}
+    assert projection == {key: expected[key] for key in expected if "projection" in key}
 
 
 def test_memory_adds_up() -> None:

@@ -108,7 +108,10 @@ def test_ids_equal_transformers(kind: str, tmp_path: Path) -> None:
         assert ids == ours.encode(string)
         assert ids == ours.encode(prompt_text(values).replace("] ", "]").replace(" [", "[") + text)
     plain = prompts.encode(ControlValues(), "in a")
-    assert plain == [*prompts.start_ids, *prompts.encode_texts(["in a"])[0]]
+    assert plain == ours.encode("in a") == theirs("in a")["input_ids"]
+    assert (plain == [*prompts.start_ids, *prompts.encode_texts(["in a"])[0]]) is (
+        kind != "metaspace"
+    )
     assert theirs.convert_ids_to_tokens(list(prompts.soft_ids[1, :2])) == [
         "[Machine Translation-0]", "[Machine Translation-1]",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -11,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.nn.attention_backends import AttentionMetadata
-from moesaic.nn.divergence import (
-    attention_divergence,
-    hidden_distance,
-    relation_divergence,
-    relation_heads,
-)
+from moesaic.nn.divergence import attention_divergence, hidden_distance, relation_divergence
 from moesaic.nn.reports import AttentionReport
 from moesaic.testing.memory import peak_allocated
 
@@ -84,8 +80,20 @@ def gradients(result: Tensor, *students: AttentionReport) -> tuple[Tensor, ...]:
     return torch.autograd.grad(result, tensors)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("block_bytes", [1 << 14, 1 << 24])
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let torch use as many threads as the parameter says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("threads", "window", "block_bytes"),
+    [(1, None, 1 << 14), (1, 40, 1 << 24), (2, 40, 1 << 14)], indirect=["threads"],
+)  # fmt: skip
 def test_attention_equals_whole_probabilities(
     window: int | None, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,11 +177,6 @@ def test_relations_equal_whole_probabilities() -> None:
         gradients(actual.sum(), *students), gradients(sum(expected), *students),
         rtol=1e-9, atol=1e-9,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("widths", "heads"), [((24, 16), 4), ((12, 8), 4), ((35, 6), 1)])
-def test_relation_heads_divide_both_widths(widths: tuple[int, int], heads: int) -> None:
-    assert relation_heads(5, *widths) == heads
 
 
 def test_hidden_distance() -> None:

@@ -11,8 +11,8 @@ from moesaic.facts.workload import STEP, Block, BlockSpec, BlockWork, MatmulShap
 from moesaic.policy.cost.cluster_costs import ClusterCosts
 from moesaic.policy.cost.compute import PEAK_FRACTION
 from moesaic.policy.cost.network import NetworkModel
-from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_events
-from moesaic.policy.cost.timeline import Timeline, simulate_events
+from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_step
+from moesaic.policy.cost.timeline import Timeline, simulate_step
 from moesaic.testing.clusters import make_cluster
 
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
@@ -86,4 +86,4 @@ def simulate(
     places = place_ranks(where, plan.ranks)
     costs = ClusterCosts(plan, where, places, NetworkModel(where, places))
     equal_ranks = {first: list(range(first, first + plan.ranks_per_stage)) for first in work}
-    return simulate_events(pipeline_events(costs, traffic, work, equal_ranks), plan.ranks)
+    return simulate_step(pipeline_step(costs, traffic, work, equal_ranks), plan.ranks)

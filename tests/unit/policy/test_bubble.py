@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import SCHEDULES, simulate
+from slow_timeline import simulate_events
 
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.policy.cost.event import PIPELINE, Event, StageTransfer
-from moesaic.policy.cost.timeline import bubble_fraction, ideal_bubble_fraction, simulate_events
+from moesaic.policy.cost.timeline import ideal_bubble_fraction
 
 
 def ideal(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> float:
@@ -36,14 +37,14 @@ def test_equal_stages_and_free_links_have_the_closed_form(
     if schedule in ("interleaved", "zero-bubble"):  # Rounds must be equal.
         micro_batches -= micro_batches % (micro_batches // num_ranks)
     found = simulate(schedule, num_ranks, micro_batches)
-    assert bubble_fraction(found) == pytest.approx(ideal(schedule, num_ranks, micro_batches))
+    assert found.bubble_fraction() == pytest.approx(ideal(schedule, num_ranks, micro_batches))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_fewer_micro_batches_than_pipeline_ranks(micro_batches: int) -> None:
     """gpipe has the closed form; for the other schedules it is too small."""
     found = {
-        schedule: bubble_fraction(simulate(schedule, 4, micro_batches))
+        schedule: simulate(schedule, 4, micro_batches).bubble_fraction()
         - ideal(schedule, 4, micro_batches)
         for schedule in SCHEDULES
         if schedule != "1f1b"
@@ -55,7 +56,7 @@ def test_fewer_micro_batches_than_pipeline_ranks(micro_batches: int) -> None:
 def test_a_short_last_stage_can_shrink_the_bubble() -> None:
     """1f1b on two ranks with two micro-batches; gpipe would be worse."""
     even, short = (simulate("1f1b", 2, 2, seconds=each) for each in ([10, 10], [11, 9]))
-    assert bubble_fraction(short) < bubble_fraction(even) == pytest.approx(1 / 3)
+    assert short.bubble_fraction() < even.bubble_fraction() == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -70,15 +71,15 @@ def test_slower_links_never_shrink_the_bubble(
         simulate(schedule, num_ranks, num_ranks * rounds, each) for each in (0.0, latency_s)
     )
     further = simulate(schedule, num_ranks, num_ranks * rounds, latency_s + more)
-    assert ideal(schedule, num_ranks, num_ranks * rounds) <= bubble_fraction(near) + 1e-12
-    assert bubble_fraction(near) <= bubble_fraction(far) + 1e-12
-    assert bubble_fraction(far) <= bubble_fraction(further) + 1e-12
+    assert ideal(schedule, num_ranks, num_ranks * rounds) <= near.bubble_fraction() + 1e-12
+    assert near.bubble_fraction() <= far.bubble_fraction() + 1e-12
+    assert far.bubble_fraction() <= further.bubble_fraction() + 1e-12
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(1, 8))
 def test_unequal_stages_never_shrink_the_bubble(seconds: list[int], micro_batches: int) -> None:
     num_ranks = len(seconds)
-    found = bubble_fraction(simulate("gpipe", num_ranks, micro_batches, seconds=seconds))
+    found = simulate("gpipe", num_ranks, micro_batches, seconds=seconds).bubble_fraction()
     assert found >= ideal("gpipe", num_ranks, micro_batches) - 1e-12
 
 
@@ -91,13 +92,13 @@ def test_the_busiest_rank_is_a_lower_bound_of_the_bubble(
     stages = num_ranks * (2 if schedule == "interleaved" else 1)
     seconds = data.draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages))
     busy = [sum(seconds[part::num_ranks]) for part in range(num_ranks)]
-    found = bubble_fraction(simulate(schedule, num_ranks, 2 * num_ranks, seconds=seconds))
+    found = simulate(schedule, num_ranks, 2 * num_ranks, seconds=seconds).bubble_fraction()
     assert found >= 1 - sum(busy) / num_ranks / max(busy) - 1e-12
 
 
 def test_schedules_are_ordered_by_bubble() -> None:
     """Equal stages, 8 micro-batches on 4 pipeline ranks."""
-    found = {schedule: bubble_fraction(simulate(schedule, 4, 8)) for schedule in SCHEDULES}
+    found = {schedule: simulate(schedule, 4, 8).bubble_fraction() for schedule in SCHEDULES}
     assert found["zero-bubble"] < found["interleaved"] < found["1f1b"]
     assert found["1f1b"] == pytest.approx(found["gpipe"])
 
@@ -119,5 +120,5 @@ def test_bubble_excludes_computing_and_collectives_of_a_stage() -> None:
     ]
     found = simulate_events(events, 2)
     assert found.end_s.tolist() == [6.25, 7.0]
-    assert bubble_fraction(found) == pytest.approx((0.75 + 1.5) / 2 / 1.75)
-    assert bubble_fraction(simulate_events([events[0], events[-1]], 2)) == 0.0
+    assert found.bubble_fraction() == pytest.approx((0.75 + 1.5) / 2 / 1.75)
+    assert simulate_events([events[0], events[-1]], 2).bubble_fraction() == 0.0

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from slow_timeline import simulate_events
 
 from moesaic.facts.workload import EXPERTS, RESULTS, TOKENS
 from moesaic.policy.cost.chunk_overlap import interleave_chunks
 from moesaic.policy.cost.event import Event
-from moesaic.policy.cost.timeline import simulate_events
 
 RANKS = 2
 GROUPS = [[0, 1]]

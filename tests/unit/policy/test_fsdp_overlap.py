@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_timeline import simulate_events, unfold
 
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost import fsdp_overlap
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.clusters import make_cluster
 from moesaic.testing.jobs import tiny_job
 
@@ -68,7 +68,7 @@ def test_backward_overlaps_both_collectives_of_a_layer() -> None:
 def test_all_gathers_are_prefetched_in_fsdp_order() -> None:
     job = tiny_job(layout={"ep": 2, "dp_shard": 2}, model={"layers": 3})
     plan = plan_from_layout(job.layout, job.model, 2)
-    events = JobCosts.from_job(job, plan, cluster()).events()
+    events = unfold(JobCosts.from_job(job, plan, cluster()).step())
     names = {"unshard", "parameters", "dispatch", "reshard", "gradients"}
     order = [
         f"{event.name} {event.block.removesuffix('.attention').removesuffix('.moe')}"
@@ -99,7 +99,7 @@ def test_overlap_changes_only_the_time(
     job = tiny_job(layout=layout, train=train)
     plan, where = plan_from_layout(job.layout, job.model, 4), cluster(bandwidth=bandwidth)
     overlapped, sequential = (
-        kind.from_job(job, plan, where).events() for kind in (JobCosts, Sequential)
+        unfold(kind.from_job(job, plan, where).step()) for kind in (JobCosts, Sequential)
     )
     assert any(event.launches for event in overlapped)
     assert not any(event.launches or event.waits_for for event in sequential)
@@ -123,7 +123,7 @@ def test_cpu_ranks_do_not_overlap() -> None:
     job = tiny_job(layout={"dp_shard": 2})
     plan = plan_from_layout(job.layout, job.model, 2)
     for kind, overlapped in (("cpu", False), ("gpu", True)):
-        events = JobCosts.from_job(job, plan, cluster(kind, count=2)).events()
+        events = unfold(JobCosts.from_job(job, plan, cluster(kind, count=2)).step())
         assert any(event.launches or event.waits_for for event in events) == overlapped
         needs = [at for at, event in enumerate(events) if event.name == "unshard"]
         sequential = [

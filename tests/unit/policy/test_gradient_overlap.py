@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_timeline import simulate_events, unfold
 
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
@@ -17,7 +18,6 @@ from moesaic.facts.workload.gradient_reduction import OVERLAPPED_REDUCTIONS
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.gradient_reduction import overlap_reductions
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import simulate_events
 from moesaic.testing.clusters import make_cluster
 from moesaic.testing.jobs import tiny_job
 
@@ -116,7 +116,7 @@ def test_overlap_changes_only_the_time(
     one = job(layout, micro_batches)
     plan, where = plan_from_layout(one.layout, one.model, 4), cluster(hosts, kind)
     overlapped, sequential = (
-        kind.from_job(one, plan, where).events() for kind in (JobCosts, WithoutOverlap)
+        unfold(kind.from_job(one, plan, where).step()) for kind in (JobCosts, WithoutOverlap)
     )
 
     def work(events: list[Event]) -> Counter[tuple[str, str, str, bytes]]:
@@ -138,7 +138,8 @@ def test_reductions_overlap_between_hosts_only() -> None:
     plan = plan_from_layout(one.layout, one.model, 4)
     for hosts in (1, 2):
         overlapped, sequential = (
-            kind.from_job(one, plan, cluster(hosts)).events() for kind in (JobCosts, WithoutOverlap)
+            unfold(kind.from_job(one, plan, cluster(hosts)).step())
+            for kind in (JobCosts, WithoutOverlap)
         )
         assert any(event.launches is not None for event in overlapped) == (hosts > 1)
         assert (simulate_events(overlapped, 4).step_s < simulate_events(sequential, 4).step_s) == (

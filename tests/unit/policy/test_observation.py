@@ -12,7 +12,7 @@ from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED, observe_step
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_step
 from moesaic.testing.jobs import tiny_job
 
 CLUSTER: dict[str, Any] = {
@@ -49,5 +49,5 @@ def test_prediction_by_factors_matches_a_calibrated_cluster(
         by = dict(zip(KINDS, factors.tolist(), strict=True))
         calibration = Calibration(runs=1, devices=["quick", "slow"], **by)
         calibrated = cluster.model_copy(update={"calibration": calibration})
-        expected = simulate_events(JobCosts.from_job(job, plan, calibrated).events(), 4).step_s
+        expected = simulate_step(JobCosts.from_job(job, plan, calibrated).step(), 4).step_s
         assert step.predict_s(factors) == pytest.approx(expected, rel=1e-9)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import SCHEDULES, UNIT, block, cluster, pipeline, simulate
+from slow_timeline import unfold
 
 from moesaic.facts.cluster import place_ranks
 from moesaic.facts.job import Job
@@ -28,16 +29,16 @@ from moesaic.facts.workload import (
     workload,
 )
 from moesaic.policy.cost.cluster_costs import ClusterCosts
-from moesaic.policy.cost.event import PIPELINE, Event
+from moesaic.policy.cost.event import PIPELINE, SegmentRun
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.pipeline import (
     action_work,
     merge_schedules,
-    pipeline_events,
+    pipeline_step,
     prerequisite,
 )
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_step
 from moesaic.testing.jobs import tiny_job
 
 
@@ -62,9 +63,13 @@ def test_a_rank_waits_for_transfers() -> None:
     found = simulate("gpipe", 2, 1, latency_s=0.5)
     assert found.end_s.tolist() == pytest.approx([7.0, 4.5])
     assert [found.waiting_s(rank) for rank in (0, 1)] == pytest.approx([3.5, 1.0])
-    received = [span for span in found.spans if span.event.receives is not None]
-    assert [span.event.name for span in received] == ["activations 0", "gradients 0"]
-    assert [span.end_s.tolist() for span in received] == [[1.0, 1.5], [5.0, 4.5]]
+    received = [
+        (rank, span.event.name, span.micro_batch, span.end_s)
+        for rank in (0, 1)
+        for span in found.spans(rank)
+        if span.event.receives is not None
+    ]
+    assert received == [(0, "gradients", 0, 5.0), (1, "activations", 0, 1.5)]
 
 
 def test_eager_transfers_overlap_with_computing() -> None:
@@ -74,28 +79,19 @@ def test_eager_transfers_overlap_with_computing() -> None:
     """
     late, early = (simulate(schedule, 2, 2, 2.0, each=1) for schedule in ("1f1b", "interleaved"))
     arrived = [
-        {
-            span.event.name: float(span.end_s[1])
-            for span in found.spans
-            if span.event.receives is not None and 1 in span.event.receives.receivers
-        }
+        [span.end_s for span in found.spans(1) if span.event.receives is not None]
         for found in (late, early)
     ]
-    assert arrived[0] == {"activations 0": 3.0, "activations 1": 8.0}
-    assert arrived[1] == {"activations 0": 3.0, "activations 1": 6.0}
+    assert arrived == [[3.0, 8.0], [3.0, 6.0]]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_senders_do_not_wait(schedule: PipelineSchedule) -> None:
     """The first part computes the forwards before its first backward one after another."""
     found = simulate(schedule, 2, 4, latency_s=0.25)
-    own = [span for span in found.spans if span.end_s[0] > span.arrive_s[0]]
-    forwards = [span for span in own if span.event.name.startswith("forward")]
+    forwards = [span for span in found.spans(0) if span.event.name == "forward"]
     num_warmup = 4 if schedule == "gpipe" else 2
-    gaps = [
-        float(after.arrive_s[0] - before.end_s[0])
-        for before, after in pairwise(forwards[:num_warmup])
-    ]
+    gaps = [after.arrive_s - before.end_s for before, after in pairwise(forwards[:num_warmup])]
     assert gaps == pytest.approx([0.0] * (num_warmup - 1))
 
 
@@ -104,9 +100,12 @@ def test_ranks_of_a_stage_run_only_its_events(schedule: PipelineSchedule) -> Non
     narrow, wide = (simulate(schedule, 3, 6, 0.25, span=span) for span in (1, 4))
     for part in range(3):
         assert wide.end_s[4 * part : 4 * part + 4].tolist() == [narrow.end_s[part]] * 4
-    work = sum((span.end_s - span.begin_s) * (span.event.receives is None) for span in wide.spans)
+    work = [
+        sum(span.end_s - span.begin_s for span in wide.spans(rank) if span.event.receives is None)
+        for rank in range(12)
+    ]
     stages = 2 if schedule == "interleaved" else 1
-    assert np.asarray(work).tolist() == pytest.approx([6 * 3.0 * stages] * 12)
+    assert work == pytest.approx([6 * 3.0 * stages] * 12)
 
 
 def split_backward(one: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
@@ -150,11 +149,9 @@ def test_frozen_experts_have_weight_matmuls_of_adapters_only() -> None:
 def test_the_first_stage_runs_its_whole_backward_as_weight_action() -> None:
     found = simulate("zero-bubble", 3, 6)
     spent: Counter[tuple[int, str]] = Counter()
-    for span in found.spans:
-        kind = span.event.name.partition(" ")[0]
-        for part in range(3):
-            if span.event.receives is None:
-                spent[part, kind] += round(float(span.end_s[part] - span.begin_s[part]))
+    for part in range(3):
+        for one in found.events(part):
+            spent[part, one.event.name] += round(one.elapsed_s - one.waiting_s)
     assert [spent[part, "input"] for part in range(3)] == [0, 6, 6]
     assert [spent[part, "weight"] for part in range(3)] == [12, 6, 6]
     assert [spent[part, "forward"] for part in range(3)] == [6, 6, 6]
@@ -176,7 +173,7 @@ def with_update(name: str, ranks: tuple[int, ...], *more: CollectiveCall) -> lis
     ]
 
 
-def updated() -> list[Event]:
+def updated() -> list[SegmentRun]:
     """Return a step of three pipeline ranks with two ranks each, with gradient and scalar
     reductions."""
     plan, traffic, _ = pipeline("1f1b", 3, 3, span=2)
@@ -190,11 +187,12 @@ def updated() -> list[Event]:
     where = cluster(count=6)
     places = place_ranks(where, 6)
     costs = ClusterCosts(plan, where, places, NetworkModel(where, places))
-    return pipeline_events(costs, traffic, work, {first: [first, first + 1] for first in work})
+    return pipeline_step(costs, traffic, work, {first: [first, first + 1] for first in work})
 
 
 def test_once_per_step_events_follow_the_pipeline() -> None:
-    events = updated()
+    step = updated()
+    events = unfold(step)
     phases = [phase for phase, _ in groupby(event.phase for event in events)]
     assert phases == ["data", PIPELINE, "reduce", "clip", "optimizer", "log"]
     groups: dict[str, list[list[list[int]]]] = {}
@@ -207,20 +205,19 @@ def test_once_per_step_events_follow_the_pipeline() -> None:
     assert groups == {
         "targets": own, "dense gradients": own, "ends": ends, "norm": everyone, "losses": everyone,
     }  # fmt: skip
-    found = simulate_events(events, 6)
+    found = simulate_step(step, 6)
     assert found.end_s.tolist() == [found.step_s] * 6
 
 
 def test_gradients_accumulate_in_backward() -> None:
     """Accumulation takes three seconds over three micro-batches, next to 3 + 6 seconds of
     computing."""
-    found = simulate_events(updated(), 6)
-    busy = np.zeros(6)
-    for span in found.spans:
-        if span.event.phase == PIPELINE and span.event.receives is None:
-            busy += span.end_s - span.begin_s
-    assert busy.tolist() == pytest.approx([12.0] * 6)
-    backs = [span.event for span in found.spans if span.event.name == "backward 1"]
+    found = simulate_step(updated(), 6)
+    for rank in range(6):
+        own = [one for one in found.events(rank) if one.event.phase == PIPELINE]
+        busy = [one.elapsed_s - one.waiting_s for one in own if one.event.receives is None]
+        assert sum(busy) == pytest.approx(12.0)
+    backs = [event for event in unfold(updated()) if event.name == "backward 1"]
     assert [event.seconds.max() for event in backs] == pytest.approx([3.0] * 3)
 
 
@@ -238,7 +235,8 @@ def test_fsdp_gathers_before_and_reduces_after_a_stage() -> None:
     where = cluster(count=4)
     places = place_ranks(where, 4)
     costs = ClusterCosts(plan, where, places, NetworkModel(where, places))
-    events = pipeline_events(costs, traffic, work, {first: [first, first + 1] for first in work})
+    step = pipeline_step(costs, traffic, work, {first: [first, first + 1] for first in work})
+    events = unfold(step)
     for stage in range(4):
         own = [event.name for event in events if event.block == f"layers.{stage}.ffn"]
         assert own[:3] == ["unshard", "parameters", "forward 0"]
@@ -264,7 +262,8 @@ def test_every_pipeline_layout_has_a_timeline(
 ) -> None:
     job = jobs(schedule, **layout)
     plan, where = plan_from_job(job, 8), cluster(hosts=2, count=4, latency_s=0.01)
-    events = JobCosts.from_job(job, plan, where).events()
+    step = JobCosts.from_job(job, plan, where).step()
+    events = unfold(step)
     phases = [phase for phase, _ in groupby(event.phase for event in events)]
     assert phases == ["data", PIPELINE, "reduce", "clip", "optimizer", "log"]
     assert all(len(event.seconds) == 8 and (event.seconds >= 0).all() for event in events)
@@ -275,7 +274,7 @@ def test_every_pipeline_layout_has_a_timeline(
     assert ("tokens" in collectives) == ("ep" in layout)
     assert ("parameters" in collectives) == ("dp_shard" in layout)
     assert ("gather sequence" in collectives) == ("tp" in layout)
-    assert simulate_events(events, 8).end_s.max() > 0
+    assert simulate_step(step, 8).end_s.max() > 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -283,7 +282,7 @@ def test_all_flops_of_a_job_are_counted(layout: dict[str, int]) -> None:
     job = jobs("1f1b", **layout)
     plan, where = plan_from_job(job, 8), cluster(hosts=2, count=4)
     spent = np.zeros(8)
-    for event in JobCosts.from_job(job, plan, where).events():
+    for event in unfold(JobCosts.from_job(job, plan, where).step()):
         if not event.is_communication:
             spent += event.seconds
     for rank in range(8):
@@ -307,8 +306,8 @@ def test_equal_ranks_receive_equal_tokens(
     plan, where = plan_from_job(job, 8), cluster(hosts=2, count=4, latency_s=0.01)
     costs = JobCosts.from_job(job, plan, where)
     work = {rank: workload(job, plan, rank) for rank in range(8)}
-    each = simulate_events(costs.events_from_blocks(work, {rank: [rank] for rank in range(8)}), 8)
-    assert simulate_events(costs.events(), 8).end_s == pytest.approx(each.end_s)
+    each = simulate_step(costs.step_from_blocks(work, {rank: [rank] for rank in range(8)}), 8)
+    assert simulate_step(costs.step(), 8).end_s == pytest.approx(each.end_s)
 
 
 def test_tied_embeddings_are_reduced_over_both_end_stages() -> None:
@@ -316,7 +315,7 @@ def test_tied_embeddings_are_reduced_over_both_end_stages() -> None:
         model={"family": "qwen3_moe", "renormalise": True, "tied": True, "layers": 4},
         layout={"pp": 4}, train={"batch": 16, "micro_batches": 4},
     )  # fmt: skip
-    events = JobCosts.from_job(job, plan_from_job(job, 8), cluster(latency_s=0.5)).events()
+    events = unfold(JobCosts.from_job(job, plan_from_job(job, 8), cluster(latency_s=0.5)).step())
     (ends,) = (event for event in events if event.name == "tied embedding")
     assert (ends.phase, ends.groups) == ("reduce", [[0, 6], [1, 7]])
     assert ends.seconds.tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
@@ -334,7 +333,7 @@ def test_recomputation_lengthens_a_pipeline() -> None:
         for recompute in (False, True)
     )  # fmt: skip
     step_s = [
-        simulate_events(JobCosts.from_job(job, plan_from_job(job, 8), where).events(), 8).step_s
+        simulate_step(JobCosts.from_job(job, plan_from_job(job, 8), where).step(), 8).step_s
         for job in (once, again)
     ]
     assert 1.2 * step_s[0] < step_s[1] < 1.4 * step_s[0]
@@ -346,14 +345,14 @@ def test_stage_transfers_carry_a_sequence_shard() -> None:
     slow = cluster(count=8)
     link = slow.links[0].model_copy(update={"bandwidth": 1.0})
     slow = slow.model_copy(update={"links": [link]})
-    events = JobCosts.from_job(job, plan_from_job(job, 8), slow).events()
+    events = unfold(JobCosts.from_job(job, plan_from_job(job, 8), slow).step())
     transfers = [event for event in events if event.receives is not None]
     assert all(set(event.seconds.tolist()) == {0.0, 2 * 12 // 2 * 32 * 8.0} for event in transfers)
 
 
 def test_equal_work_is_computed_once() -> None:
     job = jobs("1f1b", ep=2)
-    events = JobCosts.from_job(job, plan_from_job(job, 8), cluster(count=8)).events()
+    events = unfold(JobCosts.from_job(job, plan_from_job(job, 8), cluster(count=8)).step())
     arrays = {id(event.seconds) for event in events}
     groups = {id(event.groups) for event in events if event.groups}
     assert len(arrays) < len(events) / 4

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_timeline import simulate_events
 
 from moesaic.policy.cost.event import AsyncMessage, Event, StageTransfer
-from moesaic.policy.cost.timeline import Timeline, simulate_events
+from moesaic.policy.cost.timeline import Timeline
 from moesaic.sim.perfetto import perfetto_trace
 
 

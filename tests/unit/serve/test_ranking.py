@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from moesaic import ConfigError, Engine
+from moesaic.api.generation import Generation, classified_text
 from moesaic.cli.main import main
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
+from moesaic.models.tokenizer import ByteTokenizer
 from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.inputs import Inputs
 from moesaic.serve.ranking import best_of_each, likelihood
@@ -95,7 +97,8 @@ def test_the_best_texts_come_first_and_the_worst_are_dropped(
         if rank == "likelihood":
             scores = [sum(one.logprobs or ()) / len(one.tokens) for one in candidates]
         else:
-            texts = [(prompt + one.text).strip() for one in candidates]
+            texts = [classified_text(one, engine.prompts.tokenizer) for one in candidates]
+            assert all(prompt in text for text in texts)
             scores = [slow_score(model, engine.prompts.tokenizer.encode(text)) for text in texts]
         order = sorted(range(6), key=lambda index: scores[index], reverse=True)
         chosen = rows[2 * number : 2 * number + 2]
@@ -104,6 +107,23 @@ def test_the_best_texts_come_first_and_the_worst_are_dropped(
             [scores[index] for index in order[:2]], rel=1e-9
         )
     assert all(row.logprobs is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reason", "judged"),
+    [
+        ("So it", " is. And more", "stop", "So it is. And more"),
+        ("So it", " is. And mo", "length", "So it is."),
+        ("So it is.", " And mo", "length", "So it is. And mo"),
+        ([{"role": "user", "content": "Why?"}], " It is. So", "length", "It is."),
+        ([83, 111], " it is. ", "stop", "So it is."),
+    ],
+)
+def test_a_cut_sentence_does_not_count(prompt: Any, text: str, reason: str, judged: str) -> None:
+    tokens = list(b"So") if isinstance(prompt, list) else []
+    row = Generation(prompt, tokens, [], text, reason)
+    assert classified_text(row, ByteTokenizer()) == judged
+    assert classified_text(row._replace(text=" x"), ByteTokenizer(), is_chat=True) == "x"
 
 
 def test_ties_keep_their_order() -> None:

@@ -114,6 +114,19 @@ def test_losses_and_gradients_are_those_of_single_texts(text: float, micro_batch
     assert stats.figures(1.0)["credibility_loss"] == stats.credibility_loss
 
 
+@pytest.mark.parametrize("text", [1.0, 0.0])
+def test_validation_keeps_no_hidden_states(text: float) -> None:
+    """Losses of all batches stay until the end of a validation."""
+    job = credibility_job(credibility={"text": text})
+    run, samples = start_run(job), make_samples(job)
+    assert run.objective.evaluate(samples.batch(range(3))).loss.dim() == 0
+    loss, number, figures = run.validate(samples, 8)
+    assert number > 0
+    if not text:
+        assert loss == pytest.approx(figures["credibility_loss"], rel=1e-6)
+    run.close()
+
+
 def write_texts(path: Path, number: int, seed: int) -> Path:
     """Write texts of words; generated ones repeat their last word."""
     words, draw = ["sun", "moon", "tree", "sea"], np.random.default_rng(seed)

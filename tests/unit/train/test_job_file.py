@@ -413,3 +413,17 @@ def test_a_student_larger_than_its_teacher_warns() -> None:
     (warning,) = load_job(write(STUDENT.format(model='preset = "tiny-dense"\nffn = 9999'))).warnings
     assert warning.startswith('student "small" has 15,')
     assert 'parameters, more than its teacher "model" with 3,' in warning
+
+
+def test_a_student_of_logits_that_no_loss_trains_warns() -> None:
+    other = (
+        '\nlayers = 1\n[[student]]\nname = "tiny"\nteacher = "small"\nlosses = { logits = 1.0 }\n'
+        'model = { preset = "tiny-dense", layers = 1 }'
+    )
+    path = write(STUDENT.format(model=f'preset = "tiny-dense"{other}'))
+    assert load_job(path).warnings == []
+    path.write_text(path.read_text().replace('"small"', '"small"\nlosses = { attention = 1.0 }', 1))
+    assert load_job(path).warnings == [
+        'student "tiny" learns the logits of "small", which no loss trains: give "small" '
+        "losses.text or losses.logits"
+    ]

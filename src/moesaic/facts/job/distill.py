@@ -16,7 +16,11 @@ from moesaic.facts.job.model import ModelConfig
 TEACHER = "model"
 """Name of the job's own model among teachers."""
 Divergence = Literal["forward", "reverse", "jensen"]
-"""Divergences between the next-token distributions of teacher and student."""
+"""Divergence of a student's probabilities q from its teacher's p.
+
+forward: KL(p || q). reverse: KL(q || p). jensen: the mean of KL(p || m) and KL(q || m) for the mean
+m of p and q.
+"""
 
 
 AUXILIARY_PREFIX = "auxiliary."
@@ -88,7 +92,7 @@ class StudentConfig(Section):
     teacher). jensen: Jensen-Shannon, between both and their mean."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of both distributions in the `logits` loss; above 1 it raises small
-    probabilities."""
+    probabilities. The loss is not multiplied by its square: raise `losses.logits` instead."""
     interval: int = Field(default=1, ge=1)
     """Steps from one with all losses to the next; steps between them have the `text` loss alone."""
     lr: float | None = Field(default=None, gt=0)
@@ -148,6 +152,17 @@ def students_in_order(students: Sequence[StudentConfig]) -> list[StudentConfig]:
         if not ready:
             return list(placed.values())
         placed.update((one.name, one) for one in ready)
+
+
+def logits_warnings(students: Sequence[StudentConfig]) -> list[str]:
+    """Return a warning for each student of logits that no loss of its teacher trains."""
+    silent = {one.name for one in students if not (one.losses.text or one.losses.logits)}
+    return [
+        f'student "{one.name}" learns the logits of "{one.teacher}", which no loss trains: give '
+        f'"{one.teacher}" losses.text or losses.logits'
+        for one in students
+        if one.losses.logits and one.teacher in silent
+    ]
 
 
 def student_errors(model: ModelConfig, students: Sequence[StudentConfig]) -> Iterator[str]:

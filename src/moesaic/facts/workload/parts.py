@@ -269,12 +269,13 @@ def auxiliary_parameters(student: StudentConfig, teacher: ModelConfig) -> Iterat
     own = student.model
     q_width, kv_width = teacher.heads * own.head_dim, teacher.kv_heads * own.head_dim
     if student.auxiliary_layer:
-        yield Parameter(f"{AUXILIARY_PREFIX}norm.weight", (own.hidden,), "norm")
+        layer = f"{AUXILIARY_PREFIX}layer."
+        yield Parameter(f"{layer}norm.weight", (own.hidden,), "norm")
         for name, width in (("q", q_width), ("k", kv_width)):
-            yield Parameter(f"{AUXILIARY_PREFIX}{name}.weight", (width, own.hidden), "dense")
+            yield Parameter(f"{layer}{name}.weight", (width, own.hidden), "dense")
             if own.qk_norm is not None:
                 normed = own.head_dim if own.qk_norm == "heads" else width
-                yield Parameter(f"{AUXILIARY_PREFIX}{name}_norm.weight", (normed,), "norm")
+                yield Parameter(f"{layer}{name}_norm.weight", (normed,), "norm")
     if student.losses.hidden and own.hidden != teacher.hidden:
         shape = teacher.hidden, own.hidden
         yield Parameter(f"{AUXILIARY_PREFIX}projection.weight", shape, "dense")

@@ -175,13 +175,17 @@ class HFSource:
 
 
 class PretrainedSource:
-    """Weights of a directory for a model that may have more embeddings than the directory."""
+    """Weights of a directory for a model that may have more embeddings than the directory, and a
+    classifier that the directory lacks."""
 
     def __init__(self, directory: Path, model: ModelConfig) -> None:
         stored, _ = read_config(directory)
         self._vocab = min(stored.vocab, model.vocab)
         """Embeddings of the directory."""
-        self._source = HFSource(directory, model.model_copy(update={"vocab": self._vocab}))
+        self.has_classifier = stored.labels > 0
+        """True if the directory has a classifier."""
+        changes = {"vocab": self._vocab, "labels": model.labels if stored.labels else 0}
+        self._source = HFSource(directory, model.model_copy(update=changes))
         self.notes = self._source.notes
         """See `HFSource`."""
 

@@ -26,9 +26,9 @@ from moesaic.facts.cluster import Calibration, Cluster, device_models
 from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.policy.cost.event import Event
+from moesaic.policy.cost.event import Seconds, Step, map_events
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_step
 
 Factors = NDArray[np.float64]
 """One factor per kind, in the order of `KINDS`."""
@@ -74,29 +74,32 @@ def observe_step(
     models = device_models(cluster, plan.ranks)
     uncalibrated = Calibration(runs=1, devices=models, **dict.fromkeys(KINDS, 1.0))
 
-    def events(factors: Factors) -> list[Event]:
+    def step(factors: Factors) -> Step:
         values = dict(zip(KINDS, factors.tolist(), strict=True))
         calibrated = cluster.model_copy(
             update={"calibration": uncalibrated.model_copy(update=values)}
         )
-        return JobCosts.from_job(job, plan, calibrated, loads).events()
+        return JobCosts.from_job(job, plan, calibrated, loads).step()
 
-    events_before = events(UNCALIBRATED)
+    def seconds(step: Step) -> list[Seconds]:
+        segments = dict.fromkeys(run.segment for run in step)
+        return [event.seconds for segment in segments for event in segment.events]
+
+    step_before = step(UNCALIBRATED)
     # Seconds of an event are linear in the factors, so a unit change of each one gives its part.
-    changed = [events(UNCALIBRATED + kind) for kind in np.eye(len(KINDS))]
+    changed = [seconds(step(UNCALIBRATED + kind)) for kind in np.eye(len(KINDS))]
     parts = [
-        np.stack([two.seconds - one.seconds for two in variants])
-        for one, *variants in zip(events_before, *changed, strict=True)
+        np.stack([one - before for one in variants])
+        for before, *variants in zip(seconds(step_before), *changed, strict=True)
     ]
 
     @cache
     def step_s(*factors: float) -> float:
-        values = np.array(factors)
-        scaled = (
-            replace(event, seconds=values @ part)
-            for event, part in zip(events_before, parts, strict=True)
+        values, remaining = np.array(factors), iter(parts)
+        scaled = map_events(
+            step_before, lambda event: replace(event, seconds=values @ next(remaining))
         )
-        return simulate_events(scaled, plan.ranks).step_s
+        return simulate_step(scaled, plan.ranks).step_s
 
     return Observation(name, measured_s, lambda factors: step_s(*factors.tolist()))
 

@@ -285,9 +285,9 @@ class ClusterCosts:
         plan = self.plan
         chains = plan.pp_groups()
         return [
-            [list(range(plan.ranks))], *plan.exchange_groups(), plan.expert_dp_groups(),
-            plan.dp_shard_groups(), plan.dp_replicate_groups(), plan.stage_groups(),
-            plan.tp_groups(), plan.dp_groups(), plan.etp_groups(),
+            [list(range(plan.ranks))], plan.ep_groups(), *plan.exchange_groups(),
+            plan.expert_dp_groups(), plan.dp_shard_groups(), plan.dp_replicate_groups(),
+            plan.stage_groups(), plan.tp_groups(), plan.dp_groups(), plan.etp_groups(),
             plan.same_etp_rank_groups(), chains,
             [[chain[0], chain[-1]] for chain in chains],
         ]  # fmt: skip

@@ -14,8 +14,8 @@ import numpy as np
 
 from moesaic.facts.cluster import Cluster, Disk, Host, Place
 from moesaic.facts.workload import STEP
-from moesaic.policy.cost.event import Event
-from moesaic.policy.cost.timeline import simulate_events
+from moesaic.policy.cost.event import Event, Segment, SegmentRun, Step
+from moesaic.policy.cost.timeline import simulate_step
 
 WAIT = "drive"
 """Name of the events in which ranks wait for their drive."""
@@ -64,14 +64,24 @@ def _disk(host: Host, directory: str) -> Disk | None:
 
 
 def add_waiting(
-    events: Sequence[Event], num_ranks: int, busy_s: Mapping[str, float]
-) -> tuple[list[Event], DriveTime]:
-    """Return the events of a step, with waiting for transfers that take `busy_s` by phase."""
-    timeline, found = simulate_events(events, num_ranks), list(events)
+    step: Step, num_ranks: int, busy_s: Mapping[str, float]
+) -> tuple[list[SegmentRun], DriveTime]:
+    """Return a step with waiting for transfers that take `busy_s` by phase."""
+    timeline, found = simulate_step(step, num_ranks), list(step)
     computing_s = timeline.seconds_by_phase(timeline.critical_rank)
     wait_s = {phase: max(busy_s[phase] - computing_s.get(phase, 0.0), 0.0) for phase in busy_s}
     for phase, seconds in wait_s.items():
-        phases = [event.phase for event in found]
-        at = phases.index(phase) if phase in phases else len(found)
-        found.insert(at, Event(WAIT, phase, STEP, np.full(num_ranks, seconds)))
+        _insert_before(phase, Event(WAIT, phase, STEP, np.full(num_ranks, seconds)), found)
     return found, DriveTime(sum(busy_s.values()), sum(wait_s.values()))
+
+
+def _insert_before(phase: str, event: Event, step: list[SegmentRun]) -> None:
+    """Insert `event` before the first event of `phase`, or at the end."""
+    for number, run in enumerate(step):
+        phases = [one.phase for one in run.segment.events]
+        if phase in phases:
+            events = list(run.segment.events)
+            events.insert(phases.index(phase), event)
+            step[number] = run._replace(segment=Segment(events))
+            return
+    step.append(SegmentRun(Segment([event])))

@@ -1,15 +1,15 @@
 """Events of a step: computing of each rank, collectives, and transfers between pipeline stages.
 
 Events stand in the order in which each rank runs them. A rank outside an event spends no time on
-it.
+it. Micro-batches repeat the same events, so a step is a list of runs of event segments.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,7 +24,10 @@ PIPELINE = "pipeline"
 
 @dataclass(frozen=True, eq=False)
 class StageTransfer:
-    """A transfer from the ranks of one pipeline rank to their counterparts of another."""
+    """A transfer from the ranks of one pipeline rank to their counterparts of another.
+
+    It happens once for each micro-batch.
+    """
 
     senders: Ranks
     receivers: Ranks
@@ -38,23 +41,31 @@ class AsyncMessage:
 
 
 class RankGroups:
-    """Groups of ranks as flat arrays, for vectorized reductions."""
+    """Groups of ranks, or of classes of ranks, as flat arrays for vectorized reductions."""
 
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, groups: Collection[Collection[int]]) -> None:
         self._sizes = np.fromiter(map(len, groups), np.int64, len(groups))
         ends = self._sizes.cumsum()
         self._starts = ends - self._sizes
         self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, ends[-1])
 
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[Ranks]:
+        """Yield the ranks of each group."""
+        yield from np.split(self._ranks, self._starts[1:])
+
     def group_max(self, values: NDArray[Number]) -> NDArray[Number]:
-        """Return the maximum of each group, from values by rank."""
+        """Return the maximum of each group, from values by rank, [ranks, ...]."""
         found: NDArray[Number] = np.maximum.reduceat(values[self._ranks], self._starts)
         return found
 
-    def scatter(self, group_values: ArrayLike, default: Seconds) -> Seconds:
+    def scatter(self, group_values: ArrayLike, default: NDArray[Number]) -> NDArray[Number]:
         """Return values by rank from values by group; ranks outside all groups keep `default`."""
         values = default.copy()
-        values[self._ranks] = np.asarray(group_values).repeat(self._sizes)
+        values[self._ranks] = np.asarray(group_values).repeat(self._sizes, axis=0)
         return values
 
 
@@ -95,3 +106,32 @@ class Event:
     def is_communication(self) -> bool:
         """True for collectives and transfers, false for computing."""
         return bool(self.groups) or self.receives is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive events that run once, or again for other micro-batches; compared by identity.
+
+    When it ends, all its asynchronous collectives have ended, unless it ends the step.
+    """
+
+    events: Sequence[Event]
+
+
+class SegmentRun(NamedTuple):
+    """One run of a segment."""
+
+    segment: Segment
+    micro_batch: int | None = None
+    """Micro-batch of a pipeline; None for events once per step, and without a pipeline."""
+
+
+Step = Sequence[SegmentRun]
+"""A step: runs of segments in an order that respects all dependencies between ranks."""
+
+
+def map_events(step: Step, change: Callable[[Event], Event]) -> list[SegmentRun]:
+    """Return `step` with changed events; equal segments stay equal."""
+    segments = dict.fromkeys(run.segment for run in step)
+    changed = {one: Segment([change(event) for event in one.events]) for one in segments}
+    return [run._replace(segment=changed[run.segment]) for run in step]

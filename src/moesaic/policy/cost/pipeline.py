@@ -2,7 +2,8 @@
 
 One list holds all pipeline ranks. Each rank keeps the order of its schedule
 (`facts.plan.pipeline_order`), and no event comes before one that it waits for. An event concerns
-one pipeline rank. Collectives that span several come after the pipeline, as in any step.
+one pipeline rank. Collectives that span several come after the pipeline, as in any step. Every
+action of a stage is one segment, which runs once for each micro-batch.
 
 Approximations:
 
@@ -14,16 +15,24 @@ Approximations:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.facts.plan import Action, pipeline_actions
+from moesaic.facts.plan.pipeline_order import ActionKind
 from moesaic.facts.workload import STEP, Block, BlockWork, CollectiveCall, Op
 from moesaic.policy.cost.cluster_costs import PHASE_ORDER, ClusterCosts
-from moesaic.policy.cost.event import PIPELINE, Event, Seconds, StageTransfer
+from moesaic.policy.cost.event import (
+    PIPELINE,
+    Event,
+    Seconds,
+    Segment,
+    SegmentRun,
+    StageTransfer,
+)
 
 _BEFORE_FIRST_FORWARD = frozenset({"unshard", "parameters"})
 """Work of a stage before its first forward: parameter all-gathers."""
@@ -48,12 +57,12 @@ class PipelineTraffic:
     """Bytes per micro-batch that each rank sends to the next stage, and back in backward."""
 
 
-def pipeline_events(
+def pipeline_step(
     costs: ClusterCosts,
     traffic: PipelineTraffic,
     blocks_by_rank: Mapping[int, Sequence[Block]],
     equal_ranks: Mapping[int, list[int]],
-) -> list[Event]:
+) -> list[SegmentRun]:
     """Return the events of one whole step.
 
     Args:
@@ -75,7 +84,11 @@ def pipeline_events(
     rest += _cross_stage_events(costs, pipeline_ranks)
     rest.sort(key=lambda event: (PHASE_ORDER.index(event.phase), bool(event.groups)))
     first = sum(event.phase == "data" for event in rest)
-    return [*rest[:first], *_micro_batch_events(costs, traffic, pipeline_ranks), *rest[first:]]
+    return [
+        SegmentRun(Segment(rest[:first])),
+        *_micro_batch_runs(costs, traffic, pipeline_ranks),
+        SegmentRun(Segment(rest[first:])),
+    ]
 
 
 def merge_schedules(
@@ -121,19 +134,6 @@ class PipelineRank:
     """Ranks by kind; all ranks of a kind have equal work."""
     blocks: Sequence[Sequence[Block]]
     """Blocks, each as a row over the first rank of every kind."""
-    _cached_events: dict[tuple[str, int], list[Event]] = field(default_factory=dict)
-    """Cached events by kind of action and stage; they are equal for all micro-batches."""
-
-    def action_events(self, action: Action) -> list[Event]:
-        """Return the events of one action, without its receive."""
-        key = action.kind, action.stage
-        if key not in self._cached_events:
-            self._cached_events[key] = list(self._make_action_events(*key))
-        name = f"{action.kind} {action.micro_batch}"
-        return [
-            event if event.is_communication else replace(event, name=name)
-            for event in self._cached_events[key]
-        ]
 
     def step_events(self, stage: int, names: Container[str]) -> Iterator[Event]:
         """Yield the once-per-step events of a stage in the pipeline, restricted to `names`."""
@@ -163,7 +163,7 @@ class PipelineRank:
         names = self.traffic.stages[stage]
         return [row for row in self.blocks if ".".join(row[0].name.split(".")[:2]) in names]
 
-    def _make_action_events(self, kind: str, stage: int) -> Iterator[Event]:
+    def action_events(self, kind: ActionKind, stage: int) -> Iterator[Event]:
         """Yield the events of one pass of a stage: each block computes, then communicates.
 
         With overlapped dispatch, computing and exchanges of chunks are interleaved.
@@ -182,7 +182,8 @@ class PipelineRank:
                 each = tuple(a + b / num_micro_batches for a, b in zip(each, more, strict=True))
             yield Event(kind, PIPELINE, row[0].name, costs.seconds_by_rank(each, ranks))
             if interleaves:
-                yield from costs.block_events(PIPELINE, row, works, ranks)
+                for event in costs.block_events(PIPELINE, row, works, ranks):
+                    yield event if event.is_communication else replace(event, name=kind)
             else:
                 collectives = costs.block_collectives(PIPELINE, row[0].name, works, ranks)
                 yield from (event for _, event in collectives)
@@ -219,60 +220,59 @@ def action_work(block: Block, kind: str, *, is_first_stage: bool) -> BlockWork:
     return BlockWork(tuple(weights))
 
 
-def _micro_batch_events(
+def _micro_batch_runs(
     costs: ClusterCosts, traffic: PipelineTraffic, pipeline_ranks: Sequence[PipelineRank]
-) -> Iterator[Event]:
-    """Yield the events of forward and backward of all micro-batches."""
-    last, pp, schedule = len(traffic.stages) - 1, len(pipeline_ranks), costs.plan.schedule
-    actions = list(
-        merge_schedules(schedule, pp, len(traffic.stages) // pp, traffic.num_micro_batches)
-    )
-    receivers = {prerequisite(action, last): action for action in actions}
-    transfers, incoming = StageTransfers(costs, traffic), dict[Action, Event]()
+) -> Iterator[SegmentRun]:
+    """Yield the runs of forward and backward of all micro-batches."""
+    pp, schedule, num_micro_batches = costs.plan.pp, costs.plan.schedule, traffic.num_micro_batches
+    stages_per_rank = len(traffic.stages) // pp
+    actions = list(merge_schedules(schedule, pp, stages_per_rank, num_micro_batches))
+    passes = dict.fromkeys(action._replace(micro_batch=0) for action in actions)
+    receives, sends = _stage_transfers(costs, traffic, passes)
+    segments = dict[Action, Segment]()
+    for one in passes:
+        events = list(pipeline_ranks[one.stage % pp].action_events(one.kind, one.stage))
+        events[-1] = replace(events[-1], sends=sends.get(one))
+        segments[one] = Segment(events)
     for action in actions:
-        pipeline_rank, first = (
-            pipeline_ranks[action.stage % pp],
-            action.kind == "forward" and not action.micro_batch,
-        )
-        receive = [incoming.pop(action)] if action in incoming else []
-        first_events = (
-            pipeline_rank.step_events(action.stage, _BEFORE_FIRST_FORWARD) if first else ()
-        )
-        yield from (
-            (*first_events, *receive) if schedule in _EAGER_SCHEDULES else (*receive, *first_events)
-        )
-        events = pipeline_rank.action_events(action)
-        receiver = receivers.get(action)
-        if receiver is not None:
-            incoming[receiver] = transfers.receive_event(action, receiver)
-            events[-1] = replace(events[-1], sends=incoming[receiver].receives)
-        yield from events
-        if action.kind in _FINAL_ACTIONS and action.micro_batch == traffic.num_micro_batches - 1:
-            yield from pipeline_rank.step_events(action.stage, _AFTER_LAST_BACKWARD)
+        one, before = action._replace(micro_batch=0), list[SegmentRun]()
+        pipeline_rank = pipeline_ranks[action.stage % pp]
+        if one in receives:
+            before.append(SegmentRun(receives[one], action.micro_batch))
+        if action.kind == "forward" and action == one:
+            first = Segment(list(pipeline_rank.step_events(action.stage, _BEFORE_FIRST_FORWARD)))
+            before.insert(0 if schedule in _EAGER_SCHEDULES else len(before), SegmentRun(first))
+        yield from (*before, SegmentRun(segments[one], action.micro_batch))
+        if action.kind in _FINAL_ACTIONS and action.micro_batch == num_micro_batches - 1:
+            last = Segment(list(pipeline_rank.step_events(action.stage, _AFTER_LAST_BACKWARD)))
+            yield SegmentRun(last)
 
 
-class StageTransfers:
-    """Transfers between pipeline stages, with cached durations."""
+def _stage_transfers(
+    costs: ClusterCosts, traffic: PipelineTraffic, passes: Iterable[Action]
+) -> tuple[dict[Action, Segment], dict[Action, StageTransfer]]:
+    """Return the receives of `passes` that have one, and the transfers that they send.
 
-    def __init__(self, costs: ClusterCosts, traffic: PipelineTraffic) -> None:
-        self._costs, self._traffic = costs, traffic
-        self._chains = np.array(costs.plan.pp_groups())
-        self._seconds: dict[tuple[int, int], Seconds] = {}
-
-    def receive_event(self, action: Action, receiver: Action) -> Event:
-        """Return the event in which ranks receive the output of `action` for `receiver`."""
-        plan = self._costs.plan
-        source, target = action.stage % plan.pp, receiver.stage % plan.pp
-        senders, receivers = self._chains[:, source], self._chains[:, target]
-        if (source, target) not in self._seconds:
+    `passes` are the actions of the first micro-batch.
+    """
+    plan, last, chains = costs.plan, len(traffic.stages) - 1, np.array(costs.plan.pp_groups())
+    receives, sends = dict[Action, Segment](), dict[Action, StageTransfer]()
+    seconds_by_pair = dict[tuple[int, int], Seconds]()
+    for one in passes:
+        before = prerequisite(one, last)
+        if before is None:
+            continue
+        source, target = before.stage % plan.pp, one.stage % plan.pp
+        senders, receivers = chains[:, source], chains[:, target]
+        if (source, target) not in seconds_by_pair:
             pairs = list(zip(senders.tolist(), receivers.tolist(), strict=True))
-            num_bytes = [self._traffic.activation_bytes[rank] for rank, _ in pairs]
-            self._seconds[source, target] = self._costs.send_s(pairs, num_bytes)
-        kind = "activations" if action.kind == "forward" else "gradients"
-        return Event(
-            f"{kind} {action.micro_batch}", PIPELINE, STEP, self._seconds[source, target],
-            receives=StageTransfer(senders, receivers, plan.schedule in _EAGER_SCHEDULES),
-        )  # fmt: skip
+            num_bytes = [traffic.activation_bytes[rank] for rank, _ in pairs]
+            seconds_by_pair[source, target] = costs.send_s(pairs, num_bytes)
+        name = "activations" if one.kind == "forward" else "gradients"
+        sends[before] = StageTransfer(senders, receivers, plan.schedule in _EAGER_SCHEDULES)
+        seconds = seconds_by_pair[source, target]
+        receives[one] = Segment([Event(name, PIPELINE, STEP, seconds, receives=sends[before])])
+    return receives, sends
 
 
 def _cross_stage_events(

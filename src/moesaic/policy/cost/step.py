@@ -1,4 +1,4 @@
-"""Events of a step of a job on a cluster, with their seconds; `sim.timeline` runs them.
+"""Events of a step of a job on a cluster, with their seconds; `policy.cost.timeline` runs them.
 
 Without a pipeline, every rank runs the same events in the same order.
 """
@@ -17,9 +17,9 @@ from moesaic.facts.workload import STEP, Block, Op, Part, job_parts, workload
 from moesaic.facts.workload.sizes import Sizes
 from moesaic.policy.cost import fsdp_overlap, gradient_reduction
 from moesaic.policy.cost.cluster_costs import PHASE_ORDER, ClusterCosts
-from moesaic.policy.cost.event import Event
+from moesaic.policy.cost.event import Event, Segment, SegmentRun, map_events
 from moesaic.policy.cost.network import NetworkModel
-from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_events
+from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_step
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class JobCosts(ClusterCosts):
             for part in job_parts(self.job, self.plan)
         ]  # fmt: skip
 
-    def events(self) -> list[Event]:
+    def step(self) -> list[SegmentRun]:
         """Return the events of one whole step."""
         same_work = self.equal_ranks()
         work = {rank: self.blocks(rank) for rank in same_work}
-        found = self.events_from_blocks(work, same_work)
+        found = self.step_from_blocks(work, same_work)
         prefix = "" if self.part is None else self.part.prefix
-        return [
-            replace(event, block=f"{prefix}{event.block}")
-            if prefix and event.block != STEP
-            else event
-            for event in found
-        ]
+
+        def with_prefix(event: Event) -> Event:
+            is_own = event.block != STEP
+            return replace(event, block=f"{prefix}{event.block}") if is_own else event
+
+        return map_events(found, with_prefix) if prefix else found
 
     def ops(self, rank: int) -> list[Op]:
         """Return all operations of `rank` in one whole step."""
@@ -103,9 +103,9 @@ class JobCosts(ClusterCosts):
             self._blocks_by_rank[rank] = found
         return self._blocks_by_rank[rank]
 
-    def events_from_blocks(
+    def step_from_blocks(
         self, blocks_by_rank: Mapping[int, Sequence[Block]], equal_ranks: Mapping[int, list[int]]
-    ) -> list[Event]:
+    ) -> list[SegmentRun]:
         """Return the events of one whole step from given blocks.
 
         Args:
@@ -114,7 +114,7 @@ class JobCosts(ClusterCosts):
         """
         micro_batches = self.job.train.micro_batches
         if self.plan.pp == 1:
-            return sequential_events(
+            return sequential_step(
                 self,
                 blocks_by_rank,
                 equal_ranks,
@@ -126,7 +126,7 @@ class JobCosts(ClusterCosts):
         traffic = PipelineTraffic(
             stage_blocks(self.plan, self.job.model), micro_batches, stream_bytes
         )
-        return pipeline_events(self, traffic, blocks_by_rank, equal_ranks)
+        return pipeline_step(self, traffic, blocks_by_rank, equal_ranks)
 
     def equal_ranks(self) -> dict[int, list[int]]:
         """Return ranks with equal work on equal devices, by the first of them."""
@@ -161,14 +161,14 @@ def equal_ranks(
     return {ranks[0]: ranks for ranks in found.values()}
 
 
-def sequential_events(
+def sequential_step(
     costs: ClusterCosts,
     blocks_by_rank: Mapping[int, Sequence[Block]],
     equal_ranks: Mapping[int, list[int]],
     num_micro_batches: int = 1,
     *,
     reduces_after_backward: bool = False,
-) -> list[Event]:
+) -> list[SegmentRun]:
     """Return the events of one whole step without a pipeline, micro-batch after micro-batch.
 
     Args:
@@ -199,11 +199,13 @@ def sequential_events(
     if not reduces_after_backward:
         last, update = gradient_reduction.overlap_reductions(last, update, costs)
     first = sum(event.phase == "data" for event in update)
-    several = (num_micro_batches - 1) * [*forward, *backward]
-    return [*update[:first], *several, *forward, *last, *update[first:]]
+    begin, ahead, back = Segment(update[:first]), Segment(forward), Segment(backward)
+    end = Segment([*last, *update[first:]])
+    several = (num_micro_batches - 1) * [ahead, back]
+    return [SegmentRun(one) for one in (begin, *several, ahead, end)]
 
 
-def replicated_events(blocks: Sequence[Block], num_ranks: int, cluster: Cluster) -> list[Event]:
+def replicated_step(blocks: Sequence[Block], num_ranks: int, cluster: Cluster) -> list[SegmentRun]:
     """Return the events of a data-parallel step: each of `num_ranks` ranks runs all of `blocks`."""
     plan = Plan(ranks=num_ranks, ep=1, dp_shard=1, experts=0)
     places = place_ranks(cluster, num_ranks)
@@ -212,4 +214,4 @@ def replicated_events(blocks: Sequence[Block], num_ranks: int, cluster: Cluster)
     for rank, kind in enumerate(costs.device_kinds()):
         found.setdefault(kind, []).append(rank)
     equal_ranks = {same[0]: same for same in found.values()}
-    return sequential_events(costs, dict.fromkeys(equal_ranks, blocks), equal_ranks)
+    return sequential_step(costs, dict.fromkeys(equal_ranks, blocks), equal_ranks)

@@ -1,59 +1,54 @@
 """Simulated timeline of a step: every rank runs the events in order and waits for late ranks.
 
-All ranks advance through one list of events as arrays, so a thousand ranks cost little more than
-one. In a pipeline, ranks outside an event pass it in no time.
+Ranks that behave alike are simulated once (`rank_classes`), and so are equal micro-batches
+(`class_segment`): a simulation takes about as long for many of either as for few.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.train import PipelineSchedule
-from moesaic.policy.cost.event import (
-    PIPELINE,
-    AsyncMessage,
-    Event,
-    RankGroups,
-    Seconds,
-    StageTransfer,
-)
+from moesaic.policy.cost.class_segment import ClassSegment, EventSpan, EventTotals, StepState
+from moesaic.policy.cost.event import PIPELINE, Event, Seconds, Step
+from moesaic.policy.cost.rank_classes import RankClasses, rank_classes
 
 
-@dataclass(frozen=True)
-class EventSpan:
-    """One event on the clock, in seconds by rank."""
+class EventSeconds(NamedTuple):
+    """Seconds of an event on one rank, summed over micro-batches; see `EventTotals`."""
 
     event: Event
-    arrive_s: Seconds
-    """Time at which each rank reaches the event."""
-    begin_s: Seconds
-    """Start on each rank; later than `arrive_s` on ranks that wait."""
-    end_s: Seconds
-    """End on each rank; for an asynchronous event all three times are equal."""
-    async_interval: tuple[Seconds, Seconds] | None = None
-    """Start and end of an asynchronous event."""
-    channel_free_s: Seconds | None = None
-    """Time until which the rank's own collectives block the event."""
+    elapsed_s: float
+    waiting_s: float
+    queueing_s: float
+    async_s: float
 
 
-@dataclass(frozen=True)
 class Timeline:
     """Simulated step."""
 
-    spans: Sequence[EventSpan]
-    end_s: Seconds
-    """End of the step by rank."""
+    def __init__(
+        self, classes: RankClasses, segments: Sequence[ClassSegment], class_end_s: Seconds
+    ) -> None:
+        """Keep the segments of a step, in order, and the end of each class of ranks."""
+        self._classes, self._segments, self._class_end_s = classes, segments, class_end_s
+
+    @property
+    def end_s(self) -> Seconds:
+        """End of the step by rank."""
+        return self._class_end_s[self._classes.of_rank]
 
     @property
     def step_s(self) -> float:
         """Time until the last rank ends, in seconds."""
-        return float(self.end_s.max())
+        return float(self._class_end_s.max())
 
     @cached_property
     def critical_rank(self) -> int:
@@ -61,82 +56,116 @@ class Timeline:
 
         All ranks that meet in a final collective end last.
         """
-        waiting = np.zeros_like(self.end_s)
-        for span in self.spans:
-            waiting += span.begin_s - span.arrive_s
-        waiting[self.end_s < self.end_s.max()] = np.inf
-        return int(waiting.argmin())
+        waiting = self._sum_by_class(lambda one: one.waiting_s)
+        waiting[self._class_end_s < self._class_end_s.max()] = np.inf
+        return int(self._classes.first_rank[waiting.argmin()])
+
+    @cached_property
+    def _totals(self) -> list[list[EventTotals]]:
+        """Seconds of the events of each segment."""
+        return [list(segment.totals()) for segment in self._segments]
+
+    def events(self, rank: int) -> list[EventSeconds]:
+        """Return the seconds of the events that concern a rank, in order of their first run."""
+        number = self._classes.of_rank[rank]
+        return [
+            EventSeconds(one.event, *(float(seconds[row]) for seconds in one[1:5]))
+            for segment, totals in zip(self._segments, self._totals, strict=True)
+            for row in np.flatnonzero(segment.rows == number)
+            for one in totals
+        ]
+
+    def spans(self, rank: int) -> list[EventSpan]:
+        """Return all events that concern a rank, run by run."""
+        number = self._classes.of_rank[rank]
+        found = [
+            one
+            for segment in self._segments
+            for row in np.flatnonzero(segment.rows == number)
+            for one in segment.spans(int(row))
+        ]
+        return [span for _, span in sorted(found, key=lambda one: one[0])]
 
     def seconds_by_phase(self, rank: int) -> dict[str, float]:
         """Return seconds by phase on one rank, waiting included."""
-        return _sum_by_name((span.event.phase, span, rank) for span in self.spans)
+        return self._sum_by_name(rank, lambda event: event.phase)
 
     def seconds_by_block(self, rank: int) -> dict[str, float]:
         """Return seconds by block on one rank, waiting included."""
-        return _sum_by_name((span.event.block, span, rank) for span in self.spans)
+        return self._sum_by_name(rank, lambda event: event.block)
 
     def max_seconds_by_block(self) -> dict[str, float]:
         """Return seconds by block, waiting included, on the slowest rank of each block."""
         found: dict[str, Seconds] = {}
-        for span in self.spans:
-            seconds = found.setdefault(span.event.block, np.zeros_like(self.end_s))
-            seconds += span.end_s - span.arrive_s
+        for segment, totals in zip(self._segments, self._totals, strict=True):
+            for one in totals:
+                seconds = found.setdefault(one.event.block, np.zeros(len(self._classes)))
+                seconds[segment.rows] += one.elapsed_s
         return {block: float(seconds.max()) for block, seconds in found.items()}
 
     def waiting_s(self, rank: int) -> float:
         """Return the seconds that a rank waits for others or for asynchronous collectives."""
-        return float(sum(span.begin_s[rank] - span.arrive_s[rank] for span in self.spans))
+        return sum(one.waiting_s for one in self.events(rank))
 
     def queueing_s(self, rank: int) -> float:
         """Return the part of `waiting_s` that the rank's own collectives cause."""
-        blocked = ((span, span.channel_free_s) for span in self.spans)
-        return float(
-            sum(
-                max(min(own_s[rank], span.begin_s[rank]) - span.arrive_s[rank], 0.0)
-                for span, own_s in blocked
-                if own_s is not None
-            )
-        )
+        return sum(one.queueing_s for one in self.events(rank))
 
     def communication_s(self, rank: int) -> float:
         """Return the seconds of a rank's synchronous collectives and transfers."""
-        collectives = (span for span in self.spans if span.event.is_communication)
-        return float(sum(span.end_s[rank] - span.begin_s[rank] for span in collectives))
+        collectives = (one for one in self.events(rank) if one.event.is_communication)
+        return sum(one.elapsed_s - one.waiting_s for one in collectives)
 
     def overlapped_s(self, rank: int) -> tuple[float, float]:
         """Return the seconds of a rank's overlapped collectives, and those of waiting for them."""
-        sent = waited = 0.0
-        for span in self.spans:
-            if span.async_interval is not None:
-                sent += float(span.async_interval[1][rank] - span.async_interval[0][rank])
-            elif span.event.waits_for is not None:
-                waited += float(span.begin_s[rank] - span.arrive_s[rank])
-        return sent, waited
+        events = self.events(rank)
+        waits = (one.waiting_s for one in events if one.event.waits_for is not None)
+        return sum(one.async_s for one in events), sum(waits)
+
+    def bubble_fraction(self) -> float:
+        """Return the mean fraction of a step's pipeline that ranks wait for other stages.
+
+        The pipeline lasts from the first rank's start to the last rank's end. A rank waits while it
+        neither computes nor runs collectives inside its stage; stage transfers count as waiting.
+        The result is 0 without a pipeline.
+        """
+        pipeline = [one for totals in self._totals for one in totals if one.event.phase == PIPELINE]
+        busy = self._sum_by_class(
+            lambda one: one.elapsed_s * (one.event.phase == PIPELINE and one.event.receives is None)
+        )
+        if not pipeline:
+            return 0.0
+        seconds = max(one.last_s for one in pipeline) - min(one.first_s for one in pipeline)
+        return 1.0 - float(busy[self._classes.of_rank].mean()) / seconds if seconds else 0.0
+
+    def _sum_by_class(self, value: Callable[[EventTotals], Seconds]) -> Seconds:
+        """Return the sum of `value` over all events, by class."""
+        total = np.zeros(len(self._classes))
+        for segment, totals in zip(self._segments, self._totals, strict=True):
+            for one in totals:
+                total[segment.rows] += value(one)
+        return total
+
+    def _sum_by_name(self, rank: int, name: Callable[[Event], str]) -> dict[str, float]:
+        names = (name(one.event) for totals in self._totals for one in totals)
+        found = dict.fromkeys(names, 0.0)
+        for one in self.events(rank):
+            found[name(one.event)] += one.elapsed_s
+        return found
 
 
-def simulate_events(events: Iterable[Event], ranks: int) -> Timeline:
-    """Run `events` in order on `ranks` ranks."""
-    clock = _Clock(np.zeros(ranks), np.zeros(ranks))
-    spans = [clock.advance(event) for event in events]
-    return Timeline(spans, clock.now)
-
-
-def bubble_fraction(timeline: Timeline) -> float:
-    """Return the mean fraction of a step's pipeline that ranks wait for other stages.
-
-    The pipeline lasts from the first rank's start to the last rank's end. A rank waits while it
-    neither computes nor runs collectives inside its stage; stage transfers count as waiting. The
-    result is 0 without a pipeline.
-    """
-    spans = [span for span in timeline.spans if span.event.phase == PIPELINE]
-    if not spans:
-        return 0.0
-    busy = np.zeros_like(timeline.end_s)
-    for span in spans:
-        if span.event.receives is None:
-            busy += span.end_s - span.arrive_s
-    pipeline_s = float(spans[-1].end_s.max() - spans[0].arrive_s.min())
-    return 1.0 - float(busy.mean()) / pipeline_s if pipeline_s else 0.0
+def simulate_step(step: Step, num_ranks: int) -> Timeline:
+    """Simulate `step` on `num_ranks` ranks."""
+    num_runs = Counter(run.segment for run in step)
+    events = [event for segment in num_runs for event in segment.events]
+    classes = rank_classes(events, num_ranks)
+    segments = {one: ClassSegment(one, classes, number) for one, number in num_runs.items()}
+    has_skew = any(event.skew_s for event in events)
+    state = StepState(np.zeros(len(classes)), np.zeros(len(classes)) if has_skew else None)
+    with np.errstate(invalid="ignore"):  # Figures without bounds; `check_step_time` finds them.
+        for number, (segment, micro_batch) in enumerate(step):
+            segments[segment].run(state, number, micro_batch)
+    return Timeline(classes, list(segments.values()), state.now)
 
 
 def ideal_bubble_fraction(
@@ -159,87 +188,3 @@ def check_step_time(cluster: str, step_s: float, *others: float) -> None:
             f"a step on cluster '{cluster}' would take {step_s} s: correct figures in the cluster "
             "file or sizes of the model that are too small or too large"
         )
-
-
-@dataclass
-class _Clock:
-    """Time of each rank."""
-
-    now: Seconds
-    computed_s: Seconds
-    """Computing of each rank since its last collective."""
-    channel_busy_s: dict[str, Seconds] = field(default_factory=dict)
-    """Time until which each channel is busy, by rank."""
-    sent_s: dict[StageTransfer, Seconds] = field(default_factory=dict)
-    async_end_s: dict[AsyncMessage, Seconds] = field(default_factory=dict)
-    """End of asynchronous collectives, by rank."""
-    _rank_groups: dict[int, RankGroups] = field(default_factory=dict)
-
-    def advance(self, event: Event) -> EventSpan:
-        """Advance all ranks past `event`, and return its times."""
-        start, own = self.now, None
-        if event.receives is not None:
-            left = self.sent_s.pop(event.receives)
-            begin, end = _receive(event.receives, start, left, event.seconds)
-        else:
-            begin = start
-            if event.waits_for is not None:
-                own = begin = np.maximum(start, self.async_end_s[event.waits_for])
-            if event.groups:
-                own = begin
-                for channel in event.channels:
-                    own = np.maximum(own, self.channel_busy_s.get(channel, own))
-                begin = self._start_together(event, begin, own)
-            else:
-                self.computed_s = self.computed_s + event.seconds
-            end = begin + event.seconds
-            if event.launches is not None:
-                self.async_end_s[event.launches] = end
-                for channel in event.channels:
-                    self.channel_busy_s[channel] = np.maximum(
-                        self.channel_busy_s.get(channel, end), end
-                    )
-                return EventSpan(event, start, start, start, (begin, end))
-        if event.sends is not None:
-            self.sent_s[event.sends] = end
-        self.now = end
-        return EventSpan(event, start, begin, end, channel_free_s=own)
-
-    def _start_together(self, event: Event, ready_s: Seconds, free_s: Seconds) -> Seconds:
-        """Return the start of a collective by rank: when the last rank of its group is ready.
-
-        Args:
-            event: the collective.
-            ready_s: time at which each rank reaches it; ranks without a group keep it.
-            free_s: time at which each rank's channels are free.
-        """
-        # Spans keep their events, so groups live as long as their identity is used.
-        key = id(event.groups)
-        if key not in self._rank_groups:
-            self._rank_groups[key] = RankGroups(event.groups)
-        members = self._rank_groups[key]
-        # Skew makes the last rank of a group late.
-        ready = free_s + event.skew_s * np.sqrt(self.computed_s)
-        self.computed_s = members.scatter(np.zeros(len(event.groups)), self.computed_s)
-        return members.scatter(members.group_max(ready), ready_s)
-
-
-def _receive(
-    transfer: StageTransfer, now_s: Seconds, sent_s: Seconds, seconds: Seconds
-) -> tuple[Seconds, Seconds]:
-    """Return the start and end of `transfer` by rank; `sent_s` is when senders are done."""
-    begin, end = now_s.copy(), now_s.copy()
-    sent, duration = sent_s[transfer.senders], seconds[transfer.receivers]
-    begin_there = np.maximum(now_s[transfer.receivers], sent)
-    begin[transfer.receivers] = begin_there
-    end[transfer.receivers] = (
-        np.maximum(begin_there, sent + duration) if transfer.is_eager else begin_there + duration
-    )
-    return begin, end
-
-
-def _sum_by_name(entries: Iterable[tuple[str, EventSpan, int]]) -> dict[str, float]:
-    result: dict[str, float] = {}
-    for name, span, rank in entries:
-        result[name] = result.get(name, 0.0) + float(span.end_s[rank] - span.arrive_s[rank])
-    return result

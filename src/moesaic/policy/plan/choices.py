@@ -19,7 +19,7 @@ from moesaic.policy.balance import can_migrate, predict_balance_costs, should_ba
 from moesaic.policy.cost.memory import RankMemory, tightest_rank
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.cost.timeline import simulate_events
+from moesaic.policy.cost.timeline import simulate_step
 from moesaic.policy.plan.dispatch import dispatch_methods, overlap_options
 
 Alternative = dict[str, Any]
@@ -70,7 +70,7 @@ class PlanFacts:
         if self.loads is None:
             plan = plan.model_copy(update={"stages": None})
         costs = replace(self.costs(plan), reduces_after_backward=without_overlap)
-        return simulate_events(costs.events(), plan.ranks).step_s
+        return simulate_step(costs.step(), plan.ranks).step_s
 
 
 class Choices(NamedTuple):

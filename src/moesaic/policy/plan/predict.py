@@ -42,16 +42,15 @@ from moesaic.facts.workload import (
 )
 from moesaic.policy.balance import break_even_tokens, layer_problem, should_balance
 from moesaic.policy.cost.drive import WAIT, DriveTime, Traffic, add_waiting, drive_seconds
-from moesaic.policy.cost.event import Event
+from moesaic.policy.cost.event import SegmentRun, Step
 from moesaic.policy.cost.memory import RankMemory, checkpoint_cost
 from moesaic.policy.cost.network import NetworkModel
-from moesaic.policy.cost.step import JobCosts, replicated_events
+from moesaic.policy.cost.step import JobCosts, replicated_step
 from moesaic.policy.cost.timeline import (
     Timeline,
-    bubble_fraction,
     check_step_time,
     ideal_bubble_fraction,
-    simulate_events,
+    simulate_step,
 )
 from moesaic.policy.plan.budget import check_rank_device
 from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, choose_open_settings
@@ -133,11 +132,11 @@ def predict_plan(
     plan, job, cluster = choices.plan, facts.job, facts.cluster
     costs = facts.costs(plan)
     parts = costs.parts()
-    by_part = [part.events() for part in parts]
-    events, drive = [event for own in by_part for event in own], None
+    by_part = [part.step() for part in parts]
+    step, drive = [run for own in by_part for run in own], None
     if tiers is not None:
-        events, drive = _add_drive(events, facts, plan.ranks, tiers["bytes_by_phase"])
-    timeline = simulate_events(events, plan.ranks)
+        step, drive = _add_drive(step, facts, plan.ranks, tiers["bytes_by_phase"])
+    timeline = simulate_step(step, plan.ranks)
     tokens = job.train.batch * job.data.sequence
     price = _price(facts, timeline.step_s, tokens)
     check_step_time(cluster.name, timeline.step_s, *price.values())
@@ -187,12 +186,12 @@ def predict_plan(
 
 
 def _add_drive(
-    events: list[Event], facts: PlanFacts, num_ranks: int, traffic: Traffic
-) -> tuple[list[Event], DriveTime | None]:
-    """Return the events with waiting for drives; without it if the speed of some is unknown."""
+    step: list[SegmentRun], facts: PlanFacts, num_ranks: int, traffic: Traffic
+) -> tuple[list[SegmentRun], DriveTime | None]:
+    """Return the step with waiting for drives; without it if the speed of some is unknown."""
     assert facts.job.memory is not None
     busy_s = drive_seconds(traffic, facts.job.memory.ssd, facts.cluster, facts.places)
-    return (events, None) if busy_s is None else add_waiting(events, num_ranks, busy_s)
+    return (step, None) if busy_s is None else add_waiting(step, num_ranks, busy_s)
 
 
 def predict_traced(
@@ -203,8 +202,8 @@ def predict_traced(
     `num_ranks` is None for all ranks that the cluster has room for.
     """
     ranks = num_ranks or max_ranks(cluster)
-    events = replicated_events(traced_blocks(traced, ranks), ranks, cluster)
-    timeline = simulate_events(events, ranks)
+    step = replicated_step(traced_blocks(traced, ranks), ranks, cluster)
+    timeline = simulate_step(step, ranks)
     check_step_time(cluster.name, timeline.step_s)
     slowest = timeline.critical_rank
     devices = [device_at(cluster, one) for one in place_ranks(cluster, ranks)]
@@ -258,12 +257,12 @@ def _predictions(
 def _rank_timeline(timeline: Timeline, rank: int) -> RankTimeline:
     """Return one rank's seconds by phase, in the order in which its phases begin."""
     phases: dict[str, dict[str, float]] = {}
-    for span in timeline.spans:
-        own = phases.setdefault(span.event.phase, dict.fromkeys(_SPAN_KINDS, 0.0))
-        kind = "collectives_s" if span.event.is_communication else "computing_s"
-        kind = "waiting_s" if span.event.name == WAIT else kind
-        own[kind] += float(span.end_s[rank] - span.begin_s[rank])
-        own["waiting_s"] += float(span.begin_s[rank] - span.arrive_s[rank])
+    for one in timeline.events(rank):
+        own = phases.setdefault(one.event.phase, dict.fromkeys(_SPAN_KINDS, 0.0))
+        kind = "collectives_s" if one.event.is_communication else "computing_s"
+        kind = "waiting_s" if one.event.name == WAIT else kind
+        own[kind] += one.elapsed_s - one.waiting_s
+        own["waiting_s"] += one.waiting_s
     rounded = {
         phase: {kind: round_digits(seconds) for kind, seconds in own.items()}
         for phase, own in phases.items()
@@ -286,16 +285,16 @@ def _price(facts: PlanFacts, step_s: float, tokens: int) -> dict[str, float]:
 
 
 def _describe_parts(
-    parts: Sequence[JobCosts], by_part: Sequence[list[Event]], rank: int
+    parts: Sequence[JobCosts], by_part: Sequence[Step], rank: int
 ) -> list[dict[str, Any]]:
     """Return the time and the memory of each part alone, as plain data; memory is that of `rank`,
     without temporaries."""
     found = []
-    for costs, events in zip(parts, by_part, strict=True):
+    for costs, step in zip(parts, by_part, strict=True):
         part, ranks = costs.part, costs.plan.ranks
         assert part is not None
         needs = part.memory(rank, costs.loads, on_cpu=costs.device(rank).kind == "cpu")
-        found.append({**part.describe(needs), "step_s": simulate_events(events, ranks).step_s})
+        found.append({**part.describe(needs), "step_s": simulate_step(step, ranks).step_s})
     return found
 
 
@@ -319,7 +318,7 @@ def _pipeline_bubble(timeline: Timeline, plan: Plan, job: Job) -> dict[str, floa
         return None
     stages_per_rank = plan.num_stages // plan.pp
     ideal = ideal_bubble_fraction(plan.schedule, plan.pp, stages_per_rank, job.train.micro_batches)
-    return {"bubble": bubble_fraction(timeline), "ideal": ideal}
+    return {"bubble": timeline.bubble_fraction(), "ideal": ideal}
 
 
 def _replica_costs(job: Job, plan: Plan) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 """Texts with their attributes: from files and labellers to tokens behind prompts.
 
 A document of the corpus begins with the segments of its prompt for topic, keywords, sentiment and
-length; each may be empty. The text and the end token follow. Beside it are its genre (-1 for none)
-and the lengths of the four segments.
+length; each may be empty. The text and the end token follow. If the first tokens of the text differ
+behind a prompt, both forms of them stand before the rest. Beside the document are its genre (-1 for
+none) and the lengths of the four segments and of both forms.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -36,7 +37,7 @@ from moesaic.train.data.corpus import (
 from moesaic.train.data.sources import TextSource
 from moesaic.train.data.text import read_texts_with_records
 
-ENCODING_VERSION = 1
+ENCODING_VERSION = 2
 """Version of the encoding, to raise whenever the same text gives other tokens or an error."""
 
 _WORD = re.compile(r"[^\W\d_]{3,}")
@@ -55,6 +56,9 @@ class LabelledText(NamedTuple):
     text: str
     record: dict[str, Any]
     ids: list[int]
+    """Tokens behind a prompt."""
+    start_ids: list[int]
+    """Tokens without a prompt."""
 
 
 Labeller = Callable[[Sequence[LabelledText]], Sequence[Any]]
@@ -86,9 +90,10 @@ class ControlEncoder:
         }
         found = read_texts_with_records(source, _columns(self._control))
         for batch in split_batches(found, lambda one: len(one[2]), BATCH_CHARACTERS):
-            ids = self.prompts.encode_texts([one[2] for one in batch])
+            plain = [one[2] for one in batch]
+            both = (self.prompts.encode_texts(plain, has_prompt=one) for one in (True, False))
             texts = [
-                LabelledText(*one, tokens) for one, tokens in zip(batch, ids, strict=True) if tokens
+                LabelledText(*one, *ids) for one, *ids in zip(batch, *both, strict=True) if ids[0]
             ]
             if texts:
                 yield self._join(texts, labellers)
@@ -127,7 +132,7 @@ class ControlEncoder:
         self, texts: Sequence[LabelledText], labellers: dict[str, Labeller]
     ) -> EncodedDocuments:
         """Return texts behind the segments of their prompts."""
-        parts = np.zeros((len(texts), len(ATTRIBUTES)), "<i4")
+        parts = np.zeros((len(texts), len(ATTRIBUTES) + 2), "<i4")
         parts[:, 0] = -1
         segments: list[list[list[int]]] = []
         for index, attribute in enumerate(ATTRIBUTES):
@@ -143,13 +148,24 @@ class ControlEncoder:
             else:
                 segments.append(self.prompts.encode_values(attribute, labels))
                 parts[:, index] = [len(ids) for ids in segments[-1]]
+        starts = [_split_starts(one.ids, one.start_ids) for one in texts]
+        parts[:, len(ATTRIBUTES) :] = [[len(ids) for ids in both] for *both, _ in starts]
         rows = [
-            [*chain.from_iterable(before), *one.ids, self._end_id]
-            for *before, one in zip(*segments, texts, strict=True)
+            [*chain.from_iterable(before), *chain.from_iterable(one), self._end_id]
+            for *before, one in zip(*segments, starts, strict=True)
         ]
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         tokens = np.fromiter(chain.from_iterable(rows), np.uint32, int(lengths.sum()))
         return EncodedDocuments(tokens, lengths, parts)
+
+
+def _split_starts(one: list[int], other: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Return the unlike starts of two lists, and their common rest."""
+    if one == other:
+        return [], [], one
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    rest = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return one[: len(one) - rest], other[: len(other) - rest], one[len(one) - rest :]
 
 
 class KeywordFinder:

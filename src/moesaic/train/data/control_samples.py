@@ -27,8 +27,10 @@ from moesaic.train.data.shuffle import Shuffle
 
 _SWITCH, _COUNT = 0, len(ATTRIBUTES) + 1
 """Draws of a text: the switch, one for each attribute, and the number of soft prompts."""
-_SOFT, _TEXT = 1, len(ATTRIBUTES) + 1
-"""Pieces of a document: the tokenizer's start, soft prompts, other attributes, the text."""
+_SOFT, _BEHIND = 1, len(ATTRIBUTES) + 1
+"""Pieces of a document: the tokenizer's start, soft prompts, other attributes, and the text: its
+first tokens behind a prompt, those without one, and the rest."""
+_PLAIN = _BEHIND + 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class ControlSamples:
         self._texts = np.arange(corpus.num_documents)[slice(None) if selected is None else selected]
         starts, lengths = _locate_pieces(corpus, len(prompts.start_ids))
         self._starts, self._lengths = starts[self._texts], lengths[self._texts]
-        needed = self._lengths.sum(axis=1) - 1
+        whole, prompt = self._lengths.sum(axis=1), self._lengths[:, _SOFT:_PLAIN].sum(axis=1)
+        needed = whole - np.minimum(self._lengths[:, _PLAIN], prompt) - 1
         self.longest = int(needed.max(initial=0))
         """Inputs of the longest text with its longest prompt."""
         self.num_texts, self.num_too_long = len(needed), int((needed > sequence).sum())
@@ -121,7 +124,7 @@ class ControlSamples:
         # The last token of a document is a target alone.
         sizes = lengths.sum(axis=1)
         last = np.cumsum(sizes) - 1
-        targets = np.where(kind == _TEXT, tokens, IGNORE_INDEX)
+        targets = np.where(kind >= _BEHIND, tokens, IGNORE_INDEX)
         return fill_samples(
             samples, np.delete(tokens, last), np.delete(np.roll(targets, -1), last), sizes - 1,
             counts, self._sequence,
@@ -149,7 +152,10 @@ class ControlSamples:
         soft = (draws[:, _COUNT] * (SOFT_PROMPTS + 1)).astype(np.int64)
         lengths = self._lengths.copy()
         lengths[:, _SOFT] = np.minimum(lengths[:, _SOFT], soft)
-        lengths[:, _SOFT:_TEXT] *= kept
+        lengths[:, _SOFT:_BEHIND] *= kept
+        has_prompt = lengths[:, _SOFT:_BEHIND].any(axis=1)
+        lengths[:, _BEHIND] *= has_prompt
+        lengths[:, _PLAIN] *= ~has_prompt
         return lengths
 
 

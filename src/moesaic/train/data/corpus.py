@@ -80,7 +80,7 @@ class Corpus:
     loss_mask: NDArray[np.bool_] | None = None
     """True for tokens that are trained, in conversations; None for others."""
     parts: NDArray[np.int32] | None = None
-    """Genre of each text behind a prompt and lengths of its parts, [documents, 5]; None for others.
+    """Genre of each text behind a prompt and lengths of its parts, [documents, 7]; None for others.
     See `train.data.control`."""
     labels: NDArray[np.int8] | None = None
     """Label of each text, -1 for none; None for others. See `train.data.labelled`."""

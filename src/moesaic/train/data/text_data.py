@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import ControlConfig, DataConfig
+from moesaic.facts.job.credibility import LABELS
 from moesaic.kernels.randomness import uniform
 from moesaic.models.control import ControlPrompts
 from moesaic.models.hf.origin import TOKENIZER
@@ -134,6 +135,8 @@ def _split_validation(
     if not fraction:
         return [(path, corpora[0], None)]
     held_out = select_held_out(corpora[0].num_documents, seed, fraction)
+    if corpora[0].labels is not None:
+        held_out = keep_pairs(held_out, corpora[0].labels)
     num_held_out = int(held_out.sum())
     train_origin = (
         f"{path} without {num_held_out} of its {len(held_out)} documents (data.validation_share)"
@@ -154,6 +157,18 @@ def select_held_out(num_documents: int, seed: int, share: float) -> NDArray[np.b
             uniform(seed, "validation", 0, index, zero) < share
         ).numpy()
     return held_out
+
+
+def keep_pairs(held_out: NDArray[np.bool_], labels: NDArray[np.int8]) -> NDArray[np.bool_]:
+    """Return held-out documents, of which a generated text follows the original before it.
+
+    Both begin alike, so one half in training would give away the other.
+    """
+    is_second = np.zeros(len(labels), np.bool_)
+    is_second[1:] = (labels[:-1] == LABELS.index("original")) & (
+        labels[1:] == LABELS.index("generated")
+    )
+    return np.where(is_second, np.roll(held_out, 1), held_out)
 
 
 def _make_samples(

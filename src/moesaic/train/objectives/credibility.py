@@ -114,7 +114,10 @@ class CredibilityObjective(LanguageModelObjective):
         loss, reports = self.part.model(
             batch.inputs.to(self.world.device), self.validation_inputs(batch)
         )
-        return CredibilityLosses(loss, scores=_score(batch, reports))
+        scores = _score(batch, reports)
+        if not self.config.text:  # The head returned hidden states, which a pass must not keep.
+            loss = torch.zeros_like(scores.loss)
+        return CredibilityLosses(loss, scores=scores)
 
     def validation_loss(  # type: ignore[override]
         self, batch: Batch, losses: CredibilityLosses

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic import ConfigError, Engine
+from moesaic import ConfigError, Engine, Job
 from moesaic.base.config import parse
+from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.hf.config import read_config
@@ -19,6 +20,8 @@ from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.testing.chat_templates import CHATML, write_tokenizer
+from moesaic.train.job_file import load_job
+from moesaic.train.lm import InitialWeights
 
 SMALL = {
     "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 24, "vocab": 260,
@@ -96,3 +99,32 @@ def test_a_family_without_a_classifier_in_transformers_is_refused(tmp_path: Path
     model = make_model("tiny-olmoe")
     with pytest.raises(ConfigError, match="transformers has no OlmoeForSequenceClassification"):
         write(model, tmp_path / "model")
+
+
+@pytest.mark.parametrize("labels", [0, 2])
+def test_a_run_starts_from_a_model_with_or_without_a_classifier(
+    labels: int, tmp_path: Path
+) -> None:
+    """All weights on file are taken; a missing classifier gets initial values."""
+    base = make_model("tiny-mixtral", labels=labels)
+    directory = write(base, tmp_path / "model")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(f'{{"text": "It is {n}.", "label": {n % 2}}}\n' for n in range(40)))
+    raw = {
+        "model": {"from": str(directory)}, "credibility": {},
+        "data": {
+            "path": str(pairs), "format": "labelled", "sequence": 16, "cache": str(tmp_path / "c"),
+        },
+        "train": {"steps": 1, "batch": 2, "device": "cpu"}, "log": {"tensorboard": False},
+    }  # fmt: skip
+    job = load_job(raw).job
+    assert isinstance(job, LanguageModelJob)
+    model = LanguageModel(job.model)
+    InitialWeights(job).fill(tensor_shards(model))
+    found, expected = model.state_dict(), base.state_dict()
+    assert found.keys() - expected.keys() == ({"head.score.weight"} if not labels else set())
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+    assert 0 < float(model.head.state_dict()["score.weight"].std()) < 1
+    Job.load(raw).train(out=tmp_path / "run", output=None)
+    assert (tmp_path / "run/checkpoints/step-00000001/COMMIT").exists()

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError
@@ -101,6 +102,31 @@ def test_samples_equal_the_reference(path: Path) -> None:
         assert sorted(here) == wanted
         if epoch == 0:  # Samples are nearly full.
             assert len(data.train) <= math.ceil(1.15 * sum(len(one[0]) for one in wanted) / 200)
+
+
+def test_a_text_without_a_prompt_has_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
+    """A tokenizer that marks the first word of a text does so, unless a prompt comes before."""
+    alphabet = {c: i for i, c in enumerate("\u2581abcdefghijklmnopqrstuvwxyzA,0123456789")}
+    base = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    base.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    base.add_special_tokens([AddedToken("</s>", special=True)])
+    base.save(str(tmp_path / "tokenizer.json"))
+    path = write(tmp_path / "a.jsonl", RECORDS)
+    data = open_data(path, CONTROL, tokenizer=str(tmp_path))
+    prompts = ControlPrompts.find(data.tokenizer)
+    assert prompts is not None
+    texts = [record["text"] for record in RECORDS]
+    plain = {(*data.tokenizer.encode(text), data.tokenizer.end_id) for text in texts}
+    behind = {(*ids, data.tokenizer.end_id) for ids in prompts.encode_texts(texts)}
+    assert not plain & behind
+    count = Counter[bool]()
+    for sample in documents(data.train.batch(range(60))):
+        for tokens, mask in sample:
+            has_prompt = tokens[0] in prompts.reserved_ids
+            start = mask.index(True) - (not has_prompt)
+            assert tuple(tokens[start:]) in (behind if has_prompt else plain)
+            count[has_prompt] += 1
+    assert min(count.values()) > 20
 
 
 def test_a_batch_is_the_same_in_any_company(path: Path) -> None:

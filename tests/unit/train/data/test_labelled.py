@@ -102,6 +102,25 @@ def test_labels_are_read_and_cached(tmp_path: Path) -> None:
     assert not isinstance(plain, LabelledSamples)
 
 
+def test_a_validation_share_holds_out_whole_pairs(tmp_path: Path) -> None:
+    rows = [{"text": "It rains."}]
+    for number in range(100):
+        rows += [{"text": f"{number:03}", "label": label} for label in (1, 0)]
+    data = open_data(write(tmp_path / "pairs.jsonl", rows), validation_share=0.3)
+    found = []
+    for samples in (data.train, data.validation):
+        assert isinstance(samples, LabelledSamples)
+        batch = samples.batch(range(len(samples)), shuffled=False)
+        texts = [
+            bytes(tokens[:3]) for row in range(len(samples))
+            for tokens, _ in split_documents(batch, row)
+        ]  # fmt: skip
+        found.append({text for text in texts if len(text) == 3 and text.isdigit()})
+        assert samples.counts[0] == samples.counts[1] == len(found[-1]) > 20
+    assert not found[0] & found[1]
+    assert len(found[0] | found[1]) == 100
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
