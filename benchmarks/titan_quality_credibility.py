@@ -11,27 +11,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import measure
+from benchmarks import titan_quality_distill as distill
 from benchmarks import titan_quality_runs as runs
 from benchmarks import titan_quality_text as text
 from moesaic import Engine
 from moesaic.api.adversarial import build_pairs
-from moesaic.api.model import convert
 from moesaic.serve.adversarial import draw_prefix, split_sentences
 
-WORDS, VOCAB = 1023, 1024
-SEQUENCE, BATCH = 128, 8
-STEPS, HEAD_STEPS = 600, 240
-LIMIT = 96
+STEPS, LR = 300, 1e-3
+"""Steps and learning rate of a head, which trains its whole model."""
+LIMIT = 120
 """Tokens of an original or a generated text."""
-PAIRS = {"head": 800, "judge": 800, "unseen": 250}
+PAIRS = {"unseen": 300, "head": 1400, "judge": 1400}
 """Paragraphs that give pairs, by use. All are of sources of their own."""
-SHARES = {"head": 0.45, "judge": 0.9, "unseen": 1.0}
-"""Upper end of the hashes of a use's sources."""
-PROMPTS, CANDIDATES = 200, 8
-MODEL = {
-    "preset": "tiny-dense", "vocab": VOCAB, "hidden": 192, "layers": 3, "heads": 6, "kv_heads": 6,
-    "head_dim": 32, "ffn": 512,
-}  # fmt: skip
+SHARES = {"unseen": distill.VALIDATION_SHARE, "head": 0.5, "judge": 1.0}
+"""Upper end of the hashes of a use's sources; the generator has not learned the first ones."""
+PROMPTS, CANDIDATES, NEW_TOKENS = 120, 8, 40
 
 
 class Pairs(NamedTuple):
@@ -47,7 +42,7 @@ class Pairs(NamedTuple):
 
 
 def write_paragraphs(directory: Path) -> dict[str, list[str]]:
-    """Write the generator's text, the tokenizer and each use's paragraphs; return the latter."""
+    """Write each use's paragraphs to `directory`, and return them."""
     found = (*text.help_topics(), *text.docstrings(), *text.manuals("158"))
     whole = [
         one for one in found
@@ -56,57 +51,52 @@ def write_paragraphs(directory: Path) -> dict[str, list[str]]:
     uses: dict[str, list[str]] = {name: [] for name in SHARES}
     for one in text.thin(whole, len(whole), lambda one: one.text):
         at = text.share(one.source)
-        uses[next(name for name, end in SHARES.items() if at < end)].append(one.text)
-    learned = [one for name in ("head", "judge") for one in uses[name]]
-    text.make_tokenizer(learned, WORDS, directory / "tokenizer")
-    for name, rows in {"learned": learned, **{u: uses[u][:n] for u, n in PAIRS.items()}}.items():
-        text.write_lines(directory / f"{name}.jsonl", ({"text": one} for one in rows))
-    return {name: rows[: PAIRS[name]] for name, rows in uses.items()}
+        use = next(name for name, end in SHARES.items() if at < end)
+        if len(uses[use]) < PAIRS[use]:
+            uses[use].append(one.text)
+    for use, rows in uses.items():
+        text.write_lines(directory / f"{use}.jsonl", ({"text": one} for one in rows))
+    return uses
 
 
-def job(directory: Path, data: str, steps: int, lr: float) -> dict[str, Any]:
-    """Return a job of the generator."""
-    return {
-        "seed": 0, "model": MODEL,
-        "data": {
-            "path": str(directory / data), "sequence": SEQUENCE,
-            "tokenizer": str(directory / "tokenizer"), "end_token": text.END,
-            "cache": str(directory / "cache"),
-        },
-        "train": {"steps": steps, "batch": BATCH},
-        "optimizer": {"lr": lr}, "schedule": {"kind": "cosine", "warmup": 25},
-    }  # fmt: skip
-
-
-def train_head(directory: Path, use: str) -> Path:
+def train_head(base: Path, directory: Path, use: str) -> Path:
     """Return the run of a classifier that learned from the pairs of a use."""
-    tables = job(directory, f"{use}-pairs.jsonl", HEAD_STEPS, 1e-3)
-    tables["model"] = {"from": str(directory / "base")}
-    tables["data"]["format"] = "labelled"
+    tables = distill.job(base, 0, STEPS, {"from": str(base / "teacher")})
+    tables["data"] = {
+        "path": str(directory / f"{use}-pairs.jsonl"), "format": "labelled",
+        "sequence": distill.SEQUENCE, "tokenizer": str(base / "tokenizer"), "end_token": text.END,
+        "cache": str(directory / "cache"),
+    }  # fmt: skip
+    tables["train"] = {"steps": STEPS, "batch": distill.BATCH}
+    tables["optimizer"] = {"lr": LR}
     tables["credibility"] = {"weight": 1.0, "text": 0.2}
     run, minutes = runs.train(directory / f"{use}-run", tables)
     print(f"  {use}: a head in {minutes:.1f} minutes", flush=True)
     return run.directory
 
 
+def make_pairs(generator: Path, directory: Path) -> tuple[dict[str, Pairs], list[float]]:
+    """Return the pairs of each use, and the generator's mean log-likelihood of the unseen texts."""
+    pairs = {}
+    with Engine(generator, device="cpu") as engine:
+        for use in PAIRS:
+            target = directory / f"{use}-pairs.jsonl"
+            counts = build_pairs(engine, directory / f"{use}.jsonl", target, max_tokens=LIMIT)
+            print(f"  {use}: {counts}", flush=True)
+            pairs[use] = Pairs.read(target)
+        scores = engine.score([("", one) for one in pairs["unseen"].texts])
+    return pairs, [float(np.mean(one.logprobs)) for one in scores]
+
+
 def credibility(rounds: int) -> Iterator[measure.Row]:
-    """Train a generator, a head and a judge; compare them on unseen sources."""
+    """Train a head and a judge from the teacher; compare them on unseen sources."""
     del rounds  # Texts are fixed.
+    base = distill.teacher_directory()
     with tempfile.TemporaryDirectory() as home:
         directory = Path(home)
         uses = write_paragraphs(directory)
-        run, minutes = runs.train(directory / "run", job(directory, "learned.jsonl", STEPS, 3e-3))
-        print(f"  generator in {minutes:.1f} minutes", flush=True)
-        convert(run.directory, directory / "base")
-        with Engine(directory / "base", device="cpu") as engine:
-            for use in PAIRS:
-                target = directory / f"{use}-pairs.jsonl"
-                counts = build_pairs(engine, directory / f"{use}.jsonl", target, max_tokens=LIMIT)
-                print(f"  {use}: {counts}", flush=True)
-            pairs = {use: Pairs.read(directory / f"{use}-pairs.jsonl") for use in PAIRS}
-            scores = engine.score([("", one) for one in pairs["unseen"].texts])
-        likelihood = [float(np.mean(one.logprobs)) for one in scores]
-        head, judge = (train_head(directory, use) for use in ("head", "judge"))
+        pairs, likelihood = make_pairs(base / "teacher", directory)
+        head, judge = (train_head(base, directory, use) for use in ("head", "judge"))
         with Engine(head, device="cpu") as engine:
             own = engine.credibility(pairs["unseen"].texts)
             candidates = best_of(engine, uses["unseen"])
@@ -130,8 +120,8 @@ def best_of(engine: Engine, paragraphs: Sequence[str]) -> list[list[str]]:
     prefixes = [draw_prefix(one, 1, index) for index, one in enumerate(paragraphs)]
     prompts = [one for one in prefixes if one is not None][:PROMPTS]
     found = engine.generate(
-        prompts, best_of=CANDIDATES, n=CANDIDATES, rank="credibility", max_tokens=48, seed=7,
-        stop=["\n\n"],
+        prompts, best_of=CANDIDATES, n=CANDIDATES, rank="credibility", max_tokens=NEW_TOKENS,
+        seed=7, stop=["\n\n"],
     )  # fmt: skip
     texts = [f"{one.prompt}{one.text}".strip() for one in found]
     return [texts[at : at + CANDIDATES] for at in range(0, len(texts), CANDIDATES)]
