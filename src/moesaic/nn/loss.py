@@ -169,8 +169,12 @@ class _Students:
         self._followers = followers
         self._teachers = {one.teacher for one in followers if one.logits}
         self.projections = [
-            _Projection(tensors[2 * index], tensors[2 * index + 1], needs[2 * index :])
-            for index in range(len(followers))
+            _Projection(
+                tensors[2 * index],
+                tensors[2 * index + 1],
+                needs[2 * index :] if one.text or one.logits else (False, False),
+            )
+            for index, one in enumerate(followers)
         ]
         first = tensors[0] if tensors else torch.empty(0)
         self.sums = first.new_zeros((len(followers), 2), dtype=_wide(first))

@@ -169,6 +169,18 @@ def test_a_frozen_model_serves_its_followers() -> None:
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
 
 
+def test_a_follower_that_only_teaches_gets_no_gradient() -> None:
+    """Such as an assistant that learns attention alone."""
+    x, weight = make_tensors(9)
+    assistant = HeadFollower(*make_tensors(7), 0.0, 0.0)
+    student = HeadFollower(*make_tensors(3), 0.0, 1.0, teacher=0)
+    loss, results = head_loss(x, weight, make_targets(), 1.0, followers=[assistant, student])
+    assert results is not None
+    total = loss + results.loss.sum()
+    grads = torch.autograd.grad(total, leaves([assistant, student]), allow_unused=True)
+    assert [grad is None for grad in grads] == [True, True, False, False]
+
+
 def test_evaluation_keeps_no_gradient() -> None:
     x, weight = make_tensors(9)
     targets = make_targets()

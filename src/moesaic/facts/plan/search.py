@@ -14,9 +14,10 @@ from moesaic.facts.job.train import LayoutConfig, TrainConfig
 from moesaic.facts.plan.plan import Plan
 
 SearchMethod = Literal[
-    "best-first", "exhaustive", "hill-climbing", "mcmc", "rule-of-thumb"
+    "best-first", "exhaustive", "hill-climbing", "mcmc", "milp", "rule-of-thumb"
 ]  # fmt: skip
-"""Methods of searching the layouts that a job leaves open."""
+"""Methods of searching the layouts that a job leaves open. milp: best first, with stage boundaries
+of HiGHS."""
 
 Settings = dict[str, Any]
 """Values by key of the job, such as "layout.ep"; "stages" is "even" or "balanced"."""

@@ -91,8 +91,8 @@ class Part:
             return _forward_only(found) if self.is_frozen else found
         *found, last = workload(self.job, self.plan, rank, on_cpu=on_cpu)
         losses = self.student.losses
-        if not (losses.text or losses.logits or self.teaches_logits):
-            found = [_without_loss(block) for block in found]
+        if not (losses.text or losses.logits):
+            found = [_without_loss(one, keeps_logits=self.teaches_logits) for one in found]
         return [*found, self._auxiliary_block(Sizes(self.job, self.plan, rank, on_cpu)), last]
 
     def memory(
@@ -344,12 +344,18 @@ def _logits_only(op: Op) -> Op:
     return replace(op, matmuls=op.matmuls[::3], moved_bytes=op.moved_bytes // 2)
 
 
-def _without_loss(block: Block) -> Block:
-    """Return the block without the loss on logits, if it has one."""
+def _without_loss(block: Block, *, keeps_logits: bool) -> Block:
+    """Return the block without the loss on logits, if it has one, or with its logits alone."""
     if block.name != "head":
         return block
     forward, backward = (
-        replace(work, ops=tuple(op for op in work.ops if op.name != "loss"))
+        tuple(op for op in work.ops if op.name != "loss")
         for work in (block.forward, block.backward)
     )
-    return replace(block, forward=forward, backward=backward)
+    if keeps_logits:
+        forward = tuple(_logits_only(op) for op in block.forward.ops)
+    return replace(
+        block,
+        forward=replace(block.forward, ops=forward),
+        backward=replace(block.backward, ops=backward),
+    )

@@ -12,6 +12,7 @@ from moesaic.facts.cluster import Cluster, Place, place_ranks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import PlanEstimate, RankNeed, SearchFacts
+from moesaic.facts.workload import job_parts, memory_of_parts
 from moesaic.policy.cost.memory import tightest_rank
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.step import JobCosts
@@ -24,8 +25,14 @@ class Estimates(Protocol):
     def memory(self, job: Job, plan: Plan) -> RankNeed:
         """Return the memory of the tightest rank."""
 
+    def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
+        """Return whether the ranks of some pipeline ranks, or all ranks, have enough memory."""
+
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step."""
+
+    def on_cluster(self, cluster: Cluster) -> Estimates:
+        """Return the predictions on another cluster."""
 
 
 class SimulatedEstimates:
@@ -50,6 +57,24 @@ class SimulatedEstimates:
             rank=found.rank, device=found.device.model, peak_bytes=int(found.memory.peak_bytes),
             device_bytes=float(found.device.memory_bytes),
         )  # fmt: skip
+
+    def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
+        """Return whether the ranks of some pipeline ranks, or all ranks, have enough memory."""
+        costs, parts = self.costs(job, plan), job_parts(job, plan)
+        if job.memory is not None:
+            return tightest_rank(costs).used_fraction <= 1
+        for rank in costs.equal_ranks():
+            device, stage = costs.device(rank), plan.pp_rank(rank)
+            if stages is not None and stage not in stages:
+                continue
+            needs = memory_of_parts(parts, rank, self._loads, on_cpu=device.kind == "cpu")
+            if needs.peak_bytes > device.memory_bytes:
+                return False
+        return True
+
+    def on_cluster(self, cluster: Cluster) -> SimulatedEstimates:
+        """Return the predictions on another cluster."""
+        return SimulatedEstimates(cluster, self._loads)
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step, with all students."""

@@ -1,0 +1,178 @@
+"""The plan search: equal to exhaustive search, with bounds that hold, and true advice."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+from plan_instances import CachedEstimates, cluster, instance, job
+
+from moesaic.base.config import parse
+from moesaic.base.decisions import Decision, decide
+from moesaic.facts.plan import check_plan, job_under_plan
+from moesaic.facts.plan.search import SEARCH_KEYS, SearchFacts, SearchResult
+from moesaic.policy.plan.bound import Bounds
+from moesaic.policy.plan.estimates import SimulatedEstimates
+from moesaic.policy.plan.search import search_facts, search_plans
+from moesaic.policy.plan.space import Candidate, Space
+from moesaic.policy.plan.trials import Trials
+
+
+def search(facts: SearchFacts, **changes: object) -> SearchResult:
+    changed = facts.model_copy(update=changes)
+    return search_plans(changed, SimulatedEstimates.from_facts(changed))
+
+
+def open_layouts() -> SearchFacts:
+    own = job("tiny-qwen3", embedding="whole", chunks=1, overlap_local=False)
+    return search_facts(own, cluster([1e12, 4e12], 1))
+
+
+def check_instance(facts: SearchFacts) -> None:
+    """Compare best-first search with all other methods, and every bound with its plan."""
+    estimates = CachedEstimates(SimulatedEstimates.from_facts(facts))
+    space = Space(facts.job, facts.cluster, facts.ranks, facts.pins)
+    bounds = Bounds(space)
+    trials = Trials(facts, space, estimates, bounds)
+    for shape in space.shapes():
+        for dispatched in space.children(shape, 0):
+            least = max(bounds.seconds(shape, 0), bounds.seconds(dispatched, 1))
+            for leaf in space.leaves(dispatched, 1):
+                made = trials.plan(leaf)
+                if made is None:
+                    continue
+                check_bounds(trials, leaf, least)
+                if bounds.exceeds_memory(shape, 0) or bounds.exceeds_memory(dispatched, 1):
+                    assert not estimates.fits(*made), leaf
+    found = search_plans(facts, estimates)
+    assert found.is_proven
+    best_s = found.best.estimate.step_s if found.best is not None else float("inf")
+    assert best_s == trials.best_s
+    if found.best is not None:
+        check_best(found, facts)
+        for method in ("hill-climbing", "mcmc", "rule-of-thumb"):
+            other = facts.model_copy(update={"method": method, "max_tried": 50})
+            best = search_plans(other, estimates).best
+            assert best is None or best.estimate.step_s >= best_s
+
+
+def check_bounds(trials: Trials, leaf: Candidate, least: float) -> None:
+    made = trials.plan(leaf)
+    assert made is not None
+    exact_s = trials.try_candidate(leaf)
+    level = len(Space.LEVELS)
+    assert max(least, trials.bounds.seconds(leaf, level)) <= exact_s, leaf
+    assert trials.bounds.stages_seconds(leaf, made[1].stages or []) <= exact_s, leaf
+    if trials.bounds.exceeds_memory(leaf, level):
+        assert not trials.estimates.fits(*made), leaf
+
+
+def check_best(found: SearchResult, facts: SearchFacts) -> None:
+    best = found.best
+    assert best is not None
+    assert best.memory.used_fraction <= 1
+    under = job_under_plan(facts.job, best.plan)
+    check_plan(best.plan, under, "best")
+    for key in facts.pins:
+        table, _, name = key.partition(".")
+        pinned = getattr(getattr(facts.job, table), name)
+        assert best.settings[key] == (best.plan.dp if pinned == "all" else pinned), key
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_search_equals_exhaustive_search(seed: int) -> None:
+    check_instance(instance(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(30, 300))
+def test_search_equals_exhaustive_search_at_length(seed: int) -> None:
+    check_instance(instance(seed))
+
+
+def test_same_facts_give_the_same_result_through_json() -> None:
+    facts, log = open_layouts(), list[Decision[SearchFacts, SearchResult]]()
+    again = parse(SearchFacts, json.loads(facts.to_json()), "facts")
+    policy = partial(search_plans, estimates=SimulatedEstimates.from_facts(facts))
+    first = decide(policy, facts, log)
+    assert log[0].outcome == first
+    assert search(again) == first
+    assert parse(SearchResult, json.loads(first.to_json()), "result") == first
+
+
+def test_search_with_cuts_of_highs_is_not_faster() -> None:
+    own = job(layers=4, pp=2, schedule="1f1b", batch=64, sequence=128, train={"recompute": False})
+    facts = search_facts(own, cluster([4e12, 2e11], 1, bandwidth=1e10))
+    best, other = search(facts).best, search(facts, method="milp").best
+    assert best is not None
+    assert other is not None
+    assert best.settings["stages"] == "balanced"
+    assert best.estimate.step_s <= other.estimate.step_s
+
+
+def test_written_keys_are_pins_even_with_default_values() -> None:
+    assert search_facts(job(), cluster([1e12], 2)).pins == ["train.micro_batches"]
+    written = job(ep=1, schedule="1f1b", dispatch="auto", train={"recompute": False})
+    pins = search_facts(written, cluster([1e12], 2)).pins
+    assert pins == ["layout.schedule", "layout.ep", "train.recompute", "train.micro_batches"]
+    assert set(pins) <= set(SEARCH_KEYS)
+    opened = search_facts(job(), cluster([1e12], 2), opens_micro_batches=True)
+    assert opened.pins == []
+
+
+def test_larger_cluster_is_never_slower_with_the_plan_of_the_smaller_as_a_seed() -> None:
+    own = job(layers=2, tp=1, schedule="1f1b", train={"recompute": False})
+    slow = cluster([1e12, 1e12], 2, bandwidth=1e6)
+    small = search_facts(own, slow, 2)
+    first = search(small).best
+    assert first is not None
+    large = search_facts(own, slow, 4).model_copy(update={"seeds": [first.plan]})
+    second = search_plans(large, SimulatedEstimates.from_facts(large)).best
+    assert second is not None
+    assert second.estimate.step_s <= first.estimate.step_s
+
+
+def test_runners_up_say_what_they_lose() -> None:
+    found = search(open_layouts())
+    assert found.best is not None
+    assert found.runners_up
+    for one in found.runners_up:
+        assert one.loses_s == one.estimate.step_s - found.best.estimate.step_s
+        own, least = one.estimate.phases_s, found.best.estimate.phases_s
+        lost = {name: own.get(name, 0.0) - least.get(name, 0.0) for name in {**own, **least}}
+        assert one.phase_loses_s == max(lost.values()) == lost[one.phase]
+
+
+def test_search_that_ends_early_has_a_gap() -> None:
+    facts = open_layouts()
+    best, early = search(facts).best, search(facts, max_tried=1)
+    assert best is not None
+    assert not early.is_proven
+    assert early.bound_s is None or early.bound_s <= best.estimate.step_s
+    assert early.gap is None or 0 <= early.gap < 1
+
+
+def test_shortfall_names_the_missing_bytes_and_a_change_that_is_true() -> None:
+    own = job(layers=2, tp=1, pp=1, dp_shard=1, embedding="whole", train={"recompute": True})
+    where = cluster([1e12], 2, memory=7e6)
+    found = search(search_facts(own, where))
+    short = found.shortfall
+    assert found.best is None
+    assert short is not None
+    assert short.memory.short_bytes > 0
+    assert short.change is not None
+    assert short.change.fits
+    assert short.change.key in ("layout.tp", "layout.pp", "layout.dp_shard")
+    table, _, name = short.change.key.partition(".")
+    section = getattr(own, table).model_copy(update={name: short.change.value})
+    changed = own.model_copy(update={table: section})
+    assert search(search_facts(changed, where)).best is not None
+
+
+def test_pins_that_exclude_each_other_are_named() -> None:
+    found = search(search_facts(job(pp=2, schedule="1f1b", micro_batches=1), cluster([1e12], 2)))
+    assert found.best is None
+    assert found.shortfall is None
+    assert "micro_batches" in found.faults[0]
+    assert "schedule" in found.faults[0]
