@@ -32,7 +32,7 @@ VOCAB = WORDS + 8 + 64 * len(GENRES)
 HELD_OUT = 0.4
 """Share of the texts, which train the classifier and give the keywords to ask for."""
 REQUESTS = 200
-STEPS, BATCH, SEQUENCE = 750, 16, 192
+STEPS, BATCH, SEQUENCE = 3000, 16, 192
 MODEL = {
     "preset": "tiny-dense", "vocab": VOCAB, "hidden": 160, "layers": 3, "heads": 5, "kv_heads": 5,
     "head_dim": 32, "ffn": 448,

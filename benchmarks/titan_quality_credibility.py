@@ -18,11 +18,11 @@ from moesaic import Engine
 from moesaic.api.adversarial import build_pairs
 from moesaic.serve.adversarial import draw_prefix, split_sentences
 
-STEPS, LR = 300, 1e-3
+STEPS, LR = 600, 1e-3
 """Steps and learning rate of a head, which trains its whole model."""
 LIMIT = 120
 """Tokens of an original or a generated text."""
-PAIRS = {"unseen": 300, "head": 1400, "judge": 1400}
+PAIRS = {"unseen": 600, "head": 4200, "judge": 4200}
 """Paragraphs that give pairs, by use. All are of sources of their own."""
 SHARES = {"unseen": distill.VALIDATION_SHARE, "head": 0.5, "judge": 1.0}
 """Upper end of the hashes of a use's sources; the generator has not learned the first ones."""
