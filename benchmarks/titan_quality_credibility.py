@@ -38,6 +38,7 @@ class Pairs(NamedTuple):
     @classmethod
     def read(cls, path: Path) -> Pairs:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [row for row in rows if row["text"] is not None]  # The others were dropped.
         return cls([row["text"] for row in rows], [row["label"] for row in rows])
 
 
