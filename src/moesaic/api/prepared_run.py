@@ -107,8 +107,11 @@ def count_ranks(
     cluster: Cluster | None = None,
     earlier: Plan | None = None,
 ) -> int:
-    """Return the number of ranks: that of the plan or `nproc`, else the devices of `cluster`, else
-    those of the `earlier` plan of a resumed run, else what the layout needs on all devices."""
+    """Return the number of ranks: that of the plan or `nproc`, else the devices of `cluster`.
+
+    Without them, a resumed run has the ranks of its `earlier` plan, and a new one what its layout
+    needs on all devices.
+    """
     requested, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
     if plan is None:
         is_here = cluster is not None and (len(cluster.facts.hosts) == 1 or not is_started)
