@@ -22,10 +22,10 @@ from moesaic.train.resumed_job import (
 
 
 class KindWords(Protocol):
-    """Words of a kind of job for what a user can do."""
+    """Parts of messages that differ between kinds of jobs."""
 
     data_change: str
-    """Clause for other samples though no key has changed."""
+    """Reason for other samples if no key of the job has changed."""
     new_run: str
     """Remedy for a resume that cannot go on."""
 
@@ -33,9 +33,11 @@ class KindWords(Protocol):
 def check_same_run(
     checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords, ranks: int
 ) -> list[str]:
-    """Return a sentence for each accepted change of the job or its ranks since `checkpoint`; raise
-    if the run would resume on other samples, whose `digest` does not start with its own, or another
-    model."""
+    """Return a sentence for each accepted change of the job or its ranks since `checkpoint`.
+
+    Raise if the job is of another model, or of other samples: then `digest` does not start with the
+    digest of the checkpoint.
+    """
     facts, path = checkpoint.facts, checkpoint.path
     before, now = dict(flatten(facts["job"])), dict(flatten(job.model_dump(mode="json")))
     messages = [
@@ -107,8 +109,8 @@ def _without_student(key: str) -> str:
 
 
 def _lacks_state(key: str, old: Any, new: Any) -> bool:
-    """Return whether weights have another dtype after this change, or a checkpoint lacks state: of
-    a teacher that was frozen, or of an auxiliary layer."""
+    """Return whether a checkpoint lacks state that this change needs: weights of another dtype,
+    moments of a teacher that was frozen, or an auxiliary layer."""
     has_new_layer = _without_student(key) == "auxiliary_layer" and new
     was_frozen = key == "distill.frozen" and old
     changes_dtype = key == "train.precision" and DTYPES[old] != DTYPES[new]

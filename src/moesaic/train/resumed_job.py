@@ -19,7 +19,8 @@ from moesaic.base.errors import ConfigError
 JOB_TEXT, RESOLVED_JOB, VERSIONS = "job.toml", "job.json", "versions.json"
 """Files of a run: the job as written, with every default, and the command of its start."""
 FIXED_KEYS = frozenset({"seed", "optimizer.moments", "table.optimizer", "table.init_std"})
-"""Keys that decide which state a run stores, or the values of rows that it does not store."""
+"""Keys that a resume must not change: they decide which state a checkpoint holds, or the initial
+values of table rows."""
 _START_COMMENTS = ("# --set ", "# --plan ", "# under the plan ")
 _LEARNING_TABLES = (
     "schedule",
