@@ -105,7 +105,7 @@ def timed(pool: RankPool, among: Sequence[Layout], rounds: int) -> Timed:
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "cluster.toml"
         measure.wait_for_quiet(limit_s=QUIET_S)
-        given = among, rounds, path, os.getpid()
+        given = among, rounds, path, os.getpid(), PATIENCE_S
         halves, references = pool.run(RANKS, take_turns, *given, timeout_s=LIMIT_S)[0]
         cluster = load_cluster(path)
     seconds = [
@@ -116,7 +116,12 @@ def timed(pool: RankPool, among: Sequence[Layout], rounds: int) -> Timed:
 
 
 def take_turns(
-    world: World, among: Sequence[Layout], rounds: int, path: Path | None, root: int
+    world: World,
+    among: Sequence[Layout],
+    rounds: int,
+    path: Path | None,
+    root: int,
+    patience_s: float,
 ) -> tuple[list[measure.Times | None], list[float]]:
     """On each rank: time all layouts in turn, half of the rounds before a probe by rank 0.
 
@@ -142,7 +147,7 @@ def take_turns(
     for half, own in enumerate(((rounds + 1) // 2, rounds // 2)):
         if half:
             alone(world, "probe", look)
-        halves.append(in_turn(world, calls, own, root, warmup=2 - half, patience_s=PATIENCE_S))
+        halves.append(in_turn(world, calls, own, root, warmup=2 - half, patience_s=patience_s))
     for run in runs:
         run.close()
     return halves, references

@@ -212,7 +212,8 @@ def instance_rows(each: Sequence[SearchFacts]) -> Iterator[measure.Row]:
             fitting += 1
             reached.update(name for name, one_s in others.items() if one_s <= best_s * (1 + SAME))
     yield measure.row(
-        "small instances where the search equals exhaustive search and no method is better", equal, "instances", bar=f"== {len(each)}",
+        "small instances where the search equals exhaustive search and no method is better", equal,
+        "instances", bar=f"== {len(each)}",
         against=f"exhaustive search; {', '.join(OTHERS)}, in {TIMES} times its time (milp: until "
         f"it ends), with plans already priced: better on {sum(better.values())}",
         repeats=len(each),

@@ -59,8 +59,11 @@ def test_rows_of_choices_orders_and_errors() -> None:
 
 
 def test_layouts_take_turns_on_the_same_ranks(ranks: RankPool) -> None:
-    among = layouts(job_of(TINY), any_cluster())
-    halves, references = ranks.run(2, take_turns, among, 2, None, 0)[0]
+    every = layouts(job_of(TINY), any_cluster())
+    names = ("pp 2, even stages", "tp 2", "ep 2, dedup")
+    among = [one for one in every if one.name in names]
+    assert len(among) == len(names)
+    halves, references = ranks.run(2, take_turns, among, 2, None, 0, 0.0)[0]
     assert [half.rounds for half in halves] == [1, 1]
     assert all(set(half.seconds) == {one.name for one in among} for half in halves)
     assert len(references) == 2
@@ -83,7 +86,7 @@ def test_cuts_are_all_tried_and_the_even_one_is_named() -> None:
 
 
 def test_small_instances_are_compared_with_all_methods() -> None:
-    rows = list(planner_search.instance_rows([instance(seed) for seed in (0, 1)]))
+    rows = list(planner_search.instance_rows([instance(seed) for seed in (1, 3)]))
     assert (rows[0].value, rows[0].holds) == (2, True)
     assert len(rows) == 1 + len(planner_search.OTHERS)
 
