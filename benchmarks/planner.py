@@ -1,7 +1,7 @@
-"""Theme `planner`: plans of jobs on clusters, their predicted prices and the search for them."""
+"""Theme `planner`: chosen layouts against measured ones, predictions, and the search itself."""
 
 from __future__ import annotations
 
-from benchmarks import planner_prices
+from benchmarks import planner_choice, planner_cuts, planner_search
 
-PARTS = {**planner_prices.PARTS}
+PARTS = {**planner_choice.PARTS, **planner_cuts.PARTS, **planner_search.PARTS}
