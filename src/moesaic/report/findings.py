@@ -110,6 +110,8 @@ def _failed_saves(run: RunStats) -> Finding | None:
 
 def _not_a_number(run: RunStats) -> Finding | None:
     steps = run.steps
+    if run.setting("distill.frozen"):
+        return None  # It has no loss in steps in which it does not teach.
     rows = np.flatnonzero(~np.isfinite(steps.loss) & ~(steps.skipped > 0))
     if not len(rows):
         return None
