@@ -11,7 +11,10 @@ from types import ModuleType
 from benchmarks import generate, measure
 from moesaic.api.start import set_spin_count
 
-THEMES = ("foundation", "facts", "families", "layer", "balance", "memory", "serve", "tables")
+THEMES = (
+    "foundation", "facts", "families", "layer", "balance", "memory", "serve", "tables", "titan",
+    "titan-quality",
+)  # fmt: skip
 ROUNDS = 15
 """Rounds of a timed figure: every part then ends within 20 minutes on two cores."""
 Part = Callable[[int], Iterator[measure.Row]]
@@ -38,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     if measure.commit().endswith(measure.DIRTY):
         print("The tree differs from its commit: the records will say so, and no page is made.")
     for theme in options.themes or THEMES:
-        module = importlib.import_module(f"benchmarks.{theme}")
+        module = importlib.import_module(f"benchmarks.{theme.replace('-', '_')}")
         print(f"{theme}: {measure.hardware()}", flush=True)
         for part in chosen(module, theme, options.parts or ()):
             run(part(options.rounds), theme)

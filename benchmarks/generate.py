@@ -28,6 +28,7 @@ WHAT = {
     "serve": "inference with less memory than the model, many streams, and a server",
     "tables": "embedding tables by key in memory and on a drive, whole recommenders, click data",
     "titan": "students beside a teacher that trains, distillation against TRL, scoring by lm-eval",
+    "titan-quality": "distilled students against the same students alone, control, credibility",
     "memory": "expert state on a drive against limits, DeepSpeed, file mappings and cache policies",
 }
 """What each theme measures."""

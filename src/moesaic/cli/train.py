@@ -163,7 +163,8 @@ def _write_report(run: Run, as_json: bool) -> None:
 
 
 def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
-    screen.print_line(_headline(facts))
+    is_frozen = bool(run.job.get("distill", {}).get("frozen"))
+    screen.print_line(_headline(facts, is_frozen))
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
         screen.print_line(
@@ -198,13 +199,14 @@ def _next_command(run: Run) -> str:
     return f'moesaic generate {directory}{chat} --prompt "..."'
 
 
-def _headline(facts: dict[str, Any]) -> str:
+def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
     text = f"trained {facts['step']:,} steps in {format_clock(facts['seconds'] or 0.0)}"
     if facts["skipped"]:
         text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped because fp16 overflowed"
     if facts["loss"] is not None:
-        text += f": loss {facts['first_loss']:.3f} -> {facts['loss']:.3f}"
-    if facts["validation_loss"] is not None:
+        change = f"{facts['first_loss']:.3f} -> {facts['loss']:.3f}"
+        text += f": loss {change}" if not is_frozen else ", students alone: the teacher is frozen"
+    if facts["validation_loss"] is not None and not is_frozen:
         text += f", validation loss {facts['validation_loss']:.3f}"
     if facts["tokens_per_s"] is not None:
         text += f", {facts['tokens_per_s']:,.0f} {facts['unit']}/s (median)"

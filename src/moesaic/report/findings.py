@@ -65,7 +65,8 @@ def find(run: RunStats) -> list[Finding]:
     """Return every finding of `run`, most severe first."""
     if not len(run.steps):
         return [_no_steps(run)]
-    findings = [finding for finder in _FINDERS if (finding := finder(run)) is not None]
+    finders = [one for one in _FINDERS if not (run.is_frozen and one in _OF_TRAINING)]
+    findings = [finding for finder in finders if (finding := finder(run)) is not None]
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
@@ -232,9 +233,9 @@ def _drops(run: RunStats) -> Finding | None:
     recent = float(np.nansum(steps.dropped[last_quarter])) / assignments
     text = (
         f"Full experts dropped {count(total)} assignments in the whole run. Raise "
-        f"routing.capacity_factor{_now(run.setting('routing.capacity_factor'))}, or spread the "
-        f"load: {_spread_load(run)}"
+        f"routing.capacity_factor{_now(run.setting('routing.capacity_factor'))}"
     )
+    text += "." if run.is_frozen else f", or spread the load: {_spread_load(run)}"
     title = f"Assignments were dropped: {recent:.1%} in the last quarter of the run"
     return Finding("drops", "warning" if recent >= _MANY_DROPS else "note", title, text)
 
@@ -373,3 +374,5 @@ _FINDERS: tuple[Callable[[RunStats], Finding | None], ...] = (
     _spikes, _skipped, _overfitting, _replicas, _slow_drive,
     _slow_passes,
 )  # fmt: skip
+_OF_TRAINING = (_dead_experts, _hot_experts, _spikes, _overfitting)
+"""Findings about how the job's own model learns, which a frozen teacher does not."""

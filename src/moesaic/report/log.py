@@ -39,6 +39,16 @@ class Machine(NamedTuple):
     """CPU threads of the process."""
 
 
+class Student(NamedTuple):
+    """Student of a run."""
+
+    name: str
+    teacher: str
+    """Name of the student that it learns from; "model": the job's own model."""
+    parameters_total: float
+    """Number of parameters."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of the run: its log from a `run_start` event to the next one or to the end."""
@@ -72,6 +82,8 @@ class Launch:
     """Expert kernels and token transport, in words."""
     unit: str = "tokens"
     """Plural noun of the unit of progress."""
+    students: tuple[Student, ...] = ()
+    """Students of the job."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +258,10 @@ class Log:
             machines=_machines(event.get("rank_hosts") or ()),
             layout=_layout(event),
             backends=str(event.get("backends") or ""), unit=unit,
+            students=tuple(
+                Student(str(one["name"]), str(one["teacher"]), number(one["parameters_total"]))
+                for one in event.get("students") or ()
+            ),
         )  # fmt: skip
         self.launches.append(launch)
         self.ended = ""

@@ -160,6 +160,11 @@ class RunStats:
         terms = {"loss", *STUDENT_TERMS}
         return list(dict.fromkeys(name for name, _, term in pairs if name and term in terms))
 
+    @property
+    def is_frozen(self) -> bool:
+        """True if the job's own model is a teacher that does not train."""
+        return bool(self.setting("distill.frozen"))
+
     def setting(self, key: str) -> Any:
         """Return the value of a dotted key of the job; None if it is absent."""
         value: Any = self.job

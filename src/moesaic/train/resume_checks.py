@@ -16,21 +16,25 @@ from moesaic.train.assemble import DTYPES
 from moesaic.train.kinds import AnyJob
 
 _FIXED_KEYS = frozenset({"seed", "optimizer.moments", "table.optimizer", "table.init_std"})
-"""Keys that decide which state a run stores, or the values of rows that it does not store."""
+"""Keys that a resume must not change: they decide which state a checkpoint holds, or the initial
+values of table rows."""
 
 
 class KindWords(Protocol):
-    """Words of a kind of job for what a user can do."""
+    """Parts of messages that differ between kinds of jobs."""
 
     data_change: str
-    """Clause for other samples though no key has changed."""
+    """Reason for other samples if no key of the job has changed."""
     new_run: str
     """Remedy for a resume that cannot go on."""
 
 
 def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords) -> list[str]:
-    """Return a sentence for each harmless change of the job since `checkpoint`; raise if the run
-    would resume on other samples, whose `digest` does not start with its own, or another model."""
+    """Return a sentence for each harmless change of the job since `checkpoint`.
+
+    Raise if the job is of another model, or of other samples: then `digest` does not start with the
+    digest of the checkpoint.
+    """
     facts, path = checkpoint.facts, checkpoint.path
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
     messages = [
@@ -104,8 +108,8 @@ def _without_student(key: str) -> str:
 
 
 def _lacks_state(key: str, old: Any, new: Any) -> bool:
-    """Return whether weights have another dtype after this change, or a checkpoint lacks state: of
-    a teacher that was frozen, or of an auxiliary layer."""
+    """Return whether a checkpoint lacks state that this change needs: weights of another dtype,
+    moments of a teacher that was frozen, or an auxiliary layer."""
     has_new_layer = _without_student(key) == "auxiliary_layer" and new
     was_frozen = key == "distill.frozen" and old
     changes_dtype = key == "train.precision" and DTYPES[old] != DTYPES[new]

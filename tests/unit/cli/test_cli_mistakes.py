@@ -46,6 +46,7 @@ TRAIN = [
     ("data.tokenizer=file", "'file' is not a tokenizer"),
     ("data.path=/dev/null", "data.path = '/dev/null' is neither a file nor a directory"),
     (f"train.steps={'9' * 5000}", "train.steps = "),
+    ("control.topic=subject", 'control.topic = "subject" is a column, and data.path = "'),
     ("log.mlflow=mine", 'log.mlflow = "mine" needs the package mlflow'),
     ("nonsense", "'nonsense' is not of the form key.path=value"),
 ]

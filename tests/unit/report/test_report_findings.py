@@ -99,6 +99,21 @@ def test_dead_and_hot_experts_are_named_with_a_remedy() -> None:
     assert "routing.capacity_factor" in hot
 
 
+def test_a_frozen_teacher_gets_no_advice_on_learning() -> None:
+    """Its loss and its experts follow from the text alone; dropped assignments can be helped."""
+    loss, validations = noisy_loss(40), [Validation(n, 1 + (n - 2) ** 2) for n in range(1, 9)]
+    loss[30] += 9.0
+    experts = uneven([[1, 0.04, 4.5, *[1.0] * 5]])
+    for frozen in (False, True):
+        run = make_run(
+            40, {**JOB, "distill": {"frozen": frozen}}, loss=loss, validations=validations,
+            loads=experts.loads, tokens=np.full(40, 1000.0), dropped=np.full(40, 200.0),
+        )  # fmt: skip
+        learning = ["dead_experts", "hot_experts", "loss_spikes", "overfitting"]
+        assert sorted(kinds(run)) == sorted(["drops", *(learning * (not frozen))])
+        assert ("balance_loss" in text(run, "drops")) is not frozen
+
+
 def test_drops() -> None:
     tokens, none = np.full(40, 1000.0), np.zeros(40)
     assert kinds(make_run(40, tokens=tokens, dropped=none)) == []
