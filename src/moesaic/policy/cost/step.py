@@ -94,6 +94,10 @@ class JobCosts(ClusterCosts):
             share = 1.0 if self.part is None else self.part.share_of_steps(block.name)
             yield share, once * self.job.train.micro_batches + [*block.update.ops]
 
+    def flops(self, rank: int) -> float:
+        """Return the FLOPs of `rank` in a step, as a mean over steps."""
+        return sum(share * op.flops for share, ops in self.ops(rank) for op in ops)
+
     def blocks(self, rank: int) -> list[Block]:
         """Return the blocks of `rank`."""
         if rank not in self._blocks_by_rank:

@@ -173,9 +173,8 @@ def predict_plan(
         "seconds_by_kind": seconds_by_kind,
         "overlapped_s": {"collectives": collectives_s, "exposed": exposed_s},
         "tokens_per_s": tokens / timeline.step_s,
-        "utilisation": sum(
-            share * op.flops for part in parts for share, ops in part.ops(slowest) for op in ops
-        ) / (timeline.step_s * matmul_flops_per_s),
+        "utilisation": sum(part.flops(slowest) for part in parts)
+        / (timeline.step_s * matmul_flops_per_s),
         "parts": _describe_parts(parts, by_part, memory.rank) if job.student else [],
         "memory_tiers": tiers, "drive": None if drive is None else drive._asdict(),
         "checkpoint": checkpoint_cost(job, plan, cluster, facts.places)._asdict(),
