@@ -98,9 +98,7 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
     return found
 
 
-def count_reduction(
-    job: Job, plan: Plan, rank: int, num_layers: int
-) -> tuple[CollectiveCall, ...]:
+def count_reduction(job: Job, plan: Plan, rank: int, num_layers: int) -> tuple[CollectiveCall, ...]:
     """Return the all-reduce of the expert counts of a stage with `num_layers` expert layers."""
     tables = 1 + (job.routing.router == "gshard") + (job.routing.capacity_factor is not None)
     ranks, numbers = plan.same_etp_rank_groups().of(rank), tables * num_layers * job.model.experts

@@ -76,7 +76,8 @@ class BlockCosts:
         self._bytes: dict[object, tuple[int, int]] = {}
         self._splits = "zero-bubble" in space.values("layout.schedule", SCHEDULES)
         devices = [device_at(self._cluster, place) for place in dict.fromkeys(self.places)]
-        self._is_measured = any(_is_measured(device) for device in devices)
+        self.is_measured = any(_is_measured(device) for device in devices)
+        """True if a device has measured times of matmuls."""
 
     def stages(self, candidate: Candidate) -> list[StageCost]:
         """Return the costs of each kind of block by pipeline rank."""
@@ -207,7 +208,7 @@ class BlockCosts:
                 routed += seconds * (event.name in _LAYOUT)
         if self._has_loads:
             return (max(0.0, total - exchanged - routed),) * 2
-        if self._is_measured:  # Measured matmuls of fewer tokens may be faster.
+        if self.is_measured:  # Measured matmuls of fewer tokens may be faster.
             least = max(0.0, total - exchanged - routed)
         else:
             least = total - min(exchanged, experts)

@@ -1,8 +1,8 @@
 """Lower bounds of a step's seconds and of memory, for candidates whose keys are partly open.
 
-A bound is the step of ranks that wait for no other rank (`step_bounds`), with the seconds of each
-kind of block (`block_costs`) and of parameters (`state_costs`). It takes milliseconds where the
-step simulator takes seconds. What is open counts as little as it may.
+A bound is the step of ranks that wait for no other rank (`step_bounds`). It adds the seconds of
+each kind of block (`block_costs`) and of parameters (`state_costs`). It takes milliseconds where
+the step simulator takes seconds. Open settings count as little as they may.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.facts.cluster import device_at
-from moesaic.facts.plan import Action, block_names, pipeline_actions, stage_blocks
+from moesaic.facts.plan import Action, stage_blocks
 from moesaic.facts.workload.collectives import (
     CollectiveCall,
     count_reduction,
     scalar_reductions,
 )
+from moesaic.facts.workload.parameters import parameters
 from moesaic.facts.workload.sizes import Sizes
+from moesaic.policy.cost.compute import PEAK_FRACTION
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.cost.pipeline import EAGER_SCHEDULES, merge_schedules
 from moesaic.policy.cost.step import JobCosts
-from moesaic.policy.plan.block_costs import BlockCosts, Seconds, StageCost, block_kinds
+from moesaic.policy.plan.block_costs import Seconds, StageCost
+from moesaic.policy.plan.memory_bound import MemoryBounds
 from moesaic.policy.plan.space import Candidate, Space
-from moesaic.policy.plan.state_costs import ENDS, StageState, StateBytes, StateCosts
+from moesaic.policy.plan.state_costs import ENDS, StageState
 from moesaic.policy.plan.step_bounds import (
     BlockTimes,
     StageTimes,
@@ -43,13 +46,14 @@ class Work(NamedTuple):
     total_s: Seconds
     front_s: Seconds
     """Seconds of these that later stages of a pipeline wait for, at least."""
+    forward_s: Seconds
 
 
 ROUNDING = 1 - 1e-9
 """Factor on bounds, for sums in another order."""
 
 
-class Bounds:
+class Bounds(MemoryBounds):
     """Lower bounds for the candidates of a space.
 
     A level is the number of decisions after the shape, as in `Space.LEVELS`. Level -1 is a quick
@@ -57,13 +61,8 @@ class Bounds:
     """
 
     def __init__(self, space: Space, *, has_loads: bool = False) -> None:
-        self._space, self._job, self._cluster = space, space.job, space.cluster
-        self._blocks = BlockCosts(space, has_loads=has_loads)
-        self._states = StateCosts(space, self._blocks)
-        self._places = self._blocks.places
-        self._kinds = block_kinds(space.job.model)
+        super().__init__(space, has_loads=has_loads)
         self._counts = Counter(self._kinds)
-        self._kind_of = dict(zip(block_names(space.job.model), self._kinds, strict=True))
         self._actions: dict[object, list[Action]] = {}
         self._sends: dict[object, dict[tuple[int, int], float]] = {}
         self._worlds: dict[object, JobCosts] = {}
@@ -73,9 +72,28 @@ class Bounds:
         self._is_async = all(
             device_at(self._cluster, one).kind != "cpu" for one in dict.fromkeys(self._places)
         )
-        self._in_flight: dict[object, tuple[int, bool]] = {}
-        self._capacity: dict[int, list[float]] = {}
-        self._memory = [device_at(self._cluster, place).memory_bytes for place in self._places]
+
+    def matmul_seconds(self) -> float | None:
+        """Return seconds that no plan beats: all matmuls with weights, evenly over all ranks.
+
+        None if the speed of a device is measured or calibrated, and so no limit.
+        """
+        job, cluster = self._job, self._cluster
+        devices = [device_at(cluster, place) for place in self._places]
+        speeds = [one.matmul_speed(job.train.precision) for one in devices]
+        if cluster.calibration is not None or self._blocks.is_measured:
+            return None
+        weights = 0
+        for p in parameters(job.model, lambda _: range(min(job.model.experts, 1))):
+            is_matrix = len(p.shape) == 2 and p.kind not in ("router", "embedding")
+            weights += is_matrix * p.size * (job.model.top_k if p.kind == "expert" else 1)
+        if job.model.tied:
+            weights += job.model.vocab * job.model.hidden
+        # Forward, and the gradients of inputs and of weights, with two operations each.
+        passes = 3 if job.finetune is None or job.finetune.method == "full" else 2
+        passes = 1 if job.distill.frozen else passes
+        flops = 2 * passes * weights * job.train.batch * job.data.sequence
+        return ROUNDING * flops / (PEAK_FRACTION * sum(one.flops for one in speeds))
 
     def seconds(self, candidate: Candidate, level: int) -> float:
         """Return seconds of a step that no plan below `candidate` can beat."""
@@ -140,25 +158,28 @@ class Bounds:
                 for kind, count in self._counts.items()
             )
             return float(np.max(total)) + rest_s
-        own, front = np.zeros((pp, len(self._kinds))), np.zeros((pp, len(self._kinds)))
-        for pp_rank in range(pp):
-            each = {
-                kind: float((one.total_s + update[pp_rank][kind] / micro_batches).min())
-                for kind, one in work[pp_rank].items()
-            }
-            fronts = {kind: float(one.front_s.min()) for kind, one in work[pp_rank].items()}
-            own[pp_rank] = [each[kind] for kind in self._kinds]
-            front[pp_rank] = [fronts[kind] for kind in self._kinds]
+        # Passes alone, what later stages wait for, forward, and passes with the rest of a step.
+        own, front, forward, whole = (np.zeros((pp, len(self._kinds))) for _ in range(4))
+        for at, kind in enumerate(self._kinds):
+            for pp_rank in range(pp):
+                one, more = work[pp_rank][kind], update[pp_rank][kind] / micro_batches
+                own[pp_rank, at] = one.total_s.min()
+                front[pp_rank, at] = one.front_s.min()
+                forward[pp_rank, at] = one.forward_s.min()
+                whole[pp_rank, at] = (one.total_s + more).min()
         transfer_s = 2 * min(self._sends_of(candidate).values())
-        least_s = micro_batches * float(own.min(axis=0).sum()) / pp
+        least_s = micro_batches * float(whole.min(axis=0).sum()) / pp
         if candidate.schedule == "interleaved":
             one_s = float(front.min(axis=0).sum()) + (2 * pp - 1) * transfer_s
             return max(least_s, micro_batches * float(own.min(axis=0).max()), one_s) + rest_s
         receives = candidate.schedule not in EAGER_SCHEDULES
-        cut_s = least_pipeline_seconds(
-            own, front, transfer_s * receives, micro_batches, receives=receives
+        transfer_s *= receives
+        # While the stages before a rank end their backward, it does the rest of its step.
+        return rest_s + max(
+            least_s,
+            least_pipeline_seconds(own, front, transfer_s, micro_batches, receives=receives),
+            least_pipeline_seconds(whole, forward, 0.0, micro_batches, receives=False),
         )
-        return max(least_s, cut_s) + rest_s
 
     def _work(
         self, stage: StageCost, candidate: Candidate, is_open: bool, has_embedding: bool
@@ -174,7 +195,7 @@ class Bounds:
                 front = forward
             if self._job.distill.frozen:
                 total = forward * (kind != "head")
-            found[kind] = Work(total, front)
+            found[kind] = Work(total, front, forward)
         if not has_embedding:  # Column shards look tokens up in another way.
             found["embed"] = Work(*(0.0 * one for one in found["embed"]))
         return found
@@ -186,7 +207,7 @@ class Bounds:
             shards = [1, self._space.ranks // candidate.pp // candidate.tp]
         options = [
             [
-                {kind: sum(own) for kind, own in stage.update.items()}
+                {kind: own.total_s for kind, own in stage.update.items()}
                 for stage in self._states.stages(candidate._replace(dp_shard=one))
             ]
             for one in dict.fromkeys(shards)
@@ -203,9 +224,9 @@ class Bounds:
         for stage in self._states.stages(candidate):
             own: dict[str, Seconds] = {}
             for kind, update in stage.update.items():
-                total = sum(update)
+                total = update.total_s
                 if kind in stage.sharding:
-                    total = total + sum(stage.sharding[kind])
+                    total = total + stage.sharding[kind].total_s
                 for name, num_bytes in stage.gradients[kind].items():
                     total = total + stage.s_per_byte[name][1] * num_bytes
                 own[kind] = total
@@ -242,9 +263,7 @@ class Bounds:
             found.append(step_s + rest_s)
         return max(found) + self._scalars_of(candidate)
 
-    def _block_times(
-        self, stage: StageCost, state: StageState, kind: str, rank: int
-    ) -> BlockTimes:
+    def _block_times(self, stage: StageCost, state: StageState, kind: str, rank: int) -> BlockTimes:
         passes = stage.blocks[kind].passes
         own = [float(passes[one][rank]) for one in ("forward", "backward")]
         sharding = state.sharding.get(ENDS if kind == "embed" else kind)
@@ -297,7 +316,7 @@ class Bounds:
     def _world(self, candidate: Candidate) -> JobCosts:
         """Return costs of collectives that span all ranks; they do not depend on the dispatch."""
         own = candidate
-        key = own.pp, own.tp, own.etp, own.ep, own.micro_batches
+        key = own.pp, own.tp, own.etp, own.micro_batches
         if key not in self._worlds:
             found = self._space.plan(candidate)
             assert found is not None
@@ -309,7 +328,7 @@ class Bounds:
         """Return the seconds of reductions of single numbers; expert counts only without a
         pipeline."""
         own = candidate
-        key = own.pp, own.tp, own.etp, own.ep, own.micro_batches
+        key = own.pp, own.tp, own.etp if own.pp == 1 else 0, own.micro_batches
         if key not in self._scalars:
             costs, total = self._world(candidate), 0.0
             calls = Counter(scalar_reductions(costs.job, costs.plan, 0))
@@ -322,7 +341,7 @@ class Bounds:
     def _count_seconds(self, candidate: Candidate, pp_rank: int, num_layers: int) -> float:
         """Return the seconds of reducing the expert counts of a stage with some expert layers."""
         own = candidate
-        key = own.pp, own.tp, own.etp, own.ep, own.micro_batches, pp_rank, num_layers
+        key = own.pp, own.tp, own.etp, own.micro_batches, pp_rank, num_layers
         if key not in self._scalars:
             costs, rank = self._world(candidate), pp_rank * (self._space.ranks // own.pp)
             call = count_reduction(costs.job, costs.plan, rank, num_layers)
@@ -359,187 +378,12 @@ class Bounds:
             rows.append([each[kind] for kind in self._kinds])
         return [rows[stage % candidate.pp] for stage in range(found[1].num_stages)]
 
-    def exceeds_memory(self, candidate: Candidate, level: int) -> bool:
-        """Return whether no plan below `candidate` fits, by what memory holds at least."""
-        if self.state_fraction(candidate, level) > 1:
-            return True
-        if not level or self._job.memory is not None:
-            return False
-        if level < len(Space.LEVELS) or candidate.cuts != "even":
-            if self._total_fraction(candidate, level) > 1:
-                return True
-            has_one_stage = candidate.schedule != "interleaved" or candidate.pp == 1
-            return has_one_stage and self._cuts_exceed_memory(candidate, level)
-        found = self._space.plan(candidate)
-        assert found is not None
-        return self.stages_exceed_memory(candidate, stage_blocks(found[1], self._job.model))
-
-    def _cuts_exceed_memory(self, candidate: Candidate, level: int) -> bool:
-        """Return whether no stage boundaries fit: each rank takes all blocks that it may hold."""
-        kinds, start = self._kinds, 1 if level < 3 else 0
-        for pp_rank in range(candidate.pp):
-            low, high = start, len(kinds)
-            while low < high:
-                end = (low + high + 1) // 2
-                own = [kinds[start:end]]
-                if self._stage_fraction(candidate, pp_rank, own, level) > 1:
-                    high = end - 1
-                else:
-                    low = end
-            start = low
-            if start == len(kinds):
-                return False
-        return True
-
-    def stages_exceed_memory(self, candidate: Candidate, stages: Sequence[Sequence[str]]) -> bool:
-        """Return whether some pipeline rank has too little memory for its stages."""
-        if self._job.memory is not None:
-            return False
-        listed = [[self._kind_of[name] for name in stage] for stage in stages]
-        return any(
-            self._stage_fraction(candidate, pp_rank, listed[pp_rank :: candidate.pp]) > 1
-            for pp_rank in range(candidate.pp)
-        )
-
-    def stage_exceeds_memory(
-        self, candidate: Candidate, pp_rank: int, start: int, end: int
-    ) -> bool:
-        """Return whether some consecutive blocks exceed the memory of a pipeline rank."""
-        if self._job.memory is not None:
-            return False
-        return self._stage_fraction(candidate, pp_rank, [self._kinds[start:end]]) > 1
-
-    def state_fraction(self, candidate: Candidate, level: int = 0) -> float:
-        """Return bytes of parameters, moments and gradients as a fraction of memory, at least.
-
-        A replica of the whole model has one rank on each stage.
-        """
-        if self._job.memory is not None:
-            return 0.0
-        states = self._states_of(candidate, level)
-        kinds = self._kinds
-        if level < 3 and self._space.is_open("layout.embedding"):
-            kinds = kinds[1:]
-        return sum(states[kind].total for kind in kinds) / sum(self._capacities(candidate.pp))
-
-    def _total_fraction(self, candidate: Candidate, level: int) -> float:
-        """Return bytes of parameters, moments and activations as a fraction of all memory."""
-        states, saved = self._states_of(candidate, level), self._saved(candidate)
-        kinds = self._kinds[1:] if level < 3 else self._kinds
-        in_flight = candidate.micro_batches if candidate.schedule == "gpipe" else 1
-        in_flight = in_flight if candidate.pp > 1 else 1
-        total = sum(states[kind].lasting + in_flight * saved[kind] for kind in kinds)
-        total -= in_flight * (candidate.pp - 1) * saved["stream"]
-        return total / sum(self._capacities(candidate.pp))
-
-    def _stage_fraction(
-        self,
-        candidate: Candidate,
-        pp_rank: int,
-        stages: Sequence[Sequence[str]],
-        level: int = len(Space.LEVELS),
-    ) -> float:
-        """Return bytes that the stages of a pipeline rank need at least, as a fraction of memory.
-
-        The stages are kinds of blocks."""
-        states, saved = self._states_of(candidate, level), self._saved(candidate)
-        pp, micro_batches = candidate.pp, candidate.micro_batches
-        counts = Counter(kind for stage in stages for kind in stage)
-        lasting, total = (
-            sum(count * getattr(states[kind], name) for kind, count in counts.items())
-            for name in ("lasting", "total")
-        )
-        held = [sum(map(saved.__getitem__, stage)) for stage in stages]
-        if pp > 1:
-            held = [one - saved["stream"] * (at > 0 or pp_rank > 0) for at, one in enumerate(held)]
-        activations, has_gradients = self._most_held(candidate, pp_rank, tuple(held))
-        if has_gradients:
-            lasting = total
-        if "head" in counts:
-            activations += saved["logits"]
-        if pp > 1:
-            received = 2 * len(stages) - ("embed" in counts) - ("head" in counts)
-            received -= level < 3 and not pp_rank  # The embedding may be open.
-            activations += received * micro_batches * saved["stream"]
-        gathered = 0
-        if candidate.dp_shard > 1:
-            used = counts if pp > 1 else Counter({stages[-1][-2], "head"})
-            used["embed"] += pp == 1 and level >= 3
-            gathered = sum(count * states[kind].gathered for kind, count in used.items())
-        most = max(total, lasting + activations + gathered)
-        return most / self._capacities(pp)[pp_rank]
-
-    def _most_held(
-        self, candidate: Candidate, pp_rank: int, held: tuple[int, ...]
-    ) -> tuple[int, bool]:
-        """Return the most activations of a pipeline rank, and whether it has all gradients then."""
-        if len(held) > 1:
-            return _most_held(candidate, pp_rank, held)
-        own = candidate
-        key = own.schedule, own.pp, own.micro_batches, pp_rank
-        if key not in self._in_flight:
-            self._in_flight[key] = _most_held(candidate, pp_rank, (1,))
-        number, has_gradients = self._in_flight[key]
-        return number * held[0], has_gradients
-
-    def _capacities(self, pp: int) -> list[float]:
-        """Return the largest memory of a device, by pipeline rank."""
-        if pp not in self._capacity:
-            size = len(self._places) // pp
-            starts = range(0, len(self._places), size)
-            self._capacity[pp] = [max(self._memory[at : at + size]) for at in starts]
-        return self._capacity[pp]
-
-    def _states_of(self, candidate: Candidate, level: int) -> dict[str, StateBytes]:
-        """Return the state of each kind of block on the first rank of a stage."""
-        dp_shard = candidate.dp_shard
-        if level < 2 and self._space.is_open("layout.dp_shard"):
-            dp_shard = self._space.ranks // candidate.pp // candidate.tp
-        return self._states.bytes(candidate, dp_shard)
-
-    def _saved(self, candidate: Candidate) -> dict[str, int]:
-        """Return bytes that forward keeps of a micro-batch by kind of block, at least over stages;
-        "stream": those of the input of a stage."""
-        stages = self._blocks.stages(candidate)
-        saved = {
-            kind: min(stage.blocks[kind].saved_bytes for stage in stages)
-            for kind in stages[0].blocks
-        }
-        saved["stream"] = min(stage.stream_bytes for stage in stages)
-        saved["logits"] = min(stage.logits_bytes for stage in stages)
-        if candidate.recompute:
-            saved |= {kind: saved["stream"] for kind in saved if kind.startswith("layers.")}
-        return saved
-
-
-def _most_held(candidate: Candidate, pp_rank: int, held: tuple[int, ...]) -> tuple[int, bool]:
-    """Return the most activations of a pipeline rank, and whether it has all gradients by then.
-
-    `held` has the activations of a micro-batch by stage of the rank.
-    """
-    pp, micro_batches = candidate.pp, candidate.micro_batches
-    if pp == 1:
-        return held[0], micro_batches > 1
-    most = current = 0
-    done, has_gradients = set[int](), False
-    for kind, stage, _ in pipeline_actions(
-        candidate.schedule, pp, len(held), micro_batches, pp_rank
-    ):
-        if kind == "forward":
-            current += held[stage // pp]
-            if current > most or (current == most and len(done) == len(held)):
-                most, has_gradients = current, len(done) == len(held)
-        elif kind in ("backward", "weight"):
-            current -= held[stage // pp]
-            done.add(stage)
-    return most, has_gradients
-
 
 def _stage_times(
     cost: StageCost, state: StageState, kinds: Mapping[str, int], is_first: bool, micro_batches: int
 ) -> StageTimes:
     """Return the seconds of a pipeline stage with so many blocks of each kind."""
-    passes, before_s, after_s = Counter[str](), 0.0, 0.0
+    passes, before_s, after_s = dict[str, float](), 0.0, 0.0
     for kind, count in kinds.items():
         own = {name: float(one.min()) for name, one in cost.blocks[kind].passes.items()}
         if is_first:
@@ -547,12 +391,13 @@ def _stage_times(
             own |= {"input": 0.0, "weight": own["backward"]}
         share_s = float(state.update[kind].accumulate_s.min()) / micro_batches
         for name, seconds in own.items():
-            passes[name] += count * (seconds + (name in ("backward", "weight")) * share_s)
+            more_s = share_s if name in ("backward", "weight") else 0.0
+            passes[name] = passes.get(name, 0.0) + count * (seconds + more_s)
         if kind in state.sharding:
             sharding = state.sharding[kind]
-            before_s += count * float((sharding.gather_s + sharding.unshard_s).min())
-            later = sharding.scatter_s + sharding.reshard_s + sharding.replicas_s
-            after_s += count * float(later.min())
+            first = sharding.gather_s + sharding.unshard_s
+            before_s += count * float(first.min())
+            after_s += count * float((sharding.total_s - first).min())
     return StageTimes(passes, before_s, after_s)
 
 

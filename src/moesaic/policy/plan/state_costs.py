@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.facts.job import Job
+from moesaic.facts.plan.partition import Partition
 from moesaic.facts.workload import STORED_BYTES, BlockSpec, Op, block_specs
 from moesaic.facts.workload.blocks import update_ops
-from moesaic.facts.workload.collectives import CollectiveCall
+from moesaic.facts.workload.collectives import CollectiveCall, CollectiveKind
 from moesaic.facts.workload.gradient_reduction import (
     Gradient,
     GradientReduction,
@@ -65,6 +66,11 @@ class Sharding(NamedTuple):
     replicas_s: Seconds
     """Seconds of the all-reduce over replicas, once per step."""
 
+    @property
+    def total_s(self) -> Seconds:
+        """Seconds of all of it, once."""
+        return self.gather_s + self.unshard_s + self.scatter_s + self.reshard_s + self.replicas_s
+
 
 class Update(NamedTuple):
     """Seconds of a block's work once per step, [ranks]."""
@@ -74,6 +80,11 @@ class Update(NamedTuple):
     """Seconds of its share of the gradient norm."""
     rest_s: Seconds
     """Seconds of clipping and of the optimizer."""
+
+    @property
+    def total_s(self) -> Seconds:
+        """Seconds of all of it."""
+        return self.accumulate_s + self.norm_s + self.rest_s
 
 
 class Bucket(NamedTuple):
@@ -165,9 +176,7 @@ class StateCosts:
                 sizes[one.name] = sizes.get(one.name, 0) + gradient.num_bytes
         return StageState(sharding, traffic.update(params), [], gradients, slopes)
 
-    def _buckets(
-        self, traffic: _Traffic, reductions: Sequence[GradientReduction]
-    ) -> list[Bucket]:
+    def _buckets(self, traffic: _Traffic, reductions: Sequence[GradientReduction]) -> list[Bucket]:
         """Return the buckets of the whole model, from the reductions of the reduced one."""
         kinds, found = block_kinds(self._job.model), list[Bucket]()
         for one in reductions:
@@ -206,11 +215,11 @@ class _Traffic:
         gathered, scattered = shard_bytes * size, gradient_bytes * size
         shards, replicas = plan.dp_shard_groups(), plan.dp_replicate_groups()
         return Sharding(
-            self._collective("all_gather", shards.of, gathered * (shard_bytes > 0)),
+            self._collective("all_gather", shards, gathered * (shard_bytes > 0)),
             self._ops([Op("unshard", (), 2 * (gathered + shard_bytes), 2)] if dense else []),
-            self._collective("reduce_scatter", shards.of, scattered),
+            self._collective("reduce_scatter", shards, scattered),
             self._ops([Op("reshard", (), 2 * scattered, 1)] if gradient_bytes else []),
-            self._collective("all_reduce", replicas.of, gradient_bytes)
+            self._collective("all_reduce", replicas, gradient_bytes)
             if costs.plan.dp > plan.dp_shard
             else self._zeros,
         )
@@ -221,11 +230,9 @@ class _Traffic:
         sizes = [Sizes(one.job, one.plan, one.rank, on_cpu(costs, one.rank)) for one in params]
         for specs in zip(*(one.blocks for one in params), strict=True):
             ops = [update_ops(*each) for each in zip(params, sizes, specs, strict=True)]
-            named = [
-                [[op for op in own if (op.name if op.name in _NAMED else "") == name] for own in ops]
-                for name in (*_NAMED, "")
-            ]  # fmt: skip
-            own = Update(*(self._ops_by_rank(one) for one in named))
+            own = Update(
+                *(self._ops_by_rank([_named(each, name) for each in ops]) for name in (*_NAMED, ""))
+            )
             name = specs[0].model_block
             if name in found:
                 own = Update(*(a + b for a, b in zip(found[name], own, strict=True)))
@@ -243,10 +250,12 @@ class _Traffic:
         small, large = (self.all_reduce(one, num_bytes)[0] for num_bytes in (0, 1 << 30))
         return small, (large - small) / (1 << 30)
 
-    def _collective(self, operation: str, group_of: object, num_bytes: int) -> Seconds:
+    def _collective(
+        self, operation: CollectiveKind, partition: Partition, num_bytes: int
+    ) -> Seconds:
         if not num_bytes:
             return self._zeros
-        group = group_of(self._ranks[0])
+        group = partition.of(self._ranks[0])
         call = CollectiveCall("", operation, group, num_bytes)
         return self._costs.collective_event("", "", [call], self._all).seconds[self._ranks]
 
@@ -258,6 +267,11 @@ class _Traffic:
 
 
 _NAMED = ("accumulate", "norm")
+
+
+def _named(ops: Sequence[Op], name: str) -> list[Op]:
+    """Return the ops of a name, or those without any of `_NAMED` for an empty one."""
+    return [op for op in ops if (op.name if op.name in _NAMED else "") == name]
 
 
 def model_block(block: str) -> str:
