@@ -194,8 +194,10 @@ class Log:
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     """Saves, by step."""
     ended: str = ""
-    """Reason of the end: "finished", "stopped early", or what cut the run off; empty while the log
-    has no end."""
+    """Reason of the end: "finished", "stopped early", "diverged", or what cut the run off; empty
+    while the log has no end."""
+    error: str = ""
+    """Error that ended a diverged run."""
     days: dict[int, Day] = field(default_factory=dict)
     """Ends of days, by step."""
     passes: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -264,11 +266,11 @@ class Log:
             ),
         )  # fmt: skip
         self.launches.append(launch)
-        self.ended = ""
+        self.ended = self.error = ""
         self._void(num_done)
 
     def _end(self, event: Event) -> None:
-        self.ended = str(event["reason"])
+        self.ended, self.error = str(event["reason"]), str(event.get("error") or "")
         if self.launches:
             peak = number(event.get("peak_bytes"))
             self.launches[-1] = replace(self.launches[-1], peak_bytes=peak)

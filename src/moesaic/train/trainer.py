@@ -153,7 +153,9 @@ def train(
         kind: kind of the job.
         on_step: callback of rank 0 after each step, given on every rank; None: none.
     """
-    with lock_run_directory(out, world, fresh=resume is None):
+    with lock_run_directory(out, world, fresh=resume is None) as kept_try:
+        if kept_try:
+            progress.message(kept_try)
         return _train(loaded, out, resume, world, progress, kind, on_step)
 
 
@@ -172,7 +174,7 @@ def _train(
     checkpoint = None
     if resume is not None:
         checkpoint = _open_checkpoint(job, out, resume, world, progress)
-        for change in check_same_run(checkpoint, job, data.digest, kind):
+        for change in check_same_run(checkpoint, job, data.digest, kind, world.size):
             progress.message(change)
     run = kind.assemble(
         RunStart(loaded, plan, world, out, checkpoint, data, progress.message, decisions)
@@ -180,7 +182,7 @@ def _train(
     try:
         if checkpoint is not None:
             _set_resume_point(checkpoint.path, out, world, progress)
-        write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
+        write_run_metadata(out, loaded, run.plan, world, data.files())
         record = RunRecord(out, job, world)
     except BaseException:
         run.close()
@@ -368,6 +370,8 @@ class _Session(Generic[J]):
             stats = self.run.step(self.data.train)
         except DivergedError as error:
             separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
+            step = self.run.counters["step"]
+            self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
         self.figures = {**self.figures, **self.record.write_step(stats, step_s)}
@@ -387,7 +391,11 @@ class _Session(Generic[J]):
 
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self.record.out / "checkpoints")
-        restart = "go on from the newest checkpoint, with resume" if candidates else "start again"
+        restart = (
+            "go on from the newest checkpoint, with resume and change"
+            if candidates
+            else "start again"
+        )
         lower = self.kind.learning_rates(self.job)
         return f"lower {lower} or lengthen schedule.warmup, and {restart}"
 
@@ -409,8 +417,11 @@ class _Session(Generic[J]):
         scalars = {"loss": loss, **more}
         self.figures |= {f"validation_{name}": value for name, value in scalars.items()}
         words = [f"validation loss {loss:.4f}"]  # Figures that equal it are not repeated.
-        shown = {f"{name.replace('_', ' ')} {value:.4f}": value for name, value in more.items()}
-        words += [text for text, value in shown.items() if round(value, 4) != round(loss, 4)]
+        words += [
+            f"{name.removesuffix('/loss').replace('_', ' ')} {value:.4f}"
+            for name, value in more.items()
+            if "/" in name or round(value, 4) != round(loss, 4)
+        ]
         self.progress.message(f"step {self.run.counters['step']}: {', '.join(words)}")
 
     def _save(self) -> None:
