@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -61,11 +61,6 @@ BIAS_BYTES = 4
 """Bytes of a number in a router's bias, for every `train.precision`."""
 
 
-def group_of(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """Return the group of `groups` that contains `rank`."""
-    return next(tuple(group) for group in groups if rank in group)
-
-
 def round_up(size: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
@@ -101,12 +96,12 @@ class Sizes:
     @cached_property
     def tp_ranks(self) -> tuple[int, ...]:
         """Ranks of the TP group."""
-        return group_of(self.plan.tp_groups(), self.rank)
+        return self.plan.tp_groups().of(self.rank)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """Ranks with the same pipeline rank; without a pipeline, all."""
-        return group_of(self.plan.stage_groups(), self.rank)
+        return self.plan.stage_groups().of(self.rank)
 
     @property
     def precision(self) -> FloatType:

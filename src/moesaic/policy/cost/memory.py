@@ -36,7 +36,7 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
     The first of ranks with equal work stands for all of them: its shards are the largest.
     """
     candidates, parts = [], job_parts(costs.job, costs.plan)
-    for rank in costs.equal_ranks():
+    for rank in costs.equal_ranks(in_memory=True):
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
         if costs.job.memory is None:
@@ -49,7 +49,7 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
 
 def highest_memory(job: Job, plan: Plan) -> Memory:
     """Return the memory of the CPU rank with the highest peak, under even routing."""
-    ranks = equal_ranks(job, plan, [0] * plan.ranks)
+    ranks = equal_ranks(job, plan, [0] * plan.ranks, in_memory=True)
     if job.memory is not None:
         found = [_with_budget(job, plan, rank, free_memory_bytes() // plan.ranks) for rank in ranks]
     else:

@@ -63,7 +63,7 @@ class JobCosts(ClusterCosts):
                 self, job=part.job, plan=part.plan, part=part,
                 loads=self.loads if part.student is None else None,
                 _blocks_by_rank={}, _compute_seconds={}, _groups_by_key={}, _block_cache={},
-                _communication_seconds={},
+                _collectives={},
             )
             for part in job_parts(self.job, self.plan)
         ]  # fmt: skip
@@ -128,9 +128,11 @@ class JobCosts(ClusterCosts):
         )
         return pipeline_step(self, traffic, blocks_by_rank, equal_ranks)
 
-    def equal_ranks(self) -> dict[int, list[int]]:
-        """Return ranks with equal work on equal devices, by the first of them."""
-        return equal_ranks(self.job, self.plan, self.device_kinds(), self.loads)
+    def equal_ranks(self, *, in_memory: bool = False) -> dict[int, list[int]]:
+        """Return ranks with equal work on equal devices, by the first of them; see
+        `equal_ranks`."""
+        kinds = self.device_kinds()
+        return equal_ranks(self.job, self.plan, kinds, self.loads, in_memory=in_memory)
 
 
 def equal_ranks(
@@ -138,6 +140,8 @@ def equal_ranks(
     plan: Plan,
     device_kinds: Sequence[int],
     loads: Sequence[ArrayLike] | None = None,
+    *,
+    in_memory: bool = False,
 ) -> dict[int, list[int]]:
     """Return ranks with equal work on equal devices, by the first of them.
 
@@ -146,6 +150,8 @@ def equal_ranks(
         plan: placement of the model on ranks.
         device_kinds: number of each rank's device; equal devices share a number.
         loads: one load per expert layer; None for even routing.
+        in_memory: whether ranks are equal that differ only in the norm that they compute, and whose
+            first one needs as much memory as any.
     """
     size, found = job.train.batch // job.train.micro_batches, dict[tuple[object, ...], list[int]]()
     groups = {rank: group for group in plan.ep_groups() for rank in group}
@@ -155,8 +161,8 @@ def equal_ranks(
         # Under even routing all experts are equal. The norm runs on first owners only.
         owner = rank // plan.etp % plan.ep if loads is not None else 0
         first = rank % plan.ranks_per_stage < plan.ep * plan.etp, plan.dp_rank(rank) < plan.dp_shard
-        position = plan.pp_rank(rank), rank % plan.tp
-        key = rows[rank], owner, group_rows[groups[rank][0]], first, position, kind
+        position = () if in_memory else (first, rank % plan.tp)
+        key = rows[rank], owner, group_rows[groups[rank][0]], plan.pp_rank(rank), position, kind
         found.setdefault(key, []).append(rank)
     return {ranks[0]: ranks for ranks in found.values()}
 
