@@ -76,9 +76,9 @@ def living(group: int) -> Iterator[int]:
 LINES = [
     "train job.toml --out new", "generate run --prompt x", "serve run --set port=0",
     "eval run --tasks tasks", "predict run --data x --out y.csv", "convert run --out z",
-    "inspect wait.toml", "report run", "replay run", "probe --out new.toml", "plan wait.toml --cluster h100-8",
-    "calibrate run --cluster cluster.toml", "trace nets:make --out workload.json",
-    "bench layer --set model.preset=tiny-olmoe",
+    "inspect wait.toml", "report run", "replay run", "probe --out new.toml",
+    "plan wait.toml --cluster h100-8", "calibrate run --cluster cluster.toml",
+    "trace nets:make --out workload.json", "bench layer --set model.preset=tiny-olmoe",
 ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_an_interrupt_ends_every_verb_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text("import os; open(os.environ['PIPE']).read()")
     (tmp_path / "job.toml").write_text(JOB)
     for name in ("text.txt", "nets.py", "x", "run/events/rank-0.jsonl"):
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("words and more words\n" if name == "text.txt" else "")
     for name in ("run/plan.json", "run/versions.json", "run/checkpoints/step-00000002/COMMIT"):
         (tmp_path / name).write_text("{}")
     started = []

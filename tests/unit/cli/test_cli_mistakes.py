@@ -80,7 +80,7 @@ VERBS = [
     ("train job.toml --nproc 2000000", "job.toml: nproc = 2000000: give an integer from 1"),
     (
         "train job.toml --dry-run --set data.sequence=64",
-        "data.path = 'text.txt' has at most 48 tokens to train on, but one sample takes",
+        "data.path = 'text.txt' has at most 47 tokens to train on, but one sample takes",
     ),
     (
         "train job.toml --dry-run --set data.validation_share=0.1",
