@@ -40,6 +40,8 @@ class LocalParam:
     """Ranks that hold the same values, ascending."""
     is_column_sharded: bool = False
     """True for this rank's columns of the embedding; their gradient needs no reduction."""
+    losses: frozenset[str] | None = None
+    """Names of the losses with a gradient in it; None: all losses of the model."""
 
     @property
     def is_tp_sharded(self) -> bool:

@@ -5,7 +5,7 @@ Without a pipeline, every rank runs the same events in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from numpy.typing import ArrayLike
@@ -69,28 +69,34 @@ class JobCosts(ClusterCosts):
         ]  # fmt: skip
 
     def step(self) -> list[SegmentRun]:
-        """Return the events of one whole step."""
+        """Return the events of one whole step; a block that computes in a share of the steps has
+        this share of its seconds."""
         same_work = self.equal_ranks()
         work = {rank: self.blocks(rank) for rank in same_work}
-        found = self.step_from_blocks(work, same_work)
-        prefix = "" if self.part is None else self.part.prefix
+        found, part = self.step_from_blocks(work, same_work), self.part
+        if part is None or (part.running_share == 1.0 and not part.prefix):
+            return found
 
-        def with_prefix(event: Event) -> Event:
-            is_own = event.block != STEP
-            return replace(event, block=f"{prefix}{event.block}") if is_own else event
+        def change(event: Event) -> Event:
+            # Ranks reduce the gradients of auxiliary weights in every step.
+            is_reduced = part.student is not None and event.is_communication
+            share = 1.0 if is_reduced else part.share_of_steps(event.block)
+            seconds = event.seconds if share == 1.0 else share * event.seconds
+            prefix = "" if event.block == STEP else part.prefix
+            return replace(event, block=f"{prefix}{event.block}", seconds=seconds)
 
-        return map_events(found, with_prefix) if prefix else found
+        return map_events(found, change)
 
-    def ops(self, rank: int) -> list[Op]:
-        """Return all operations of `rank` in one whole step."""
-        blocks, micro_batches = self.blocks(rank), self.job.train.micro_batches
-        once = [
-            op
-            for block in blocks
-            for blocks in (block.forward, block.backward)
-            for op in blocks.ops
-        ]
-        return once * micro_batches + [op for block in blocks for op in block.update.ops]
+    def ops(self, rank: int) -> Iterator[tuple[float, list[Op]]]:
+        """Yield operations of `rank` in a step, with the share of the steps that have them."""
+        for block in self.blocks(rank):
+            once = [*block.forward.ops, *block.backward.ops]
+            share = 1.0 if self.part is None else self.part.share_of_steps(block.name)
+            yield share, once * self.job.train.micro_batches + [*block.update.ops]
+
+    def flops(self, rank: int) -> float:
+        """Return the FLOPs of `rank` in a step, as a mean over steps."""
+        return sum(share * op.flops for share, ops in self.ops(rank) for op in ops)
 
     def blocks(self, rank: int) -> list[Block]:
         """Return the blocks of `rank`."""
