@@ -91,8 +91,11 @@ def test_an_interrupt_ends_every_verb_with_one_line(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "torch" / "__init__.py").write_text("import os; open(os.environ['PIPE']).read()")
     (tmp_path / "job.toml").write_text(JOB)
-    for name in ("text.txt", "nets.py", "x", "run/events/rank-0.jsonl"):
-        (tmp_path / name).write_text("words and more words\n" if name == "text.txt" else "")
+    for name, text in (
+        ("text.txt", "words and more words"), ("nets.py", "def make(): pass"), ("x", ""),
+        ("run/events/rank-0.jsonl", ""),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(text)
     for name in ("run/plan.json", "run/versions.json", "run/checkpoints/step-00000002/COMMIT"):
         (tmp_path / name).write_text("{}")
     started = []
