@@ -7,12 +7,8 @@ files are written.
 from __future__ import annotations
 
 import shlex
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +17,7 @@ from moesaic.api.launch import EXIT_INTERRUPTED, RunInterrupted, is_leader, is_t
 from moesaic.api.prepared_run import PreparedRun
 from moesaic.api.run import Run
 from moesaic.api.start import exit_on_interrupt, import_module
-from moesaic.api.train_worker import resumed_run
+from moesaic.api.train_worker import resumed_run, stop_on_sigterm
 from moesaic.base.errors import DivergedError
 from moesaic.base.events import RUN_LOG
 from moesaic.base.units import format_bytes, format_clock
@@ -110,8 +106,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         import_module("moesaic.train.trainer")
         import_module(f"moesaic.train.{prepared.config.kind}")
     try:
-        with _raise_on_sigterm():
-            finished = prepared.run()
+        with stop_on_sigterm() as stop:
+            finished = prepared.run(stop=stop)
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
     except DivergedError as error:
@@ -119,20 +115,6 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     if is_leader():
         _write_report(finished, as_json)
     return 0
-
-
-@contextmanager
-def _raise_on_sigterm() -> Iterator[None]:
-    """Raise RunInterrupted on SIGTERM, so that every `finally` runs."""
-
-    def end(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise RunInterrupted("ended by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _with_resume_command(
