@@ -34,6 +34,9 @@ class Estimates(Protocol):
     def on_cluster(self, cluster: Cluster) -> Estimates:
         """Return the predictions on another cluster."""
 
+    def note_bound(self) -> None:
+        """Take note that the search goes on, with another bound."""
+
 
 class SimulatedEstimates:
     """Predictions of the cost model and the step simulator."""
@@ -75,6 +78,9 @@ class SimulatedEstimates:
     def on_cluster(self, cluster: Cluster) -> SimulatedEstimates:
         """Return the predictions on another cluster."""
         return SimulatedEstimates(cluster, self._loads)
+
+    def note_bound(self) -> None:
+        """Take note that the search goes on, with another bound."""
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step, with all students."""
