@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from moesaic.base import keys
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster.file import ClusterFile
-from moesaic.facts.cluster.presets import SOURCES
+from moesaic.facts.cluster.presets import NETWORKS, SOURCES
 from moesaic.facts.job import FinetuneConfig, Job
 from moesaic.facts.job.bench import BenchConfig
 from moesaic.facts.job.ctr import CtrJob
@@ -72,10 +72,14 @@ def render() -> str:
 
 def with_tables(page: str) -> str:
     """Return `page` with current tables between its markers."""
-    sources = [f"| `{name}` | {source} |" for name, source in SOURCES.items()]
+    sources = [
+        f"| `{name}` | {NETWORKS[name] / 1e9:g} GB/s | {source} |"
+        for name, source in SOURCES.items()
+    ]
+    presets = ["| preset | network of `Nx` hosts | source of its figures |", "| --- | --- | --- |"]
     parts = {
         "cluster": "\n".join(_table(_grouped(ClusterFile))),
-        "presets": "\n".join(["| preset | source of its figures |", "| --- | --- |", *sources, ""]),
+        "presets": "\n".join([*presets, *sources, ""]),
         "plan": "\n".join(_table(_grouped(Plan))),
         "finetune": "\n".join(_table(list(keys.walk(FinetuneConfig, "finetune.")))),
     }

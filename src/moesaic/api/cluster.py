@@ -23,7 +23,7 @@ from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster import Cluster as ClusterFacts
 from moesaic.facts.cluster import load_cluster
 from moesaic.facts.cluster.file import resolve_cluster
-from moesaic.facts.cluster.presets import PRESETS
+from moesaic.facts.cluster.presets import NETWORKS, PRESETS
 
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
@@ -54,18 +54,20 @@ class Cluster:
 
     @classmethod
     def preset(
-        cls, name: str, nodes: int = 1, *, bandwidth: float = 5e10, latency_s: float = 5e-6
+        cls, name: str, nodes: int = 1, *, bandwidth: float | None = None, latency_s: float = 5e-6
     ) -> Cluster:
         """Return `nodes` equal hosts by their data sheets, such as "h100-8".
 
         Args:
             name: preset of a host, as in a cluster file.
             nodes: number of hosts.
-            bandwidth: bytes per second of a host's network; the default is 400 Gbit/s.
+            bandwidth: bytes per second of a host's network, one way; None: as the host is sold,
+                such as eight adapters of 400 Gbit/s beside eight H100.
             latency_s: latency of the network in seconds.
         """
         link = {
-            "ends": ["*", "*"], "kind": "network", "bandwidth": bandwidth, "latency_s": latency_s,
+            "ends": ["*", "*"], "kind": "network", "latency_s": latency_s,
+            "bandwidth": NETWORKS.get(name) if bandwidth is None else bandwidth,
         }  # fmt: skip
         host = {"name": "node", "preset": name, "replicas": nodes}
         raw = {"name": f"{nodes} x {name}", "hosts": [host], "links": [link] if nodes > 1 else []}

@@ -117,6 +117,7 @@ def test_clusters() -> None:
     assert [host.name for host in cluster.facts.hosts] == ["node-0", "node-1"]
     cluster.save("cluster.toml")
     assert Cluster.load("cluster.toml").facts == cluster.facts
+    assert Cluster.named("2xh100-8").facts.links[0].bandwidth == 400e9
     with pytest.raises(ConfigError, match="no-such"):
         Cluster.preset("no-such")
     with pytest.raises(StoreError, match=r"'cache' cannot be written \("):

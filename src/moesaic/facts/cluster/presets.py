@@ -79,6 +79,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Hosts by preset name, as a file would describe them."""
 
+NETWORKS: dict[str, float] = {
+    "v100-8": 50 * _GB, "a100-8": 200 * _GB, "h100-8": 400 * _GB, "h200-8": 400 * _GB,
+    "ascend910-8": 100 * _GB, "kunlun1-8": 12.5 * _GB, "cpu": 12.5 * _GB,
+}  # fmt: skip
+"""Bytes per second of each preset's host to other hosts, all adapters together, one way.
+
+DGX-1 has 4 adapters of 100 Gbit/s, DGX A100 8 of 200, DGX H100 and H200 8 of 400; the Ascend 910
+has one of 100 Gbit/s itself. One adapter of 100 Gbit/s is a guess for the others.
+"""
+
 SOURCES: dict[str, str] = {
     "v100-8": "NVIDIA data sheets: V100 SXM2 32 GB (2020; fp16 on tensor cores; NVLink 300 GB/s "
     "both ways together), DGX-1",
