@@ -221,6 +221,15 @@ def pins_text(facts: SearchFacts, settings: Settings) -> str:
     return f"kept as the job says: {settings_text(pins)}" if pins else "the job pins nothing"
 
 
+def chosen_text(best: FoundPlan, pins: Collection[str]) -> str:
+    """Return the settings that a search chose, without those that are off."""
+    chosen = {
+        key: value for key, value in best.settings.items()
+        if key not in pins and not _is_plain(key, value, best.plan)
+    }  # fmt: skip
+    return settings_text(chosen) or "the plainest layout"
+
+
 def _is_plain(key: str, value: Any, plan: Plan) -> bool:
     """Return whether a setting has no effect, or is off."""
     is_unused = (key == "layout.schedule" and plan.pp == 1) or (
@@ -233,12 +242,10 @@ def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) 
     """Return three lines about the layout that a search chose: how, what to expect, and why."""
     best = result.best
     assert best is not None
-    chosen = {key: value for key, value in best.settings.items() if key not in facts.pins}
-    chosen = {key: value for key, value in chosen.items() if not _is_plain(key, value, best.plan)}
     figures = planned.figures
     runner = result.runners_up[0] if result.runners_up else None
     return [
-        f"plan: chosen {settings_text(chosen) or 'the plainest layout'}; "
+        f"plan: chosen {chosen_text(best, facts.pins)}; "
         f"{pins_text(facts, best.settings)}",
         f"plan: predicted {format_seconds(figures['step_s'])} a step, "
         f"{figures['tokens_per_s']:,.0f} tokens/s, {memory_text(best.memory)} per rank; "

@@ -28,8 +28,8 @@ from moesaic.policy.plan.trials import Trials
 
 _MAX_FAILS = 4
 """Plans in a row that are no faster, before the search turns from likely plans to all of them."""
-_SHAPES_TIME = 0.5
-"""Fraction of the time limit for bounds of shapes; the rest is for their plans."""
+_USUAL_TIME, _SHAPES_TIME = 0.25, 0.6
+"""Fractions of the time limit after which usual layouts, and bounds of shapes, must end."""
 _DIVE_TIME = 0.7
 """Fraction of the time limit after which no more likely plans are tried."""
 
@@ -101,6 +101,7 @@ class _BestFirst:
         first = search_methods.rule_of_thumb(trials)
         if first is not None:
             trials.try_candidate(first)
+        self._try_usual()
         is_whole = self._push_shapes()
         self._dive()
         while self._queue:
@@ -111,6 +112,20 @@ class _BestFirst:
                 return is_best, self._bound(min(entry.least_s, trials.best_s), is_whole)
             self._expand(entry)
         return is_whole, self._bound(trials.best_s, is_whole) if trials.found else None
+
+    def _try_usual(self) -> None:
+        """Try usual layouts of large runs, those with the least bounds first."""
+        trials, bounds, fails = self._trials, self._bounds, 0
+        leaves = [
+            (bounds.seconds(leaf, len(Space.LEVELS)), number, leaf)
+            for number, leaf in enumerate(search_methods.usual_layouts(trials))
+        ]
+        for least_s, _, leaf in sorted(leaves):
+            if least_s >= trials.best_s or fails == _MAX_FAILS or trials.used_time(_USUAL_TIME):
+                break
+            before_s, before = trials.best_s, trials.tried
+            trials.try_candidate(leaf, skips_slow=True)
+            fails += trials.tried > before and trials.best_s == before_s
 
     def _bound(self, queued_s: float, is_whole: bool) -> float | None:
         """Return a bound for all plans, from that of the queued shapes."""

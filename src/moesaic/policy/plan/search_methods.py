@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from moesaic.facts.plan import RankPlace
 from moesaic.facts.plan.search import SearchMethod
-from moesaic.policy.plan.space import SCHEDULES, Candidate
+from moesaic.policy.plan.space import SCHEDULES, Candidate, Space, divisors
 from moesaic.policy.plan.trials import Trials
 
 MAX_FAILS = 5
@@ -72,6 +73,45 @@ def rule_of_thumb(trials: Trials) -> Candidate | None:
         raised = [current._replace(**change) for change in changes]
         current = next((one for one in raised if space.plan(one) is not None), current)
     return current
+
+
+def usual_layouts(trials: Trials) -> Iterator[Candidate]:
+    """Yield layouts that large runs start from, as far as pins allow.
+
+    They have a pipeline of any length with at least as many micro-batches, the widest expert
+    parallelism beside it, dense parameters sharded over all replicas, and no tensor parallelism.
+    """
+    space, first = trials.space, _simplest(trials)
+    if first is None:
+        return
+    numbers = space.values("train.micro_batches", space.micro_batches())
+    for pp in space.values("layout.pp", divisors(space.ranks)):
+        enough = [one for one in numbers if one >= pp] or numbers
+        for micro_batches, recompute in product(
+            enough, space.values("train.recompute", (False, True))
+        ):
+            shape = first._replace(micro_batches=micro_batches, recompute=recompute, pp=pp)
+            shape = _with_most_experts(space, shape)
+            if shape is not None:
+                yield from _sharded(trials, shape)
+
+
+def _with_most_experts(space: Space, shape: Candidate) -> Candidate | None:
+    """Return `shape` with the widest expert parallelism that is valid."""
+    widths = range(max(space.ranks // shape.pp, 1), 0, -1)
+    for ep in space.values("layout.ep", [one for one in widths if space.ranks % one == 0]):
+        own = space.pinned(shape._replace(ep=ep))
+        if space.plan(own) is not None:
+            return own
+    return None
+
+
+def _sharded(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
+    """Yield `shape` with its likely best dispatch, and dense parameters sharded the most."""
+    space, bounds = trials.space, trials.bounds
+    dispatched = min(space.children(shape, 0), key=lambda one: bounds.seconds(one, 1))
+    for one in space.children(dispatched, 1)[-1:]:
+        yield from space.children(one, 2)[:1]
 
 
 def _simplest(trials: Trials) -> Candidate | None:

@@ -91,17 +91,18 @@ class Space:
 
     def shapes(self) -> Iterator[Candidate]:
         """Yield every valid shape, with the first choice for all other keys."""
-        for micro_batches in self.values("train.micro_batches", self._micro_batches()):
-            for pp in self.values("layout.pp", _divisors(self.ranks)):
+        for micro_batches in self.values("train.micro_batches", self.micro_batches()):
+            for pp in self.values("layout.pp", divisors(self.ranks)):
                 schedules = self.values("layout.schedule", SCHEDULES if pp > 1 else SCHEDULES[:1])
                 for schedule in schedules:
                     for recompute in self.values("train.recompute", (False, True)):
                         first = Candidate(micro_batches, recompute, pp, schedule, 1, 1, 1)
                         yield from self._splits(first)
 
-    def _micro_batches(self) -> list[int]:
+    def micro_batches(self) -> list[int]:
+        """Return the numbers of micro-batches to try."""
         batch = self.job.train.batch
-        return [number for number in _divisors(batch) if number & (number - 1) == 0]
+        return [number for number in divisors(batch) if number & (number - 1) == 0]
 
     def _splits(self, first: Candidate) -> Iterator[Candidate]:
         """Yield `first` with every valid tensor and expert parallelism."""
@@ -109,11 +110,11 @@ class Space:
         if self.is_open("layout.pp") and first.pp > model.layers:
             return
         widths = math.gcd(model.heads, model.kv_heads, model.vocab, self.job.data.sequence)
-        for tp in self.values("layout.tp", _divisors(math.gcd(stage_ranks, widths))):
-            shards = _divisors(math.gcd(tp, model.ffn)) if model.experts else [1]
+        for tp in self.values("layout.tp", divisors(math.gcd(stage_ranks, widths))):
+            shards = divisors(math.gcd(tp, model.ffn)) if model.experts else [1]
             for etp in self.values("layout.etp", shards):
                 most = math.gcd(stage_ranks // etp, model.experts) if model.experts else 1
-                for ep in self.values("layout.ep", _divisors(max(most, 1))):
+                for ep in self.values("layout.ep", divisors(max(most, 1))):
                     shape = self.pinned(first._replace(tp=tp, etp=etp, ep=ep))
                     if self.plan(shape) is not None:
                         yield shape
@@ -156,7 +157,7 @@ class Space:
         if not self.is_open("layout.dp_shard"):
             return [candidate]
         replicas = self.ranks // candidate.pp // candidate.tp
-        return [candidate._replace(dp_shard=one) for one in _divisors(replicas)]
+        return [candidate._replace(dp_shard=one) for one in divisors(replicas)]
 
     def _embedding_options(self, candidate: Candidate) -> list[Candidate]:
         found = self.plan(candidate)
@@ -214,5 +215,6 @@ def _sentence(error: Exception) -> str:
     return str(text).removeprefix("Value error, ").removeprefix("the job: ")
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
     return [one for one in range(1, number + 1) if number % one == 0]
