@@ -10,6 +10,7 @@ import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -17,7 +18,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from moesaic.api.job import Job
-from moesaic.api.launch import EXIT_INTERRUPTED, RunInterrupted, is_leader, is_torchrun
+from moesaic.api.launch import (
+    EXIT_INTERRUPTED,
+    RunInterrupted,
+    is_leader,
+    is_torchrun,
+    said_once,
+)
 from moesaic.api.prepared_run import PreparedRun
 from moesaic.api.run import Run
 from moesaic.api.start import exit_on_interrupt, import_module
@@ -62,6 +69,13 @@ DryRun = Annotated[
     ),
 ]  # fmt: skip
 
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", metavar="", help="To see kernels, balance, validations and each message."
+    ),
+]  # fmt: skip
+
 
 def train(  # noqa: PLR0913 - a parameter for each flag
     job: JobPath = None,
@@ -72,6 +86,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     sets: Sets = None,
     out: Out = None,
     dry_run: DryRun = False,
+    verbose: Verbose = False,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int | None:
@@ -81,7 +96,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         return 0
     path = flags.require(job, "JOB.toml", "train")
     run = resumed_run(None if out is None else str(out), resume)
-    with exit_on_interrupt():
+    with exit_on_interrupt(), said_once():
         prepared = Job.load(path, sets=sets or (), run=run).prepare(
             out=out, nproc=nproc, resume=resume, plan=plan,
             output="stderr" if as_json else "stdout", is_started=not dry_run,
@@ -90,7 +105,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     for warning in prepared.warnings if is_leader() else ():
         screen.print_warning(warning)
     if dry_run:
-        _print_dry_run(path, prepared, as_json)
+        _print_dry_run(path, prepared, cluster, as_json)
         return 0
     with exit_on_interrupt():
         prepared.check_machine()
@@ -98,11 +113,11 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         import_module(f"moesaic.train.{prepared.config.kind}")
     try:
         with _raise_on_sigterm():
-            finished = prepared.run()
+            finished = replace(prepared, task=replace(prepared.task, is_verbose=verbose)).run()
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
     if is_leader():
-        _write_report(finished, as_json)
+        _write_report(finished, as_json, verbose)
     return 0
 
 
@@ -146,13 +161,13 @@ def _resume_command(prepared: PreparedRun, as_json: bool) -> str:
     return f"; to continue: {shlex.join([*words, '--out', task.out, '--resume'])}"
 
 
-def _write_report(run: Run, as_json: bool) -> None:
+def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
     """Write the report and print a summary of the run."""
     page, facts = run.report(), run.summary()
     if as_json:
         screen.print_json({**facts, "report": str(page)})
     else:
-        _print_summary(run, facts, page)
+        _print_summary(run, facts, page, verbose)
     if facts["skipped"] and facts["skipped"] == facts["step"]:
         raise DivergedError(
             f"all {facts['step']:,} steps were skipped because fp16 overflowed, so nothing was "
@@ -162,7 +177,7 @@ def _write_report(run: Run, as_json: bool) -> None:
         )
 
 
-def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
+def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -> None:
     screen.print_line(_headline(facts))
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
@@ -170,7 +185,7 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
             f"  a step took {ratio:.2f} times the predicted time (median without the first three "
             "steps)"
         )
-    for finding in facts["findings"]:
+    for finding in facts["findings"] if verbose else ():
         if finding["kind"].startswith("replicas_"):
             screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
     for name, figures in facts["students"].items():
@@ -211,13 +226,14 @@ def _headline(facts: dict[str, Any]) -> str:
     return text
 
 
-def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
-    """Print the resolved job, the plan, and the memory of a rank or of rows."""
+def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_json: bool) -> None:
+    """Print whether the ranks fit, the resolved job, the plan, and the memory of a rank or of
+    rows."""
     job = prepared.config
     if isinstance(job, CtrJob):
         facts, lines = _describe_recommender(job, prepared.plan)
     else:
-        facts, lines = _describe_language_model(job, prepared.plan)
+        facts, lines = _describe_language_model(job, prepared.plan, cluster)
     if as_json:
         screen.print_json(
             {
@@ -226,12 +242,13 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
             }
         )  # fmt: skip
         return
+    from moesaic.cli.prediction import print_parts, print_verdict
+
+    if "fits" in facts:
+        print_verdict(facts)
     for line in (f"# {path}, resolved\n", job.to_toml(), *lines):
         screen.print_line(line)
-    if facts.get("parts"):
-        from moesaic.cli.prediction import print_parts
-
-        print_parts(facts["parts"])
+    print_parts(facts.get("parts", ()))
 
 
 def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:
@@ -245,19 +262,23 @@ def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list
     ]
 
 
-def _describe_language_model(job: LanguageModelJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+def _describe_language_model(
+    job: LanguageModelJob, plan: Plan, cluster: str | None
+) -> tuple[dict[str, Any], list[str]]:
     """Return the parameters and the memory of a rank, as facts and as lines."""
+    from moesaic.api.memory_here import memory_here
     from moesaic.api.memory_replay import forecast
     from moesaic.base.host_memory import free_memory_bytes
     from moesaic.cli.prediction import describe_tiers
-    from moesaic.policy.cost.memory import highest_memory
 
     counts = count_parameters(job.model)
-    memory = highest_memory(job, plan)
+    where = None if cluster is None else flags.load_cluster(cluster).facts
+    rank, room = memory_here(job, plan, where)
+    memory = rank.memory
     tiers = forecast(job, plan, free_memory_bytes() // plan.ranks)
     facts = {
         "parameters": {"total": counts.total, "active": counts.active},
-        "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
+        **room,
         "memory_tiers": tiers,
         "parts": [
             part.describe(part.memory()) for part in (job_parts(job, plan) if job.student else ())
