@@ -16,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import measure, simulated
-from benchmarks.on_ranks import on_ranks
+from benchmarks.on_ranks import alone, on_ranks
 from benchmarks.training import UniformSamples, olmoe
 from moesaic.dist.collectives import all_gather, all_reduce_
 from moesaic.dist.probe.links import COLLECTIVES, make_collective, make_filler_compute
@@ -30,7 +31,7 @@ from moesaic.dist.probe.timing import time_collective
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster, load_cluster
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import memory
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import matmul
@@ -43,7 +44,7 @@ from moesaic.policy.cost.calibrate import (
 )
 from moesaic.testing.memory import peak_allocated
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.data.batch import Batch
 
 MIXTRAL = {
@@ -240,15 +241,12 @@ def take_steps(
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples, taken, references = Documents(job), list[float](), list[float]()
 
-    def alone(name: str) -> None:
-        if world.is_rank_zero:
-            if name == "probe":
-                probe(path)
-            references.append(reference_s())
-            world.store.set(name, "")
-        world.wait_for_keys(world.store, [name])  # Waiting in gloo would use a core.
+    def pause(name: str) -> None:
+        if name == "probe":
+            probe(path)
+        references.append(reference_s())
 
-    alone("begin")
+    alone(world, "begin", partial(pause, "begin"))
     for half, moments in enumerate((("middle", "probe"), ("end",))):
         for _ in range(WARM_UP):
             run.step(samples)
@@ -261,7 +259,7 @@ def take_steps(
             if not int(all_reduce_(torch.tensor([int(disturbed)]), world.group)):
                 taken.append(seconds)
         for moment in moments:
-            alone(moment)
+            alone(world, moment, partial(pause, moment))
     run.close()
     return taken, references
 
@@ -424,11 +422,14 @@ def predicted_memory(rounds: int) -> Iterator[measure.Row]:
     )  # fmt: skip
 
 
-def peak_bytes(world: World, job: Job) -> list[int]:
-    """Return the peak bytes of torch's tensors in each of some steps."""
+def peak_bytes(
+    world: World, job: Job, plan: Plan | None = None, steps: int = MEMORY_STEPS
+) -> list[int]:
+    """Return the peak bytes of torch's tensors in each of some steps; the plan is that of the job's
+    layout by default."""
     torch.set_num_threads(1)
-    plan = plan_from_layout(job.layout, job.model, world.size)
-    samples, runs = Documents(job), []
+    plan = plan or plan_from_layout(job.layout, job.model, world.size)
+    samples, runs = Documents(job), list[LMRun]()
 
     def start() -> None:
         runs.append(assemble(job, plan, world, InitialSource(job.seed, job.model.init_std)))
@@ -436,9 +437,9 @@ def peak_bytes(world: World, job: Job) -> list[int]:
     def step() -> None:
         runs[0].step(samples)
 
-    _, *steps = peak_allocated(start, *[step] * MEMORY_STEPS)
+    _, *found = peak_allocated(start, *[step] * steps)
     runs[0].close()
-    return steps
+    return found
 
 
 PARTS = {

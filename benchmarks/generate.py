@@ -25,9 +25,11 @@ WHAT = {
     "families": "training of four families against `transformers`, conversion against a copy",
     "layer": "the expert layer and its exchange against peers and limits",
     "balance": "replicas of hot experts against none and against even routing",
+    "planner": "chosen layouts against all others, the search against exhaustive search",
     "serve": "inference with less memory than the model, many streams, and a server",
     "tables": "embedding tables by key in memory and on a drive, whole recommenders, click data",
     "titan": "students beside a teacher that trains, distillation against TRL, scoring by lm-eval",
+    "titan-quality": "distilled students against the same students alone, control, credibility",
     "memory": "expert state on a drive against limits, DeepSpeed, file mappings and cache policies",
 }
 """What each theme measures."""

@@ -73,9 +73,24 @@ def _call(
 
 
 def in_turn(
-    world: World, calls: Mapping[str, Callable[[], object]], rounds: int, root: int
+    world: World,
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    root: int,
+    *,
+    warmup: int = 2,
+    patience_s: float = 1200.0,
 ) -> measure.Times | None:
-    """Time calls that all ranks make together; return the times on rank 0."""
+    """Time calls that all ranks make together; return the times on rank 0.
+
+    Args:
+        world: the ranks.
+        calls: what to time, by name.
+        rounds: see `measure.interleave`, as for `root`, `warmup` and `patience_s`.
+        root: the process whose descendants are not foreign.
+        warmup: calls of each before the first round.
+        patience_s: disturbed rounds are repeated for so long.
+    """
     names, word = list(calls), torch.zeros(1, dtype=torch.int64)
 
     def together(number: int) -> None:
@@ -87,7 +102,9 @@ def in_turn(
 
     if world.is_rank_zero:
         contenders = {name: partial(together, number) for number, name in enumerate(names)}
-        times = measure.interleave(contenders, rounds, root=root)
+        times = measure.interleave(
+            contenders, rounds, warmup=warmup, patience_s=patience_s, root=root
+        )
         together(-1)
         return times
     while True:
@@ -96,6 +113,14 @@ def in_turn(
             return None
         calls[names[int(word)]]()
         world.barrier()
+
+
+def alone(world: World, name: str, work: Callable[[], object]) -> None:
+    """Call `work` on rank 0 while all other ranks sleep; `name` is used once in a world."""
+    if world.is_rank_zero:
+        work()
+        world.store.set(name, "")
+    world.wait_for_keys(world.store, [name])  # Waiting in gloo would use a core.
 
 
 def plan_of(job: Job, world: World) -> Plan:

@@ -126,7 +126,7 @@ def test_a_killed_run_resumes_and_its_students_join_and_leave(
 
     general, small, _ = table.replace('teacher = "assistant"', "").split("[[student]]")
     job.write_text(f"{general}[[student]]{small}{NEW}")
-    shown = commands.output([*command, "--resume", "auto", "--set", "train.steps=6"])
+    shown = commands.output([*command, "--resume", "auto", "--change", "--set", "train.steps=6"])
     assert 'the checkpoint has no student "new": it starts from initial values' in shown
     assert 'student "assistant" is no longer in the job' in shown
     names = {

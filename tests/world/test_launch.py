@@ -20,10 +20,7 @@ from moesaic.testing.jobs import RUN_JOB
 JOB = RUN_JOB.replace("steps = 4", "steps = 3") + "\n[layout]\nep = 2\n"
 
 ENDLESS = ["--set", "train.steps=1000000", "--set", "checkpoint.every=2", "--out", "my run"]
-GO_ON = (
-    "; to continue: moesaic train job.toml --nproc 2 --set train.steps=1000000 "
-    "--set checkpoint.every=2 --out 'my run' --resume\n"
-)
+GO_ON = "; to continue: moesaic train --out 'my run' --resume\n"
 
 
 _started: list[subprocess.Popen[str]] = []

@@ -138,7 +138,7 @@ def test_a_run_follows_its_plan_and_records_measurements(trained: Path, commands
     placement = [[15, 1, 13, 3, 11, 5, 9, 7], [8, 6, 10, 4, 12, 2, 14, 0]]
     edited = {**planned, "expert_placement": placement, "recompute": True}
     Path("plan.json").write_text(json.dumps(edited))
-    facts = train("--resume", "--set", "train.steps=8")
+    facts = train("--resume", "--change", "--set", "train.steps=8")
     assert (facts["ranks"], facts["step"], facts["prediction"]) == (2, 8, None)
     assert read_json("run/plan.json") == {**edited, "predictions": None}
     assert "Predicted and measured" not in Path("run/report.html").read_text()

@@ -1,8 +1,9 @@
 """Files of original and generated texts with labels, from a text and a model that continues it.
 
 Each paragraph of two sentences or more gives two lines: itself with label 1, and its first
-sentences continued by the model with label 0. Lines are in the order of the text, so a file that
-was cut off is continued where it ends.
+sentences continued by the model with label 0. A dropped paragraph leaves a line without text, so
+that it is not continued again. Lines are in the order of the text, so a file that was cut off is
+continued where it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moesaic.serve.adversarial import (
     PARAGRAPH_BREAK,
     draw_prefix,
     drop_cut_sentence,
-    limit_original,
+    limit_text,
     split_paragraphs,
 )
 from moesaic.serve.config import AdversarialConfig, SamplingConfig
@@ -40,7 +41,8 @@ class PairCounts(NamedTuple):
     present: int = 0
     """Pairs that the file had before."""
     dropped: int = 0
-    """Paragraphs without a pair: nothing complete was left after the prefix within the limit."""
+    """Paragraphs without a pair, also of earlier calls: nothing complete was left after the prefix
+    within the limit."""
     tokens: int = 0
     """Generated tokens."""
     total: int = 0
@@ -109,22 +111,21 @@ class PairBuilder:
         generated, *others = split_paragraphs(f"{prefix}{result.text}")
         if result.finish_reason == "length" and not others:
             generated = drop_cut_sentence(generated)
-        tokenizer = self._engine.prompts.tokenizer
-        original = limit_original(paragraph.text, tokenizer, self._config.max_tokens)
-        if min(len(original), len(generated)) <= len(prefix):
-            self._count(dropped=1, tokens=len(result.tokens))
-            return
+        # Encoded anew, a generated text may have more tokens.
+        tokenizer, limit = self._engine.prompts.tokenizer, self._config.max_tokens
+        original, generated = (
+            limit_text(text, tokenizer, limit) for text in (paragraph.text, generated)
+        )
+        is_dropped = min(len(original), len(generated)) <= len(prefix)
         origin = {"source": paragraph.source, "settings": self._digest}
-        lines = [
-            json.dumps({"text": text, "label": label, **origin})
-            for text, label in ((original, 1), (generated, 0))
-        ]
+        texts = [(None, None)] if is_dropped else [(original, 1), (generated, 0)]
+        lines = [json.dumps({"text": text, "label": label, **origin}) for text, label in texts]
         try:
             self._output.write("".join(f"{line}\n" for line in lines).encode())
             self._output.flush()
         except OSError as error:
             raise write_error(f"output '{self._output.name}'", error) from None
-        self._count(pairs=1, tokens=len(result.tokens))
+        self._count(**{"dropped" if is_dropped else "pairs": 1}, tokens=len(result.tokens))
 
     def _count(self, **more: int) -> None:
         counts = self.counts._asdict()
@@ -167,16 +168,18 @@ def build_pairs(
         raise ConfigError(
             f"input '{source}' has no paragraph of two sentences or more: give other text"
         )
-    with _open_pairs(Path(target), _settings_digest(engine, config)) as (output, done):
+    with _open_pairs(Path(target), _settings_digest(engine, config)) as (output, has_pair):
         files = {str(file) for file in text.files}
-        for one in sorted(done):
+        for one in sorted(has_pair):
             if one.rpartition(":")[0] not in files:
                 raise ConfigError(
                     f"output '{target}' has a pair of '{one}', which is not in input '{source}': "
                     "name another file, or give the input as before"
                 )
-        rest = (one for one in read_paragraphs(text, config.seed) if one.source not in done)
-        builder = PairBuilder(engine, config, output, PairCounts(present=len(done), total=total))
+        rest = (one for one in read_paragraphs(text, config.seed) if one.source not in has_pair)
+        present = sum(has_pair.values())
+        counts = PairCounts(present=present, dropped=len(has_pair) - present, total=total)
+        builder = PairBuilder(engine, config, output, counts)
         builder.run(rest, on_progress)
     return builder.counts
 
@@ -201,31 +204,32 @@ def _settings_digest(engine: Engine, config: AdversarialConfig) -> str:
 
 
 @contextmanager
-def _open_pairs(path: Path, digest: str) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Yield the file of pairs, without a torn last pair, and the sources that it has.
+def _open_pairs(path: Path, digest: str) -> Iterator[tuple[BinaryIO, dict[str, bool]]]:
+    """Yield the file of pairs, without a torn last pair, and whether each source in it has a pair
+    or was dropped.
 
     All must have the `digest` of the present settings."""
     with locked_output(path) as file:
-        done, end, position = set[str](), 0, 0
+        has_pair, end, position = dict[str, bool](), 0, 0
         for number, line in enumerate(file, start=1):
             position += len(line)
             if not line.endswith(b"\n"):
                 break
             source, label = _read_line(path, number, line, digest)
-            if label == 0:  # The second line of a pair.
-                done.add(source)
+            if label != 1:  # The second line of a pair, or a dropped paragraph.
+                has_pair[source] = label == 0
                 end = position
         file.truncate(end)
-        yield file, done
+        yield file, has_pair
 
 
-def _read_line(path: Path, number: int, line: bytes, digest: str) -> tuple[str, int]:
+def _read_line(path: Path, number: int, line: bytes, digest: str) -> tuple[str, int | None]:
     try:
         record = json.loads(line)
         source, label = record["source"], record["label"]
     except (ValueError, TypeError, KeyError, RecursionError):
         source, label = None, None
-    if not isinstance(source, str) or label not in (0, 1):
+    if not isinstance(source, str) or label not in (0, 1, None):
         raise ConfigError(
             f"line {number} of output '{path}' is no text with a label: name another file"
         )

@@ -13,7 +13,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from moesaic.api.generation import Generation, Score, TextRequest, classified_text
+from moesaic.api.generation import Generation, Score, TextRequest, ranked_text
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import parse_bytes
@@ -133,19 +133,21 @@ class TextEngine:
         model's classifier; 0 for an empty text."""
         if isinstance(texts, str):
             raise ConfigError("texts is a text: give a list of texts")
-        requests = {text: self._classification(text) for text in texts if text}
+        return self._credibility([self.prompts.encode(text, 0) if text else [] for text in texts])
+
+    def _credibility(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        requests = {tuple(ids): self._classification(ids) for ids in texts if ids}
         for one, _ in self.run(requests.values()):
             if one.error is not None:
                 raise one.error
         original = LABELS.index("original")
-        return [
-            math.exp(requests[text].label_logprobs[original]) if text else 0.0 for text in texts
-        ]
+        found = [requests[tuple(ids)] if ids else None for ids in texts]
+        return [0.0 if one is None else math.exp(one.label_logprobs[original]) for one in found]
 
-    def _classification(self, text: str) -> TextRequest:
+    def _classification(self, ids: Sequence[int]) -> TextRequest:
         """Return a request for the classes of a text."""
-        request = GenerationRequest(tuple(self.prompts.encode(text, 0)), 0, is_classified=True)
-        return TextRequest(text, request, self.prompts.tokenizer, SamplingConfig())
+        request = GenerationRequest(tuple(ids), 0, is_classified=True)
+        return TextRequest(ids, request, self.prompts.tokenizer, SamplingConfig())
 
     def _generate_best(
         self, prompts: Sequence[Prompt], config: SamplingConfig, ranking: Ranking, *,
@@ -157,12 +159,18 @@ class TextEngine:
             changes["logprobs"] = 0
         every = config.model_copy(update=changes)
         rows = self._generate(prompts, every, is_chat=is_chat, system=system)
+        tokenizer = self.prompts.tokenizer
+        ranked = [ranked_text(row, tokenizer, is_chat=is_chat) for row in rows]
         if ranking.by == "likelihood":
-            scores = [likelihood(row.logprobs or ()) for row in rows]
+            pairs = zip(rows, ranked, strict=True)
+            scores = [likelihood((row.logprobs or [])[: one.num_tokens]) for row, one in pairs]
         else:
-            tokenizer = self.prompts.tokenizer
-            texts = [classified_text(row, tokenizer, is_chat=is_chat) for row in rows]
-            scores = self.credibility(texts)
+            limits = self._start().engine.limits
+            room = min(
+                self.max_positions, limits.cache_tokens // limits.page_tokens * limits.page_tokens
+            )
+            # A text may have more tokens when it is encoded anew.
+            scores = self._credibility([tokenizer.encode(one.text)[:room] for one in ranked])
         if config.logprobs is None:
             rows = [row._replace(logprobs=None, top_logprobs=None) for row in rows]
         chosen = best_of_each(scores, ranking.best_of, config.n)

@@ -10,7 +10,7 @@ from moesaic.serve.adversarial import drop_cut_sentence
 from moesaic.serve.config import SamplingConfig
 from moesaic.serve.prompts import Prompt
 from moesaic.serve.requests import FinishEvent, GenerationRequest, TokenEvent, TokenScores
-from moesaic.serve.text import TextStream
+from moesaic.serve.text import TextDecoder, TextStream
 
 if TYPE_CHECKING:
     from moesaic.models.tokenizer import Tokenizer
@@ -56,17 +56,40 @@ class Score(NamedTuple):
         return sum(self.logprobs)
 
 
-def classified_text(row: Generation, tokenizer: Tokenizer, *, is_chat: bool = False) -> str:
-    """Return the text that a classifier judges: prompt and continuation, or the answer of a
-    chat.
+class RankedText(NamedTuple):
+    """Part of a generated text that rankings judge."""
 
-    A last sentence that `max_tokens` cut is left out, as in the texts that it was trained on."""
+    text: str
+    """Prompt and continuation, or the answer of a chat, without blanks at both ends. A last
+    sentence that `max_tokens` cut is left out, unless nothing else is new."""
+    num_tokens: int
+    """New tokens of this part."""
+
+
+def ranked_text(row: Generation, tokenizer: Tokenizer, *, is_chat: bool = False) -> RankedText:
+    """Return the part of a text that rankings judge, by likelihood as by credibility."""
     prompt, start = row.prompt, ""
     if not (is_chat or (not isinstance(prompt, str) and isinstance(prompt[0], dict))):
         start = prompt if isinstance(prompt, str) else tokenizer.decode(row.prompt_tokens)
-    text, start = (start + row.text).strip(), start.strip()
-    complete = drop_cut_sentence(text) if row.finish_reason == "length" else text
-    return complete if len(complete) > len(start) else text
+    whole = start + row.text
+    if row.finish_reason == "length":
+        complete = drop_cut_sentence(whole.strip())
+        kept = len(whole) - len(whole.lstrip()) + len(complete)
+        if complete and len(start) < kept < len(whole.rstrip()):
+            return RankedText(
+                whole[:kept].strip(), _count_tokens(row.tokens, kept - len(start), tokenizer)
+            )
+    return RankedText(whole.strip(), len(row.tokens))
+
+
+def _count_tokens(tokens: Sequence[int], length: int, tokenizer: Tokenizer) -> int:
+    """Return how many of the first tokens have `length` characters of the text."""
+    decoder, num_characters = TextDecoder(tokenizer), 0
+    for index, token in enumerate(tokens, start=1):
+        num_characters += len(decoder.push(token))
+        if num_characters >= length:
+            return index
+    return len(tokens)
 
 
 class TextRequest:

@@ -11,6 +11,7 @@ from typing import Any
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError
 from moesaic.facts.job import CtrJob, ModelConfig
+from moesaic.facts.job.credibility import LABELS
 from moesaic.facts.workload import count_parameters
 
 TABLE_MANIFEST = "table.json"
@@ -210,7 +211,10 @@ def _texts_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[st
     batch = data.train.batch(range(num_samples))
     rows = []
     for row in range(num_samples):
-        with_targets = [pair for pair in split_documents(batch, row) if any(pair[1])]
+        labels = _labels_of(batch, row)
+        pairs = zip(split_documents(batch, row), labels, strict=True)
+        shown = [(pair, label) for pair, label in pairs if any(pair[1]) or label]
+        with_targets = [pair for pair, _ in shown]
         documents = [
             [
                 {
@@ -223,9 +227,21 @@ def _texts_of(job: Any, num_samples: int, log: Callable[[str], None]) -> dict[st
         ]
         targets = sum(sum(mask) for _, mask in with_targets)
         rows.append({"targets": targets, "documents": documents})
+        if job.data.format == "labelled":
+            rows[-1]["labels"] = [label for _, label in shown]
     return {
         "sequence": job.data.sequence, "num_samples": len(data.train), "samples": rows,
     }  # fmt: skip
+
+
+def _labels_of(batch: Any, row: int) -> list[str | None]:
+    """Return the label of each document of one sample in words; None for no label."""
+    documents = batch.documents[row]
+    names: list[str | None] = [None] * (int(documents.max()) + 1)
+    if hasattr(batch, "labels"):
+        for column in (batch.labels[row] >= 0).nonzero()[:, 0].tolist():
+            names[int(documents[column])] = LABELS[int(batch.labels[row, column])]
+    return names
 
 
 def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:

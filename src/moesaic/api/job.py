@@ -25,6 +25,7 @@ from moesaic.api.prepared_run import (
     PreparedRun,
     check_search,
     count_ranks,
+    earlier_plan,
     kept_plan,
     own_plan,
     resolve_run,
@@ -41,11 +42,11 @@ from moesaic.train.job_file import (
     TrainingJob,
     apply_plan,
     blame_sets,
-    check_out_is_not_data,
-    check_writable,
     language_model,
     load_job,
 )
+from moesaic.train.out_checks import check_out_is_not_data, check_writable
+from moesaic.train.resumed_job import check_learning, ruled_by_plan
 
 if TYPE_CHECKING:
     from moesaic.facts.plan.search import SearchFacts
@@ -57,13 +58,19 @@ if TYPE_CHECKING:
 class Job:
     """A training job: model, data, optimizer and layout."""
 
-    def __init__(self, loaded: LoadedJob[TrainingJob], source: Path | dict[str, Any]) -> None:
-        self._loaded, self._source = loaded, source
+    def __init__(
+        self,
+        source: Path | dict[str, Any] | None,
+        sets: Sequence[str] = (),
+        run: Path | None = None,
+    ) -> None:
+        self._source, self._sets, self._run = source, sets, run
+        self._loaded = load_job(source, sets, run)
 
     @classmethod
     def load(
         cls,
-        source: str | Path | Mapping[str, Any],
+        source: str | Path | Mapping[str, Any] | None,
         *,
         sets: Sequence[str] = (),
         run: Path | None = None,
@@ -71,14 +78,15 @@ class Job:
         """Return a job, checked; raise ConfigError for a mistake.
 
         Args:
-            source: path of a job file, or its tables as a dict.
+            source: path of a job file, or its tables as a dict; None: the job of `run`.
             sets: changes of single keys, such as "train.steps=100".
-            run: run to resume, which has a copy of a model whose directory is gone.
+            run: run to resume, whose own `sets` stay. It has a copy of a model whose directory is
+                gone.
         """
         if isinstance(source, Mapping):
             tables: dict[str, Any] = json.loads(json.dumps(source, default=str))
-            return cls(load_job(tables, sets, run), tables)
-        return cls(load_job(Path(source), sets, run), Path(source))
+            return cls(tables, sets, run)
+        return cls(None if source is None else Path(source), sets, run)
 
     @property
     def config(self) -> TrainingJob:
@@ -96,6 +104,7 @@ class Job:
         out: str | Path | None = None,
         nproc: int | None = None,
         resume: str | Path | None = None,
+        change: bool = False,
         plan: PlannedJob | str | Path | None = None,
         cluster: Cluster | None = None,
         on_step: StepCallback | None = None,
@@ -108,7 +117,8 @@ class Job:
             nproc: ranks to start on this machine; None: those of the plan, else one. Under
                 torchrun this process is a rank already.
             resume: "auto" for the newest checkpoint of `out`, or the path of a checkpoint; None:
-                a new run.
+                a new run. The ranks, the plan and the `sets` of the run stay.
+            change: take changes of what a resumed run learns, such as its schedule or batch.
             plan: a result of `plan`, or the path of a plan file; it sets ranks and layout.
             cluster: cluster to search for a layout on; None: a job with `plan = "auto"`, or without
                 a layout on several ranks, measures the machine first.
@@ -119,8 +129,9 @@ class Job:
             output: stream for progress; None for none.
         """
         prepared = self.prepare(
-            out=out, nproc=nproc, resume=resume, plan=plan, output=output, cluster=cluster
-        )
+            out=out, nproc=nproc, resume=resume, change=change, plan=plan, output=output,
+            cluster=cluster,
+        )  # fmt: skip
         for text in prepared.warnings if is_leader() else ():
             warnings.warn(text, stacklevel=2)
         prepared.check_machine()
@@ -277,6 +288,7 @@ class Job:
         out: str | Path | None = None,
         nproc: int | None = None,
         resume: str | Path | None = None,
+        change: bool = False,
         plan: PlannedJob | str | Path | None = None,
         output: Output = "stderr",
         is_started: bool = True,
@@ -285,21 +297,24 @@ class Job:
         """Return a run that can start, after all checks that need no torch.
 
         With `is_started` false it need not start here: a plan may have ranks on several hosts. A
-        search for the layout then happens here, on `cluster`.
+        search for the layout then happens here, on `cluster`. Other arguments are those of `train`.
         """
+        if change and resume is None:
+            raise ConfigError("change is for a run to resume: add resume, or remove change")
         directory, checkpoint = resolve_run(None if out is None else Path(out), resume)
+        run = resumed_run(
+            None if out is None else str(out), None if resume is None else str(resume)
+        )
+        if run is not None and run != self._run:
+            return Job(self._source, self._sets, run).prepare(
+                out=out, nproc=nproc, resume=resume, change=change, plan=plan, output=output,
+                is_started=is_started, cluster=cluster,
+            )  # fmt: skip
         if directory is None and not is_torchrun():
             directory = default_out(self._source)
-        ranks = count_ranks(self._under(plan), nproc, is_started=is_started, cluster=cluster)
-        searches = check_search(self._under(plan), ranks, cluster)
-        if searches and checkpoint is not None:
-            run = resumed_run(None if out is None else str(out), str(resume))
-            plan = kept_plan(self._loaded, run, nproc)
-        elif searches and not is_started and cluster is not None:
-            plan = self.plan(cluster, nproc=ranks, search=True)
-        loaded = self._under(plan)
-        if plan is not None and searches:
-            ranks, searches = count_ranks(loaded, nproc, is_started=is_started), False
+        loaded, ranks, searches, plan = self._choose_layout(plan, nproc, is_started, cluster)
+        if run is not None and checkpoint is not None and not change:
+            check_learning(run, loaded.job.model_dump(mode="json"))
         used_plan = loaded.plan or own_plan(loaded, ranks, is_open=searches)
         if directory is not None:
             check_out_is_not_data(directory, loaded.job)
@@ -307,13 +322,35 @@ class Job:
         if directory is not None and is_leader() and is_started:
             check_writable(directory)
         task = TrainTask(
-            job=self._source if isinstance(self._source, dict) else str(self._source),
-            sets=list(loaded.sets), out=None if directory is None else str(directory),
+            job=str(self._source) if isinstance(self._source, Path) else self._source,
+            sets=list(self._sets), out=None if directory is None else str(directory),
             resume=checkpoint, output=output, command=sys.argv, plan=_plan_as_json(plan),
+            run=None if run is None else str(run),
             search=searches, cluster=cluster.to_dict() if searches and cluster else None,
         )  # fmt: skip
         texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
         return PreparedRun(task, loaded.job, used_plan, ranks, texts)
+
+    def _choose_layout(
+        self,
+        plan: PlannedJob | str | Path | None,
+        nproc: int | None,
+        is_started: bool,
+        cluster: Cluster | None,
+    ) -> tuple[LoadedJob[TrainingJob], int, bool, PlannedJob | str | Path | None]:
+        """Return the job under its plan, the ranks, whether they search for the layout, and the
+        plan. A resumed run keeps its ranks, and its plan if the job still agrees with it."""
+        given = self._under(plan)
+        earlier = earlier_plan(self._run)
+        ranks = count_ranks(given, nproc, is_started=is_started, cluster=cluster, earlier=earlier)
+        searches = check_search(given, ranks, cluster)
+        if plan is None and self._run is not None and (searches or ruled_by_plan(self._run)):
+            plan = kept_plan(self._loaded, self._run, ranks)
+        elif searches and not is_started and cluster is not None:
+            plan = self.plan(cluster, nproc=ranks, search=True)
+        if plan is not None and searches:
+            ranks, searches = count_ranks(self._under(plan), nproc, is_started=is_started), False
+        return self._under(plan), ranks, searches, plan
 
     def _under(self, plan: PlannedJob | str | Path | None) -> LoadedJob[TrainingJob]:
         """Return the job under a plan, if there is one."""

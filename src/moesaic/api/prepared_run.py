@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,20 +22,33 @@ from moesaic.api.train_worker import TrainTask, encode, run_train_task
 from moesaic.base.errors import ConfigError
 from moesaic.base.file_system import unsuitable_file_system
 from moesaic.facts.job import Job as LanguageModelJob
-from moesaic.facts.plan import Plan, check_plan, idle_ranks_warning, load_plan, plan_from_job
+from moesaic.facts.plan import (
+    Plan,
+    fewest_ranks,
+    idle_ranks_warning,
+    load_plan,
+    plan_from_job,
+)
 from moesaic.facts.plan.plan import MAX_RANKS
 from moesaic.policy.plan.mapping import max_ranks
 from moesaic.train.job_file import (
     LoadedJob,
     TrainingJob,
+    apply_plan,
     blame_sets,
-    check_no_run,
-    holds_checkpoint,
     is_searched,
 )
+from moesaic.train.out_checks import check_no_run, holds_checkpoint, holds_failed_try
 
 if TYPE_CHECKING:
     from moesaic.train.trainer import StepCallback
+
+PLAN = "plan.json"
+"""File of a run with its plan."""
+_GPU_NODES = ("nvidia[0-9]*", "kfd")
+"""Names of GPUs in /dev."""
+_RANKS_PER_CORE = 4
+"""Most ranks that a job may start per CPU core without being told their number."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +105,19 @@ def count_ranks(
     *,
     is_started: bool,
     cluster: Cluster | None = None,
+    earlier: Plan | None = None,
 ) -> int:
-    """Return the number of ranks: that of the plan or `nproc`, else the devices of `cluster`."""
+    """Return the number of ranks: that of the plan or `nproc`, else the devices of `cluster`.
+
+    Without them, a resumed run has the ranks of its `earlier` plan, and a new one what its layout
+    needs on all devices.
+    """
     requested, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
     if plan is None:
         is_here = cluster is not None and (len(cluster.facts.hosts) == 1 or not is_started)
-        return requested or (max_ranks(cluster.facts) if cluster and is_here else 1)
+        if cluster is not None and is_here and requested is None:
+            return max_ranks(cluster.facts)
+        return requested or _default_ranks(loaded, earlier, is_started=is_started)
     if requested not in (None, plan.ranks):
         actual = f"torchrun started {requested}" if is_torchrun() else f"nproc is {requested}"
         raise ConfigError(
@@ -110,6 +131,41 @@ def count_ranks(
             "or plan anew for one host"
         )
     return plan.ranks
+
+
+def _default_ranks(
+    loaded: LoadedJob[TrainingJob], earlier: Plan | None, *, is_started: bool
+) -> int:
+    """Return the ranks of a job that names no number: the `earlier` ones, else one a device and as
+    many as the layout needs; raise if this machine is too small to start them."""
+    job = loaded.job
+    needed = fewest_ranks(job.layout) if isinstance(job, LanguageModelJob) else 1
+    if earlier is not None and earlier.ranks % needed == 0:
+        return earlier.ranks
+    devices = _num_gpus(job.train.device)
+    limit = devices or _RANKS_PER_CORE * (os.cpu_count() or 1)
+    if is_started and needed > limit:
+        has = f"{devices} GPUs" if devices else f"{os.cpu_count()} cores"
+        raise ConfigError(
+            f"{loaded.origin}: [layout] needs {needed} ranks, and this machine has {has}: start "
+            f"them on several machines with torchrun, or change [layout] (--nproc {needed} starts "
+            "them here all the same)"
+        )
+    return max(needed, devices // needed * needed)
+
+
+def _num_gpus(device: str) -> int:
+    """Return the number of GPUs that `train.device` allows."""
+    if (
+        device == "cpu"
+        or ":" in device
+        or not any(any(Path("/dev").glob(name)) for name in _GPU_NODES)
+    ):
+        return 0  # Importing torch would take seconds.
+    from moesaic.kernels import device as devices
+
+    found = devices.resolve(device)
+    return 0 if found.type == "cpu" else devices.num_devices(found)
 
 
 def check_search(loaded: LoadedJob[TrainingJob], ranks: int, cluster: Cluster | None) -> bool:
@@ -128,27 +184,32 @@ def check_search(loaded: LoadedJob[TrainingJob], ranks: int, cluster: Cluster | 
     return is_searched(loaded, ranks)
 
 
-def kept_plan(loaded: LoadedJob[TrainingJob], run: Path | None, nproc: int | None) -> Path | None:
+def earlier_plan(run: Path | None) -> Plan | None:
+    """Return the plan of a run to resume; None if it has none."""
+    path = None if run is None else run / PLAN
+    return load_plan(path) if path is not None and path.is_file() else None
+
+
+def kept_plan(loaded: LoadedJob[TrainingJob], run: Path, ranks: int) -> Path | None:
     """Return the plan of a resumed run; None if the ranks or keys of the job differ from it."""
-    path = None if run is None else run / "plan.json"
-    if path is None or not path.is_file() or not isinstance(loaded.job, LanguageModelJob):
-        return None
-    plan = load_plan(path)
-    if num_ranks(nproc) not in (None, plan.ranks):
+    plan = earlier_plan(run)
+    if plan is None or plan.ranks != ranks or not isinstance(loaded.job, LanguageModelJob):
         return None
     try:
-        check_plan(plan, loaded.job, "the plan")
+        apply_plan(loaded, run / PLAN)
         own = {key: getattr(loaded.job.layout, key) for key in loaded.job.layout.model_fields_set}
     except ConfigError:
         return None
     pinned = {key: value for key, value in own.items() if value not in ("auto", None)}
     planned = {key: plan.dp if own[key] == "all" else getattr(plan, key) for key in pinned}
     agree = all(pinned[key] in (value, "all") for key, value in planned.items())
-    return path if agree else None
+    return run / PLAN if agree else None
 
 
 def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | None, str | None]:
-    """Return the run directory and the checkpoint to resume from, if any."""
+    """Return the run directory and the checkpoint to resume from, if any.
+
+    A run without a checkpoint starts anew."""
     if resume is None:
         if out is not None and is_leader():
             check_no_run(out)
@@ -156,10 +217,12 @@ def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | Non
     if resume == "auto":
         if out is None:
             raise ConfigError("resume needs out, the directory of the run to continue")
+        if holds_failed_try(out):
+            return out, None
         if not holds_checkpoint(out):
             raise ConfigError(
-                f"'{out}' has no checkpoint to resume from: start anew, after removing the "
-                "directory if a run that has ended left it, or give another one"
+                f"'{out}' has no checkpoint to resume from: start a run there without resume, or "
+                "give another directory"
             )
         return out, "auto"
     return _find_checkpoint(Path(resume), out)

@@ -17,7 +17,8 @@ from moesaic.api.start import exit_on_interrupt
 from moesaic.api.step_callback import remote_callback
 from moesaic.base.config import parse
 from moesaic.facts.cluster import Cluster
-from moesaic.train.job_file import holds_checkpoint, language_model, load_job
+from moesaic.train.job_file import language_model, load_job
+from moesaic.train.out_checks import holds_checkpoint
 
 if TYPE_CHECKING:
     from moesaic.dist.world import World
@@ -37,8 +38,8 @@ MEMORY_HINT = (
 class TrainTask:
     """Task of a training run, the same on every rank."""
 
-    job: str | dict[str, Any]
-    """Path of the job file, or its tables."""
+    job: str | dict[str, Any] | None
+    """Path of the job file, or its tables; None: those of `run`."""
     sets: list[str]
     """Items of `--set`."""
     out: str | None
@@ -49,6 +50,8 @@ class TrainTask:
     """Stream for progress."""
     command: list[str]
     """Command line of the user."""
+    run: str | None = None
+    """Directory of the run whose job goes on; None: a new job."""
     plan: str | dict[str, Any] | None = None
     """Path of the plan, or its content; None: the job's own."""
     callback: str | None = None
@@ -62,7 +65,7 @@ class TrainTask:
 
 
 def resumed_run(out: str | None, resume: str | None) -> Path | None:
-    """Return the run of the checkpoint to resume from; None for a new run."""
+    """Return the run to resume, or that of the checkpoint to resume from; None for a new run."""
     if resume is None or (resume == "auto" and out is None):
         return None
     if resume == "auto":
@@ -81,8 +84,7 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
         from moesaic.train.trainer import collective_timeout, train
 
         job, plan = (Path(one) if isinstance(one, str) else one for one in (task.job, task.plan))
-        assert job is not None
-        loaded = load_job(job, task.sets, resumed_run(task.out, task.resume), plan)
+        loaded = load_job(job, task.sets, None if task.run is None else Path(task.run), plan)
         kind = _job_kind(loaded.job.kind)
         world = World.from_launcher(loaded.job.train.device, collective_timeout(loaded.job))
     if task.callback is not None:
@@ -126,7 +128,7 @@ def _job_kind(name: str) -> JobKind[Any]:
     return LanguageModelKind()
 
 
-def default_out(job: Path | Mapping[str, Any]) -> Path:
+def default_out(job: Path | Mapping[str, Any] | None) -> Path:
     """Return runs/NAME-DATE-TIME, a directory that does not exist yet."""
     name = job.stem if isinstance(job, Path) else "job"
     now = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -66,8 +66,9 @@ SET_FLAG = "--set"
 def _toml_lines(section: Section, path: str) -> Iterator[str]:
     values = {field.alias or name: getattr(section, name) for name, field in _own_fields(section)}
     for name, value in values.items():
-        if value is not None and not _subsections(value):
-            mark = "# " if name in section.resolved_keys else ""
+        is_resolved = name in section.resolved_keys
+        if value is not None and not _subsections(value) and (value or not is_resolved):
+            mark = "# " if is_resolved else ""
             yield f"{mark}{keys.dotted_key([name])} = {keys.toml(value)}"
     for name, value in values.items():
         for table in _subsections(value):
@@ -146,6 +147,7 @@ def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
     """Return a copy of `raw` with each `a.b=value` of `sets` applied; later ones win.
 
     A value is parsed as TOML (`0.1`, `true`, `[1, 2]`, `"text"`); anything else is a string.
+    `a.NAME.b=value` sets a key of the table with this `name` in a list of tables.
     """
     result = copy.deepcopy(dict(raw))
     for item in sets:
@@ -153,14 +155,31 @@ def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
         parts = [part.strip() for part in key.split(".")]
         if not separator or not all(parts):
             raise ConfigError(f"'{item}' is not of the form key.path=value, as in train.steps=100")
-        table = result
-        for depth, part in enumerate(parts[:-1]):
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                where = ".".join(parts[: depth + 1])
+        table: Any = result
+        for depth, part in enumerate(parts):
+            where = ".".join(parts[:depth])
+            if isinstance(table, list):
+                name = part if depth < len(parts) - 1 else None
+                table = _choose_table(table, name, where, item)
+            elif not isinstance(table, dict):
                 raise ConfigError(f"{item}: '{where}' is a value and has no keys of its own")
-        table[parts[-1]] = _parse_value(text)
+            elif depth < len(parts) - 1:
+                table = table.setdefault(part, {})
+            else:
+                table[part] = _parse_value(text)
     return result
+
+
+def _choose_table(tables: list[Any], name: str | None, where: str, item: str) -> dict[str, Any]:
+    """Return the table of the list at `where` that has this `name`; None has no table."""
+    named = {str(one["name"]): one for one in tables if isinstance(one, dict) and "name" in one}
+    if name in named:
+        table: dict[str, Any] = named[name]
+        return table
+    remedy = "edit the file"
+    if named:
+        remedy = f"name one, as in {where}.{next(iter(named))}.KEY=VALUE ({', '.join(named)})"
+    raise ConfigError(f"{item}: '{where}' is a list of tables: {remedy}")
 
 
 def _parse_value(text: str) -> Any:
@@ -239,6 +258,12 @@ def _describe_mistake(kind: type[BaseModel], detail: Any) -> tuple[str, str]:
         # A table in a list cannot name its own index.
         return key, f"{key}: {sentence}" if "[" in key else sentence
     shown = f"{key} = {keys.show(value)}"
+    if (
+        reason == "list_type"
+        and isinstance(value, dict)
+        and keys.section_of(field and field.annotation)
+    ):
+        return key, f"[{key}] is one table, and the key takes a list of them: write [[{key}]]"
     if field is None:
         return key, f"{shown}: {_lower_first(detail['msg'])}"
     expected = keys.describe_type(field)

@@ -114,6 +114,10 @@ def generate(  # noqa: PLR0913 - a parameter for each flag
     config = flags.parse_settings(kind, [*_control_sets(control or ()), *(sets or ())])
     ranking: dict[str, Any] = {"best_of": best_of, "rank": rank}
     _check_flags(adversarial, source, chat, ranking)
+    if chat and config.control.given:
+        raise ConfigError(
+            "--control names attributes of a text, and --chat sends a message: remove one of them"
+        )
     if config.control.given and not prompt and source is target is None:
         prompt = [""]  # Attributes alone are a prompt.
     prompts = _read_prompts(prompt, source, target)

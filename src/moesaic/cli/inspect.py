@@ -106,7 +106,10 @@ def _describe_student(row: dict[str, Any]) -> str:
 def _print_text(number: int, row: dict[str, Any]) -> None:
     """Print a sample of text, with its tokens in the loss highlighted."""
     screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
-    for document in row["documents"]:
+    labels = row.get("labels", [None] * len(row["documents"]))
+    for document, label in zip(row["documents"], labels, strict=True):
+        if label is not None:
+            screen.print_line(f"label: {label}")
         screen.out().print(_highlight_targets(document))
 
 

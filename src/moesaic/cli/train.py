@@ -30,6 +30,7 @@ from moesaic.api.run import Run
 from moesaic.api.start import exit_on_interrupt, import_module
 from moesaic.api.train_worker import resumed_run
 from moesaic.base.errors import DivergedError
+from moesaic.base.events import RUN_LOG
 from moesaic.base.units import format_bytes, format_clock
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
@@ -38,13 +39,14 @@ from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.plan import Plan, describe_plan
 from moesaic.facts.workload import count_parameters, job_parts
 from moesaic.facts.workload.parameters import describe_trainable
-from moesaic.train.job_file import holds_checkpoint
+from moesaic.train.out_checks import holds_checkpoint
+from moesaic.train.resumed_job import JOB_TEXT
 
 Nproc = Annotated[
     int | None,
     typer.Option(
-        "--nproc", metavar="N", show_default="1",
-        help="For several GPUs or CPU cores: ranks to start on this machine.",
+        "--nproc", metavar="N", show_default="as the layout needs, on all GPUs",
+        help="To choose the number of ranks to start on this machine.",
     ),
 ]  # fmt: skip
 Out = Annotated[
@@ -58,7 +60,16 @@ Resume = Annotated[
     str | None,
     typer.Option(
         "--resume", metavar="[auto|PATH]", show_default=False,
-        help="To continue from the newest checkpoint of --out, or from the one at PATH.",
+        help="To continue from the newest checkpoint of --out, or from the one at PATH. JOB.toml, "
+        "--set, --nproc and --plan may be left out: the run keeps its own.",
+    ),
+]  # fmt: skip
+Change = Annotated[
+    bool,
+    typer.Option(
+        "--change", metavar="",
+        help="With --resume: to take changes of schedule, batch and whatever else alters what the "
+        "run learns.",
     ),
 ]  # fmt: skip
 DryRun = Annotated[
@@ -83,6 +94,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     plan: PlanPath = None,
     cluster: ClusterPath = None,
     resume: Resume = None,
+    change: Change = False,
     sets: Sets = None,
     out: Out = None,
     dry_run: DryRun = False,
@@ -94,18 +106,19 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     if explain is not None:
         flags.print_job_explanation(explain, as_json, job)
         return 0
-    path = flags.require(job, "JOB.toml", "train")
+    if resume is None:
+        flags.require(job, "JOB.toml", "train")
     run = resumed_run(None if out is None else str(out), resume)
     with exit_on_interrupt(), said_once():
-        prepared = Job.load(path, sets=sets or (), run=run).prepare(
-            out=out, nproc=nproc, resume=resume, plan=plan,
+        prepared = Job.load(job, sets=sets or (), run=run).prepare(
+            out=out, nproc=nproc, resume=resume, change=change, plan=plan,
             output="stderr" if as_json else "stdout", is_started=not dry_run,
             cluster=None if cluster is None else flags.load_cluster(cluster),
         )  # fmt: skip
     for warning in prepared.warnings if is_leader() else ():
         screen.print_warning(warning)
     if dry_run:
-        _print_dry_run(path, prepared, cluster, as_json)
+        _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
         return 0
     with exit_on_interrupt():
         prepared.check_machine()
@@ -116,6 +129,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
             finished = replace(prepared, task=replace(prepared.task, is_verbose=verbose)).run()
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
+    except DivergedError as error:
+        raise DivergedError(f"{error}{_reported(prepared)}") from None
     if is_leader():
         _write_report(finished, as_json, verbose)
     return 0
@@ -151,14 +166,16 @@ def _resume_command(prepared: PreparedRun, as_json: bool) -> str:
         return ""
     if is_torchrun():
         return f"; to continue: the same command with {shlex.join(('--out', task.out))} --resume"
-    words = ["moesaic", "train", str(task.job)]
-    if task.plan is not None:
-        words += ["--plan", str(task.plan)]
-    elif prepared.ranks > 1:
-        words += ["--nproc", str(prepared.ranks)]
-    words += [word for item in task.sets for word in ("--set", item)]
-    words += ["--json"] if as_json else []
-    return f"; to continue: {shlex.join([*words, '--out', task.out, '--resume'])}"
+    words = ["moesaic", "train", *(["--json"] if as_json else []), "--out", task.out, "--resume"]
+    return f"; to continue: {shlex.join(words)}"
+
+
+def _reported(prepared: PreparedRun) -> str:
+    """Write the report of a run that ended with an error; return a hint at it, as a clause."""
+    out = prepared.task.out
+    if out is None or not is_leader() or not (Path(out) / RUN_LOG).is_file():
+        return ""
+    return f" (report: {Run(Path(out)).report()})"
 
 
 def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
@@ -175,10 +192,15 @@ def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
             "skipped step; raise train.steps and continue with --resume, or start again with "
             'train.precision = "bf16" or "fp32"'
         )
+    worst = facts["findings"][0] if facts["findings"] else None
+    if worst is not None and worst["kind"] == "diverged":
+        title = f"{worst['title'][0].lower()}{worst['title'][1:]}"
+        raise DivergedError(f"{title}. {worst['text']}")
 
 
 def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -> None:
-    screen.print_line(_headline(facts))
+    is_frozen = bool(run.job.get("distill", {}).get("frozen"))
+    screen.print_line(_headline(facts, is_frozen))
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
         screen.print_line(
@@ -213,13 +235,14 @@ def _next_command(run: Run) -> str:
     return f'moesaic generate {directory}{chat} --prompt "..."'
 
 
-def _headline(facts: dict[str, Any]) -> str:
+def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
     text = f"trained {facts['step']:,} steps in {format_clock(facts['seconds'] or 0.0)}"
     if facts["skipped"]:
         text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped because fp16 overflowed"
     if facts["loss"] is not None:
-        text += f": loss {facts['first_loss']:.3f} -> {facts['loss']:.3f}"
-    if facts["validation_loss"] is not None:
+        change = f"{facts['first_loss']:.3f} -> {facts['loss']:.3f}"
+        text += f": loss {change}" if not is_frozen else ", students alone: the teacher is frozen"
+    if facts["validation_loss"] is not None and not is_frozen:
         text += f", validation loss {facts['validation_loss']:.3f}"
     if facts["tokens_per_s"] is not None:
         text += f", {facts['tokens_per_s']:,.0f} {facts['unit']}/s (median)"

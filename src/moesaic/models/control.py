@@ -49,7 +49,7 @@ TAGS = {
 _TAG_TEXTS = tuple(tag for pair in TAGS.values() for tag in pair)
 _SETTING, _SUPPRESSED = "control", "suppress_tokens"
 _HIDDEN = "\ue000{}\ue000"
-"""Form of a control token that no text holds."""
+"""Name that replaces a control token, so that no text contains it."""
 
 Value = str | int | list[str]
 
@@ -60,7 +60,7 @@ def soft_prompts(genre: str) -> list[str]:
 
 
 def value_text(attribute: str, value: Value) -> str:
-    """Return a value as it stands between its tags."""
+    """Return the text of a value between its tags."""
     if attribute == "length":
         return f"About {value} words"
     text = ", ".join(value) if isinstance(value, list) else str(value)
@@ -194,7 +194,8 @@ class ControlPrompts:
 
     @cached_property
     def _plain(self) -> Any:
-        """The tokenizer with control tokens that no text holds, so that all text is plain."""
+        """The tokenizer with other names for its control tokens, so that it encodes their usual
+        names as plain text."""
         content = json.loads(self._files[TOKENIZER_FILE])
         reserved = set(self.reserved_ids)
         content["added_tokens"] = [
@@ -216,10 +217,10 @@ class ControlPrompts:
         return _HIDDEN.format(self.reserved_ids[0])
 
     def encode_texts(self, texts: Sequence[str], *, has_prompt: bool = True) -> list[list[int]]:
-        """Return the ids of texts behind a prompt, or at the start; control tokens in a text are
-        plain text.
+        """Return the ids of texts, each behind a prompt or alone.
 
-        Some tokenizers mark the first word of a text, but not one behind a prompt.
+        Names of control tokens in a text are plain text. Some tokenizers mark the first word of a
+        text that stands alone, and not that of a text behind a prompt.
         """
         before = self._hidden_tag if has_prompt else ""
         encodings = self._plain.encode_batch_fast(
@@ -228,7 +229,7 @@ class ControlPrompts:
         return [encoding.ids[int(has_prompt) :] for encoding in encodings]
 
     def encode_values(self, attribute: str, values: Sequence[Value | None]) -> list[list[int]]:
-        """Return the ids of values with their tags; those of None are none."""
+        """Return the ids of values with their tags; an empty list for None."""
         begin, end = self._tags[attribute]
         texts = ["" if one is None else value_text(attribute, one) for one in values]
         return [

@@ -37,6 +37,10 @@ _SPIKE_SIGMAS = 8.0
 """A spike exceeds the expected loss by this many robust standard deviations ..."""
 _SPIKE_RISE = 0.1
 """... and by this share."""
+_HIGH_RATE = 0.01
+"""Learning rate of AdamW above which it is the likely cause of a divergence."""
+_EARLY = 0.05
+"""Share of a run in which a missing warm-up is the likely cause of a divergence."""
 _OVERFIT_RISE = 0.01
 """Share above the best validation loss at which the last three count as overfitting."""
 _FAR_OFF = 2.5
@@ -63,9 +67,10 @@ class Finding:
 
 def find(run: RunStats) -> list[Finding]:
     """Return every finding of `run`, most severe first."""
-    if not len(run.steps):
+    if not len(run.steps) and run.divergence is None:
         return [_no_steps(run)]
-    findings = [finding for finder in _FINDERS if (finding := finder(run)) is not None]
+    finders = [one for one in _FINDERS if not (run.is_frozen and one in _OF_TRAINING)]
+    findings = [finding for finder in finders if (finding := finder(run)) is not None]
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
@@ -108,20 +113,62 @@ def _failed_saves(run: RunStats) -> Finding | None:
     return Finding("failed_saves", "problem", title, text)
 
 
-def _not_a_number(run: RunStats) -> Finding | None:
-    steps = run.steps
-    rows = np.flatnonzero(~np.isfinite(steps.loss) & ~(steps.skipped > 0))
-    if not len(rows):
+def _diverged(run: RunStats) -> Finding | None:
+    found = run.divergence
+    if found is None:
         return None
-    step = int(steps.step[rows[0]])
-    text = (
-        f"{len(rows):,} of {len(steps):,} steps from step {step:,} on have no finite loss, and "
-        "the weights after it are useless. Resume from an earlier checkpoint with a lower "
-        "optimizer.lr, a longer schedule.warmup or a smaller train.clip. If train.precision is "
-        '"bf16", try "fp32".'
+    if found.kind == "not finite":
+        title = f"The loss diverged (NaN or infinite) at step {found.step:,}"
+        what = f"{run.error[:1].upper()}{run.error[1:]}. " if run.error else ""
+        if not run.error:
+            what = (
+                f"{found.num_steps:,} of {len(run.steps):,} steps from step {found.step:,} on have "
+                "no finite loss, and the weights after it are useless. "
+            )
+    elif found.kind == "exploded":
+        title = (
+            f"The loss diverged from step {found.step:,} on: {digits(found.before)} at the start, "
+            f"{digits(found.after)} at the end"
+        )
+        what = "The weights are worse than at the start. "
+    else:
+        title = (
+            f"The loss diverged from step {found.step:,} on: it had fallen to "
+            f"{digits(found.before)} and is back at {digits(found.after)}"
+        )
+        what = "The run has lost most of what it had learned. "
+    text = f"{what}Likely cause: {_cause(run, found.step)}. {_way_back(run, found.step)}"
+    return Finding("diverged", "problem", title, text)
+
+
+def _cause(run: RunStats, step: int) -> str:
+    """Return the likely cause of a divergence at `step`, as a clause."""
+    peak, warmup = run.setting("optimizer.lr"), run.setting("schedule.warmup")
+    keys = "optimizer.lr" if run.setting("kind") != "ctr" else "optimizer.lr or table.lr"
+    if isinstance(peak, int | float) and peak > _HIGH_RATE:
+        return f"optimizer.lr = {peak:g} is far above the usual 1e-4 to 1e-3"
+    if run.setting("train.clip") == 0:
+        return "train.clip = 0, so a single batch can move the weights far"
+    if not warmup and step <= max(_EARLY * (run.planned_steps or 0), _NEAR):
+        return f"schedule.warmup = 0, so training begins with the full {keys}{_now(peak)}"
+    narrow = run.setting("train.precision")
+    also = f', or train.precision = "{narrow}" is too narrow' if narrow in ("bf16", "fp16") else ""
+    return f"{keys}{_now(peak)} is too high for this model and batch{also}"
+
+
+def _way_back(run: RunStats, step: int) -> str:
+    """Return what to do about a divergence at `step`."""
+    earlier = [one for one in run.checkpoints if one.state == "done" and one.step < step]
+    peak = run.setting("optimizer.lr")
+    lower = "optimizer.lr=LOWER"
+    if isinstance(peak, int | float):
+        lower = f"optimizer.lr={min(peak / 10, _HIGH_RATE / 10):g}"
+    if not earlier:
+        return f"Start again with --set {lower} or a longer schedule.warmup."
+    return (
+        f"Go back to step {earlier[-1].step:,}: moesaic train --resume "
+        f"{run.directory / earlier[-1].path} --change --set {lower}."
     )
-    title = f"The loss diverged (NaN or infinite) at step {step:,}"
-    return Finding("not_a_number", "problem", title, text)
 
 
 def _skipped(run: RunStats) -> Finding | None:
@@ -230,9 +277,9 @@ def _drops(run: RunStats) -> Finding | None:
     recent = float(np.nansum(steps.dropped[last_quarter])) / assignments
     text = (
         f"Full experts dropped {count(total)} assignments in the whole run. Raise "
-        f"routing.capacity_factor{_now(run.setting('routing.capacity_factor'))}, or spread the "
-        f"load: {_spread_load(run)}"
+        f"routing.capacity_factor{_now(run.setting('routing.capacity_factor'))}"
     )
+    text += "." if run.is_frozen else f", or spread the load: {_spread_load(run)}"
     title = f"Assignments were dropped: {recent:.1%} in the last quarter of the run"
     return Finding("drops", "warning" if recent >= _MANY_DROPS else "note", title, text)
 
@@ -367,7 +414,9 @@ def _slow_passes(run: RunStats) -> Finding | None:
 
 
 _FINDERS: tuple[Callable[[RunStats], Finding | None], ...] = (
-    _not_a_number, _stopped, _failed_saves, _dead_experts, _hot_experts, _drops, _replay_mismatches,
+    _diverged, _stopped, _failed_saves, _dead_experts, _hot_experts, _drops, _replay_mismatches,
     _spikes, _skipped, _overfitting, _replicas, _slow_drive,
     _slow_passes,
 )  # fmt: skip
+_OF_TRAINING = (_dead_experts, _hot_experts, _spikes, _overfitting)
+"""Findings about how the job's own model learns, which a frozen teacher does not."""

@@ -39,6 +39,16 @@ class Machine(NamedTuple):
     """CPU threads of the process."""
 
 
+class Student(NamedTuple):
+    """Student of a run."""
+
+    name: str
+    teacher: str
+    """Name of the student that it learns from; "model": the job's own model."""
+    parameters_total: float
+    """Number of parameters."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of the run: its log from a `run_start` event to the next one or to the end."""
@@ -72,6 +82,8 @@ class Launch:
     """Expert kernels and token transport, in words."""
     unit: str = "tokens"
     """Plural noun of the unit of progress."""
+    students: tuple[Student, ...] = ()
+    """Students of the job."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +194,10 @@ class Log:
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     """Saves, by step."""
     ended: str = ""
-    """Reason of the end: "finished", "stopped early", or what cut the run off; empty while the log
-    has no end."""
+    """Reason of the end: "finished", "stopped early", "diverged", or what cut the run off; empty
+    while the log has no end."""
+    error: str = ""
+    """Error that ended a diverged run."""
     days: dict[int, Day] = field(default_factory=dict)
     """Ends of days, by step."""
     passes: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -246,13 +260,17 @@ class Log:
             machines=_machines(event.get("rank_hosts") or ()),
             layout=_layout(event),
             backends=str(event.get("backends") or ""), unit=unit,
+            students=tuple(
+                Student(str(one["name"]), str(one["teacher"]), number(one["parameters_total"]))
+                for one in event.get("students") or ()
+            ),
         )  # fmt: skip
         self.launches.append(launch)
-        self.ended = ""
+        self.ended = self.error = ""
         self._void(num_done)
 
     def _end(self, event: Event) -> None:
-        self.ended = str(event["reason"])
+        self.ended, self.error = str(event["reason"]), str(event.get("error") or "")
         if self.launches:
             peak = number(event.get("peak_bytes"))
             self.launches[-1] = replace(self.launches[-1], peak_bytes=peak)

@@ -20,7 +20,7 @@ from moesaic.report.charts import (
 )
 from moesaic.report.document import cards, document, header, section, table, table_card
 from moesaic.report.prediction import Prediction
-from moesaic.report.run_stats import RunStats
+from moesaic.report.run_stats import STUDENT_TERMS, RunStats
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,
@@ -50,6 +50,7 @@ def render(run: RunStats) -> str:
     parts, figures, loads = [], [], None
     if len(run.steps):
         groups = [("Learning", "", learning.figures(run)), ("Students", "", students.figures(run))]
+        groups.append(("Credibility", "", clicks.label_figures(run)))
         groups.append(("Clicks", "", clicks.figures(run)))
         if run.loads is not None:
             loads = experts.page_data(run.loads)
@@ -58,7 +59,12 @@ def render(run: RunStats) -> str:
         groups.append(("Table", "", clicks.table_figures(run)))
         groups.append(("Memory", "", memory.figures(run)))
         groups.append(("Balance", "", balance.figures(run)))
-        parts = [section(title, cards(group), extra) for title, extra, group in groups if group]
+        tables = {"Students": _students(run, headline)}
+        parts = [
+            section(title, cards(group) + tables.get(title, ""), extra)
+            for title, extra, group in groups
+            if group
+        ]
         figures = [figure for _, _, group in groups for figure in group]
     if run.days:
         parts.append(section("Days", _days(run)))
@@ -68,7 +74,7 @@ def render(run: RunStats) -> str:
         parts.append(section("Predicted and measured", content))
         figures += lanes
     body = (
-        f"{_head(run, headline)}<main>{_tiles(headline)}{_findings(headline)}"
+        f"{_head(run, headline)}<main>{_tiles(headline, run.is_frozen)}{_findings(headline)}"
         f"{''.join(parts)}{_details(run)}</main>{_foot(run)}"
     )
     title = f"{run.name} \N{MIDDLE DOT} moesaic report"
@@ -141,7 +147,7 @@ def _describe(run: RunStats, headline: dict[str, Any]) -> list[str]:
     return words + ([headline["device"]] if headline["device"] else [])
 
 
-def _tiles(headline: dict[str, Any]) -> str:
+def _tiles(headline: dict[str, Any], is_frozen: bool) -> str:
     unit = headline["unit"].capitalize()
     validated, best_step = headline["validation_step"], headline["best_validation_step"]
     validation = "none measured"
@@ -149,14 +155,16 @@ def _tiles(headline: dict[str, Any]) -> str:
         best = f"best {loss(headline['best_validation_loss'])} at {best_step:,}"
         validation = f"at step {validated:,}, {'its best' if best_step == validated else best}"
     resumes = f", {plural(headline['resumes'], 'resume')}" if headline["resumes"] else ""
+    metrics = headline["clicks"] or headline["credibility"]
+    of_teacher = " of the frozen teacher" if is_frozen else ""
     tiles = [
-        ("Loss", loss(headline["loss"]),
+        (f"Loss{of_teacher}", loss(headline["loss"]),
          f"mean of last {headline['recent_steps']}: {loss(headline['recent_loss'])}"),
-        ("Validation loss", loss(headline["validation_loss"]), validation),
+        (f"Validation loss{of_teacher}", loss(headline["validation_loss"]), validation),
         (f"{unit} per second", count(headline["tokens_per_s"]),
          f"median; {duration(headline['step_s'])} a step"),
         (f"{unit} seen", count(headline["tokens"]), "repeated steps count once"),
-        _auc_tile(headline["clicks"]) if headline["clicks"] else _parameters_tile(headline),
+        _auc_tile(metrics) if metrics else _parameters_tile(headline),
         ("Ranks", str(headline["ranks"] or UNKNOWN),
          f"peak {size(headline['peak_memory_bytes'])} each"),
         ("Time", format_clock(headline["seconds"]), f"start to last event{resumes}"),
@@ -175,13 +183,13 @@ def _parameters_tile(headline: dict[str, Any]) -> tuple[str, str, str]:
     return "Parameters", count(total), note
 
 
-def _auc_tile(clicks: dict[str, Any]) -> tuple[str, str, str]:
-    shown, name = clicks["validation"] or clicks["training"], "validation"
-    if not clicks["validation"]:
+def _auc_tile(metrics: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the AUC of clicks or labels, with another metric as its note."""
+    shown, name = metrics["validation"] or metrics["training"], "validation"
+    if not metrics["validation"]:
         name = "training, recent mean"
-    calibration = shown.get("calibration")
-    note = f"{name}; calibration {digits(calibration)}" if calibration else name
-    return "AUC", loss(shown.get("auc")), note
+    more = [f"{one} {digits(shown[one])}" for one in ("calibration", "accuracy") if shown.get(one)]
+    return "AUC", loss(shown.get("auc")), "; ".join([name, *more])
 
 
 def _days(run: RunStats) -> str:
@@ -197,6 +205,32 @@ def _days(run: RunStats) -> str:
         "from one day to the next."
     )
     return table_card(guide, ("day", *(_DAY_COLUMNS[name][0] for name in names)), rows)
+
+
+def _students(run: RunStats, headline: dict[str, Any]) -> str:
+    """Return the table of the teacher and its students."""
+    students, teacher = headline["students"], "model (frozen)" if run.is_frozen else "model"
+    terms = [
+        one for one in ("loss", *STUDENT_TERMS, "validation_loss")
+        if any(one in figures for figures in students.values())
+    ]  # fmt: skip
+    own = {
+        "parameters_total": headline["parameters_total"], "loss": headline["recent_loss"],
+        "validation_loss": headline["validation_loss"],
+    }  # fmt: skip
+    rows = [
+        (
+            name, figures.get("teacher") or UNKNOWN, count(figures.get("parameters_total")),
+            *(loss(figures.get(term)) for term in terms),
+        )
+        for name, figures in {teacher: own, **students}.items()
+    ]  # fmt: skip
+    guide = (
+        f"Losses are means of the last {plural(headline['recent_steps'], 'step')}, without their "
+        "weights. Look for a student far above its teacher: give it more steps, or an assistant."
+    )
+    names = ("name", "teacher", "parameters", *(term.replace("_", " ") for term in terms))
+    return table_card(guide, names, rows)
 
 
 def _findings(headline: dict[str, Any]) -> str:

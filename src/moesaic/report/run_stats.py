@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from moesaic.base.errors import StoreError
 from moesaic.base.events import find_run_log
+from moesaic.report.divergence import Divergence, find_divergence
 from moesaic.report.loads import BalanceStats, Loads, read_balance_stats, read_loads
 from moesaic.report.log import (
     Checkpoint,
@@ -28,8 +30,10 @@ from moesaic.report.log import (
 )
 from moesaic.report.prediction import Prediction, read_prediction
 
-Status = Literal["finished", "stopped early", "running", "stopped"]
+Status = Literal["finished", "stopped early", "diverged", "running", "stopped"]
 
+DIVERGED = "diverged"
+"""Reason of an end by a loss or gradient that is not finite."""
 _PLANNED_ENDS: dict[str, Status] = {
     "finished": "finished", "stopped early": "stopped early",
 }  # fmt: skip
@@ -80,6 +84,8 @@ class RunStats:
     """Why the run ended; empty while its log has no end."""
     read_at_s: float
     """Time of the reading, in seconds since the epoch."""
+    error: str = ""
+    """Error that ended a diverged run."""
 
     @classmethod
     def read(cls, run_dir: Path, now_s: float | None = None) -> RunStats:
@@ -108,6 +114,7 @@ class RunStats:
             balance=read_balance_stats(run_dir / "balance", last_step),
             prediction=read_prediction(plan, log.launches, steps, ranks),
             ended=log.ended,
+            error=log.error,
             read_at_s=time.time() if now_s is None else now_s,
         )
 
@@ -118,12 +125,20 @@ class RunStats:
 
     @property
     def status(self) -> Status:
-        """State of the run: finished, stopped early by its `on_step`, running, or cut off."""
+        """State of the run: finished, stopped early by its `on_step`, diverged, running, or cut
+        off."""
+        if self.ended == DIVERGED or (self.ended in _PLANNED_ENDS and self.divergence is not None):
+            return "diverged"
         if self.ended:
             return _PLANNED_ENDS.get(self.ended, "stopped")
         step_s = float(np.nanmedian(self.steps.step_s)) if len(self.steps) else 0.0
         silence_s = self.read_at_s - self.last_event_s
         return "running" if silence_s <= max(SILENCE_S, SILENT_STEPS * step_s) else "stopped"
+
+    @cached_property
+    def divergence(self) -> Divergence | None:
+        """How the loss diverged; None if it did not."""
+        return find_divergence(self.steps, has_error=self.ended == DIVERGED)
 
     @property
     def last_event_s(self) -> float:
@@ -159,6 +174,11 @@ class RunStats:
         pairs = (name.rpartition("/") for name in logged)
         terms = {"loss", *STUDENT_TERMS}
         return list(dict.fromkeys(name for name, _, term in pairs if name and term in terms))
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the job's own model is a teacher that does not train."""
+        return bool(self.setting("distill.frozen"))
 
     def setting(self, key: str) -> Any:
         """Return the value of a dotted key of the job; None if it is absent."""

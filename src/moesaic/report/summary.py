@@ -53,6 +53,7 @@ def summary(run: RunStats) -> dict[str, Any]:
         "loss_scale": float(run.steps.loss_scale[-1]) if len(run.steps) else None,
         "experts": _experts(run),
         "students": _students(run),
+        "credibility": _credibility(run),
         "clicks": _clicks(run),
         "table": _table(run),
         "balance": _balance(run),
@@ -88,9 +89,10 @@ def _losses(run: RunStats) -> dict[str, Any]:
     }
 
 
-def _students(run: RunStats) -> dict[str, dict[str, float]]:
-    """Return figures by student: means of recent steps, and those of the last validation with
-    "validation_" before their name."""
+def _students(run: RunStats) -> dict[str, dict[str, Any]]:
+    """Return teacher, parameters and figures by student: means of recent steps, and those of the
+    last validation with "validation_" before their name."""
+    known = {one.name: one._asdict() for launch in run.launches for one in launch.students}
     recent = min(_RECENT, max(len(run.steps) // 10, 1))
     figures = {name: known_mean(values[-recent:]) for name, values in run.steps.figures.items()}
     for name, value in run.validations[-1].figures.items() if run.validations else ():
@@ -98,11 +100,27 @@ def _students(run: RunStats) -> dict[str, dict[str, float]]:
         figures[f"{student}{slash}validation_{term}"] = value
     return {
         name: {
-            key.rpartition("/")[2]: value
-            for key, value in figures.items()
-            if key.rpartition("/")[0] == name
+            **{key: value for key, value in known.get(name, {}).items() if key != "name"},
+            **{
+                key.rpartition("/")[2]: value
+                for key, value in figures.items()
+                if key.rpartition("/")[0] == name
+            },
         }
         for name in run.students
+    }
+
+
+def _credibility(run: RunStats) -> dict[str, Any] | None:
+    """Return metrics of a credibility head: of the last validation, and the mean of recent
+    steps."""
+    if run.setting("credibility") is None:
+        return None
+    recent = min(_RECENT, max(len(run.steps) // 10, 1))
+    logged = run.steps.figures.get("credibility_loss")
+    return {
+        "validation": dict(run.validations[-1].figures) if run.validations else None,
+        "training": {} if logged is None else {"credibility_loss": known_mean(logged[-recent:])},
     }
 
 
@@ -110,7 +128,7 @@ def _clicks(run: RunStats) -> dict[str, Any] | None:
     """Return metrics of click prediction: of the last validation, and means of recent steps."""
     logged = {name: run.steps.figures[name] for name in METRICS if name in run.steps.figures}
     measured = [one for one in run.validations if METRICS & one.figures.keys()]
-    if not logged and not measured:
+    if run.setting("credibility") is not None or not (logged or measured):
         return None
     recent = min(_RECENT, max(len(run.steps) // 10, 1))
     return {

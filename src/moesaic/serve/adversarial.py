@@ -78,8 +78,8 @@ def draw_prefix(paragraph: str, seed: int, index: int) -> str | None:
     return "".join(sentences[: 1 + int(draw * limit)]).rstrip()
 
 
-def limit_original(paragraph: str, tokenizer: Tokenizer, max_tokens: int) -> str:
-    """Return an original paragraph within `max_tokens`, without a sentence that this cut."""
+def limit_text(paragraph: str, tokenizer: Tokenizer, max_tokens: int) -> str:
+    """Return a text within `max_tokens`, without a sentence that this cut."""
     ids = tokenizer.encode(paragraph)
     if len(ids) <= max_tokens:
         return paragraph

@@ -149,6 +149,11 @@ class PromptEncoder:
         limit = self._origin.model.max_positions
         if not ids:
             raise ConfigError(f"prompt {keys.show(prompt)} has no tokens: give some text")
+        if not max_tokens and len(ids) > limit:
+            raise ConfigError(
+                f"text {keys.show(prompt)} has {len(ids)} tokens, and the model has {limit} "
+                "positions: shorten it"
+            )
         if len(ids) + max_tokens > limit:
             raise ConfigError(
                 f"prompt {keys.show(prompt)} ({len(ids)} tokens) and max_tokens = {max_tokens} "
@@ -163,9 +168,10 @@ class PromptEncoder:
                 "without [control]: leave it out, or train with that table"
             )
         if is_chat or not isinstance(prompt, str):
+            found = "this is a chat" if is_chat else f"the prompt {keys.show(prompt)} is none"
             raise ConfigError(
-                f"control = {keys.show(control.given)} stands before a text, and the prompt "
-                f"{keys.show(prompt)} is none: leave it out, or give a text"
+                f"control = {keys.show(control.given)} stands before a text, and {found}: leave it "
+                "out, or give a text without a chat"
             )
         return self.control.encode(control, prompt)
 

@@ -62,8 +62,9 @@ def _check_data(job: Job) -> None:
     from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
     from moesaic.train.data.sources import find_sources
 
-    for source in find_sources(job.data):
-        if source.kind in ("jsonl", "parquet", "chat"):
+    sources = find_sources(job.data)
+    for source in sources:
+        if source.kind in ("jsonl", "parquet", "chat", "labelled"):
             from moesaic.train.data.text import check_first_record
 
             check_first_record(source)
@@ -71,7 +72,8 @@ def _check_data(job: Job) -> None:
     if job.control is not None:
         from moesaic.train.data.control import open_control
 
-        tokenizer, _ = open_control(job.data, job.control)
+        tokenizer, encoder = open_control(job.data, job.control)
+        encoder.check_source(sources[0])
     else:
         tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
     check_vocabulary(

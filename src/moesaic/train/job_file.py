@@ -7,15 +7,10 @@
 
 from __future__ import annotations
 
-import glob
-import json
 import shlex
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -30,7 +25,7 @@ from moesaic.base.config import (
     tables_to_toml,
 )
 from moesaic.base.decisions import Decision
-from moesaic.base.errors import ConfigError, write_error
+from moesaic.base.errors import ConfigError
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
 from moesaic.facts.job.data import fill_for_plan, missing_keys
@@ -46,15 +41,11 @@ from moesaic.facts.plan import (
 from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
+from moesaic.train.resumed_job import JOB_TEXT, RunSource, resolved_job, run_source
 
 ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std", "vocab"})
 """Keys of [model] that may stand beside `from`, because the weights mean the same with any value,
 or with more embeddings."""
-_RUN_FILES = ("rank-0.jsonl", "part-000000.parquet")
-"""Names of files of a run that are in a format of texts."""
-
-LOCK = "LOCK"
-"""Lock file of a run directory."""
 
 J = TypeVar("J", covariant=True)
 TrainingJob: TypeAlias = Job | CtrJob
@@ -94,7 +85,7 @@ class LoadedJob(Generic[J]):
 
 
 def load_job(
-    source: Path | Mapping[str, Any],
+    source: Path | Mapping[str, Any] | None,
     sets: Sequence[str] = (),
     run: Path | None = None,
     plan: Path | Mapping[str, Any] | None = None,
@@ -102,17 +93,16 @@ def load_job(
     """Return the job in the file `source`, or of the tables `source`, and the items of `sets`.
 
     Args:
-        source: path of a job file, or its tables.
+        source: path of a job file, or its tables; None: the file that `run` was started with.
         sets: items of the form `a.b=value`, which change keys.
-        run: resumed run, which supplies the model if the model's directory is gone.
+        run: resumed run, whose own items of `sets` stay. It supplies the model if the model's
+            directory is gone.
         plan: path of a plan, or its content; it overrides the layout.
     """
-    if isinstance(source, Path):
-        text, origin = read_text(source), str(source)
-        raw = parse_toml(text, origin)
-    else:
-        raw, origin = dict(source), LoadedJob.origin
-        text = tables_to_toml(raw)
+    text, raw, origin = _read_source(source, run)
+    began = None if run is None else RunSource.read(run)
+    if began is not None:
+        sets = began.merged_sets(raw, sets)
     with blame_sets(origin, sets):
         raw, has_open_micro_batches = _fill_micro_batches(apply_sets(raw, sets))
         missing_data = missing_keys(raw)
@@ -125,6 +115,21 @@ def load_job(
         has_open_micro_batches=has_open_micro_batches, missing_data=missing_data,
     )  # fmt: skip
     return loaded if plan is None else apply_plan(loaded, plan)
+
+
+def _read_source(
+    source: Path | Mapping[str, Any] | None, run: Path | None
+) -> tuple[str, dict[str, Any], str]:
+    """Return text and tables of a job, and the prefix of messages about it."""
+    if isinstance(source, Path):
+        text = read_text(source)
+        return text, parse_toml(text, str(source)), str(source)
+    if source is not None:
+        return tables_to_toml(source), dict(source), LoadedJob.origin
+    if run is None:
+        raise ConfigError("resume needs out, the directory of the run to continue")
+    began = run_source(run)
+    return began.text, dict(began.tables), str(run / JOB_TEXT)
 
 
 def _fill_micro_batches(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -415,8 +420,8 @@ def _with_students(job: dict[str, Any]) -> list[dict[str, Any]]:
 def _initial_job(source: str, run: Path | None) -> dict[str, Any] | None:
     """Return the job of a run that began with `source`."""
     if run is not None:
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            job: dict[str, Any] = json.loads((run / "job.json").read_text(encoding="utf-8"))
+        with suppress(TypeError, KeyError):
+            job = resolved_job(run)
             is_source = any(one["source"] == source for one in _with_students(job))
             if is_source and {*job["model"], *job["data"]} >= {"vocab", "tokenizer"}:
                 return job
@@ -435,58 +440,3 @@ def _export_warnings(job: Job) -> list[str]:
         except ConfigError as error:
             found.append(f"{name} cannot be exported to a Hugging Face directory: {error}")
     return found
-
-
-def holds_checkpoint(run: Path) -> bool:
-    """Return whether a run has a checkpoint to resume from."""
-    return any((run / "checkpoints").glob("step-*/COMMIT"))
-
-
-def check_no_run(out: Path) -> None:
-    """Raise if `out` cannot take a new run, because something is there already."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"'{out}' is a file: give a directory for the run")
-    if holds_checkpoint(out):
-        raise ConfigError(f"'{out}' already holds a run: resume it, or give another directory")
-    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    found = [name for name in names if name != LOCK]
-    if "job.json" in found:
-        raise ConfigError(
-            f"'{out}' holds a run without a checkpoint: remove the directory if the run has "
-            "ended, or give another one"
-        )
-    if found:
-        raise ConfigError(
-            f"'{out}' is not empty and holds no run (it has '{found[0]}'): give a new or an "
-            "empty directory"
-        )
-
-
-def check_writable(out: Path) -> None:
-    """Raise if the directory `out` cannot be made, or no file can be written there."""
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(dir=nearest):  # Leaves nothing behind.
-            pass
-    except OSError as error:
-        raise write_error(f"'{out}'", error) from None
-
-
-def check_out_is_not_data(out: Path, job: TrainingJob) -> None:
-    """Raise if `job` would read files of its own run in `out` as data from the next start on."""
-    kind_of_data = "text" if isinstance(job, Job) else "samples"
-    for key in ("path", "validation_path"):
-        value = getattr(job.data, key)
-        path = Path(value).expanduser() if value else None
-        if path is None:
-            continue
-        root = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
-        if path.is_dir():
-            reads_run = job.data.format != "text"
-        else:
-            reads_run = "**" in path.parts and any(fnmatch(name, path.name) for name in _RUN_FILES)
-        if reads_run and out.resolve().is_relative_to(root.resolve()):
-            raise ConfigError(
-                f"'{out}' is inside data.{key} = {keys.show(value)}, so files of the run "
-                f"would become {kind_of_data}: give a directory elsewhere"
-            )

@@ -44,8 +44,8 @@ class StudentStats:
     """Statistics of one student in one step, equal on every rank."""
 
     losses: Mapping[str, float]
-    """Losses by name, without their weights; "loss" is that of the text. A loss that the step does
-    not have is absent."""
+    """Losses by name, without their weights; "loss" is that of the text. Steps that do not distil
+    have no others."""
     grad_norm: float
     lr: float
 
@@ -73,8 +73,9 @@ class LMStepStats:
     counts: dict[int, Tensor]
     """Tokens per expert of each expert layer over the whole batch, [experts]."""
     counts_by_rank: dict[int, Tensor]
-    """Tokens per rank and expert of this pipeline rank's layers, [ranks, experts]; on its first
-    rank, in sampled steps. Only ranks that between them dispatch each token once have a row."""
+    """Tokens per rank and expert of each expert layer of this pipeline stage, [ranks, experts].
+    Set on the first rank of the stage, in sampled steps. If several ranks dispatch the same tokens,
+    one of them has a row."""
     phases: dict[str, float]
     loss_scale: float | None = None
     """Loss scale of fp16 in this step; None in other precisions."""
@@ -164,8 +165,9 @@ def _balance_figures(layers: Sequence[BalanceStats]) -> dict[str, float]:
 
 
 def _balance_record(layer: int, decision: LayerDecision) -> dict[str, Any]:
-    """Return a balance decision as JSON. Its loads are those of the step in `loads/`, and its costs
-    follow from the run's job and plan."""
+    """Return a balance decision as JSON.
+
+    Its loads are in `loads/`, and its costs in job and plan."""
     tokens = Counter[tuple[int, int]]()
     for expert, _, target, number in decision.outcome.rerouted.tolist():
         tokens[expert, target] += number

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import PARAMETER
@@ -14,39 +12,51 @@ from moesaic.facts.job.distill import student_prefix
 from moesaic.facts.workload.parts import auxiliary_parameters
 from moesaic.train.assemble import DTYPES
 from moesaic.train.kinds import AnyJob
-
-_FIXED_KEYS = frozenset({"seed", "optimizer.moments", "table.optimizer", "table.init_std"})
-"""Keys that decide which state a run stores, or the values of rows that it does not store."""
+from moesaic.train.resumed_job import (
+    FIXED_KEYS,
+    changed_keys,
+    flatten,
+    show_value,
+    student_names,
+)
 
 
 class KindWords(Protocol):
-    """Words of a kind of job for what a user can do."""
+    """Parts of messages that differ between kinds of jobs."""
 
     data_change: str
-    """Clause for other samples though no key has changed."""
+    """Reason for other samples if no key of the job has changed."""
     new_run: str
     """Remedy for a resume that cannot go on."""
 
 
-def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords) -> list[str]:
-    """Return a sentence for each harmless change of the job since `checkpoint`; raise if the run
-    would resume on other samples, whose `digest` does not start with its own, or another model."""
+def check_same_run(
+    checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords, ranks: int
+) -> list[str]:
+    """Return a sentence for each accepted change of the job or its ranks since `checkpoint`.
+
+    Raise if the job is of another model, or of other samples: then `digest` does not start with the
+    digest of the checkpoint.
+    """
     facts, path = checkpoint.facts, checkpoint.path
-    before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
+    before, now = dict(flatten(facts["job"])), dict(flatten(job.model_dump(mode="json")))
     messages = [
         f'student "{name}" is no longer in the job: its weights stay in earlier checkpoints'
-        for name in _student_names(before)
-        if name not in _student_names(now)
+        for name in student_names(before)
+        if name not in student_names(now)
     ]
+    earlier = facts.get("plan", {}).get("ranks", ranks)
+    if earlier != ranks:
+        messages.append(f"changed since the checkpoint: {ranks} ranks, was {earlier}")
     if before.get("kind", "lm") != job.kind:
         raise ConfigError(
-            f"resume: '{path}' is of a job of kind = {_format_value(before['kind'])}, the job has "
-            f"{_format_value(job.kind)}: resume it with its own job"
+            f"resume: '{path}' is of a job of kind = {show_value(before['kind'])}, the job has "
+            f"{show_value(job.kind)}: resume it with its own job"
         )
     if not f"{digest} ".startswith(f"{facts.get('data')} "):
         changes = [
-            f"{key} = {_format_value(now.get(key))}, was {_format_value(before.get(key))}"
-            for key in _changed_keys(before, now)
+            f"{key} = {show_value(now.get(key))}, was {show_value(before.get(key))}"
+            for key in changed_keys(before, now)
             if key == "seed" or (key.startswith(("data.", "control")) and key != "data.cache")
         ]
         reason = "; ".join(changes) or kind.data_change
@@ -54,11 +64,11 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
             f"resume: '{path}' was trained on other samples ({reason}): restore them, or "
             f"{kind.new_run}"
         )
-    for key in _changed_keys(before, now):
+    for key in changed_keys(before, now):
         old, new = before.get(key), now.get(key)
-        change = f"{key} = {_format_value(old)}, the job has {_format_value(new)}"
+        change = f"{key} = {show_value(old)}, the job has {show_value(new)}"
         table, _, name = _without_student(key).partition(".")
-        if table == "finetune" or key in _FIXED_KEYS or _lacks_state(key, old, new):
+        if table == "finetune" or key in FIXED_KEYS or _lacks_state(key, old, new):
             raise ConfigError(
                 f"resume: '{path}' was trained with {change}: restore it, or {kind.new_run}"
             )
@@ -68,7 +78,7 @@ def check_same_run(checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindW
                 f"resume: '{path}' is of a model with {change}: restore it, or start a new run"
             )
         messages.append(
-            f"changed since the checkpoint: {key} = {_format_value(new)}, was {_format_value(old)}"
+            f"changed since the checkpoint: {key} = {show_value(new)}, was {show_value(old)}"
         )
     if isinstance(job, Job):
         _check_auxiliary(checkpoint, job)
@@ -92,11 +102,6 @@ def _check_auxiliary(checkpoint: Checkpoint, job: Job) -> None:
                 )
 
 
-def _student_names(keys_of_job: Mapping[str, Any]) -> list[str]:
-    """Return the names of the students of a flattened job."""
-    return [str(value) for key, value in keys_of_job.items() if key == f"student.{value}.name"]
-
-
 def _without_student(key: str) -> str:
     """Return "model.hidden" for "student.small.model.hidden", and other keys as they are."""
     parts = key.split(".")
@@ -104,36 +109,9 @@ def _without_student(key: str) -> str:
 
 
 def _lacks_state(key: str, old: Any, new: Any) -> bool:
-    """Return whether weights have another dtype after this change, or a checkpoint lacks state: of
-    a teacher that was frozen, or of an auxiliary layer."""
+    """Return whether a checkpoint lacks state that this change needs: weights of another dtype,
+    moments of a teacher that was frozen, or an auxiliary layer."""
     has_new_layer = _without_student(key) == "auxiliary_layer" and new
     was_frozen = key == "distill.frozen" and old
     changes_dtype = key == "train.precision" and DTYPES[old] != DTYPES[new]
     return has_new_layer or was_frozen or changes_dtype
-
-
-def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys whose values differ, including those of a table that only one of the jobs has.
-
-    A key that an older version did not know is skipped.
-    """
-    for key in dict.fromkeys((*now, *before)):
-        table = key.rpartition(".")[0]
-        is_known = (key in before and key in now) or table in before or table in now
-        if is_known and before.get(key) != now.get(key):
-            yield key
-
-
-def _format_value(value: object) -> str:
-    return "unset" if value is None else keys.show(value)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        elif key == "student":
-            for one in value:
-                yield from _flatten(one, f"{prefix}{key}.{one['name']}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -19,15 +19,18 @@ from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
-from moesaic.train.job_file import LOCK, check_no_run
+from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob
+from moesaic.train.out_checks import LOCK, check_no_run, keep_failed_try
+from moesaic.train.resumed_job import JOB_TEXT, RESOLVED_JOB, VERSIONS
 
 
 @contextmanager
-def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[None]:
-    """Lock the directory `out`; a `fresh` run raises if another run left anything in it.
+def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[str]:
+    """Lock the directory `out`; a `fresh` run raises if another run left a checkpoint in it.
 
-    A directory created here is removed again if it stays empty.
+    Yield a sentence about the files of a run without a checkpoint, which are kept aside; empty if
+    there are none. A directory created here is removed again if it stays empty.
     """
     made: list[Path] = []
 
@@ -38,9 +41,10 @@ def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[None
             stack.enter_context(file_lock(out / LOCK, refuse))
         except OSError as error:
             raise write_error(f"'{out}'", error) from None
-        if fresh:
-            check_no_run(out)
-        return ""
+        if not fresh:
+            return ""
+        check_no_run(out)
+        return keep_failed_try(out)
 
     def refuse(holder: str) -> NoReturn:
         raise StoreError(
@@ -49,8 +53,7 @@ def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[None
 
     try:
         with ExitStack() as stack:
-            world.run_on_rank_zero(hold)
-            yield
+            yield world.run_on_rank_zero(hold)
     finally:
         for path in made:
             with suppress(OSError):  # The directory is not empty.
@@ -58,7 +61,11 @@ def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[None
 
 
 def write_run_metadata(
-    out: Path, text: str, job: AnyJob, plan: Plan, world: World, data_files: Mapping[str, bytes]
+    out: Path,
+    loaded: LoadedJob[AnyJob],
+    plan: Plan,
+    world: World,
+    data_files: Mapping[str, bytes],
 ) -> None:
     """Write the facts a run starts from: job as written, resolved job, plan, versions, and files of
     its data such as the tokenizer."""
@@ -66,10 +73,11 @@ def write_run_metadata(
         "moesaic": moesaic.__version__, "torch": torch.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
         "device": devices.describe(world.device), "command": sys.argv,
+        "sets": list(loaded.sets), "has_plan": loaded.plan is not None,
     }  # fmt: skip
     files = {
-        "job.toml": text, "job.json": job.to_json(), "plan.json": plan.to_json(),
-        "versions.json": json.dumps(versions, indent=2) + "\n",
+        JOB_TEXT: loaded.text, RESOLVED_JOB: loaded.job.to_json(), "plan.json": plan.to_json(),
+        VERSIONS: json.dumps(versions, indent=2) + "\n",
     }  # fmt: skip
 
     def write() -> str:

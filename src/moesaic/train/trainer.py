@@ -159,7 +159,9 @@ def train(
         kind: kind of the job.
         on_step: callback of rank 0 after each step, given on every rank; None: none.
     """
-    with lock_run_directory(out, world, fresh=resume is None):
+    with lock_run_directory(out, world, fresh=resume is None) as kept_try:
+        if kept_try:
+            progress.message(kept_try)
         return _train(loaded, out, resume, world, progress, kind, on_step)
 
 
@@ -178,7 +180,7 @@ def _train(
     checkpoint = None
     if resume is not None:
         checkpoint = _open_checkpoint(job, out, resume, world, progress)
-        for change in check_same_run(checkpoint, job, data.digest, kind):
+        for change in check_same_run(checkpoint, job, data.digest, kind, world.size):
             progress.message(change)
     run = kind.assemble(
         RunStart(loaded, plan, world, out, checkpoint, data, progress.message, decisions)
@@ -186,7 +188,7 @@ def _train(
     try:
         if checkpoint is not None:
             _set_resume_point(checkpoint.path, out, world, progress)
-        write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
+        write_run_metadata(out, loaded, run.plan, world, data.files())
         record = RunRecord(out, job, world)
     except BaseException:
         run.close()
@@ -376,6 +378,8 @@ class _Session(Generic[J]):
             stats = self.run.step(self.data.train)
         except DivergedError as error:
             separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
+            step = self.run.counters["step"]
+            self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
         self.figures = {**self.figures, **self.record.write_step(stats, step_s)}
@@ -395,7 +399,11 @@ class _Session(Generic[J]):
 
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self.record.out / "checkpoints")
-        restart = "go on from the newest checkpoint, with resume" if candidates else "start again"
+        restart = (
+            "go on from the newest checkpoint, with resume and change"
+            if candidates
+            else "start again"
+        )
         lower = self.kind.learning_rates(self.job)
         return f"lower {lower} or lengthen schedule.warmup, and {restart}"
 

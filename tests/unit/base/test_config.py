@@ -180,6 +180,21 @@ def test_set_below_a_value_is_rejected() -> None:
     assert str(caught.value) == "gears.x=1: 'gears' is a value and has no keys of its own"
 
 
+def test_a_set_chooses_a_table_of_a_list_by_its_name() -> None:
+    raw = {"bags": [{"name": "a", "wheel": {"radius": 1.0}}, {"name": "b"}], "sizes": [{}]}
+    changed = apply_sets(raw, ["bags.a.wheel.radius=2.0", "bags.b.x=1"])
+    assert changed["bags"] == [{"name": "a", "wheel": {"radius": 2.0}}, {"name": "b", "x": 1}]
+    remedy = "is a list of tables: name one, as in bags.a.KEY=VALUE (a, b)"
+    for item, words in (
+        ("bags.x=1", remedy), ("bags.c.x=1", remedy), ("bags.a=1", remedy),
+        ("sizes.x=1", "'sizes' is a list of tables: edit the file"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            apply_sets(raw, [item])
+        assert str(caught.value).startswith(f"{item}: ")
+        assert words in str(caught.value)
+
+
 def test_unusable_file_is_explained(tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     with pytest.raises(ConfigError, match=r"bad.toml' cannot be read \(No such file"):
@@ -300,6 +315,7 @@ def test_lists_of_tables_round_trip() -> None:
     ("bags", "sentence"),
     [
         (3, "bags = 3: give a list of tables with keys preset, from, name, pockets, wheel"),
+        ({"name": "a"}, "[bags] is one table, and the key takes a list of them: write [[bags]]"),
         ([{"pockets": POCKETS}], "bags[0].name is missing: give a string (its name)"),
         ([{"name": "", "pockets": POCKETS}], 'bags[0].name = "": give a non-empty string'),
         ([{"name": "a", "pockets": []}], "bags[0].pockets = []: give a list of one or more tables"),

@@ -68,6 +68,6 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: 
         ("sentiment=good", "was trained on genre, topic, keywords and length"),
     ):
         assert words in commands.refusal(["generate", "hf", "--control", given])
-    assert "stands before a text" in commands.refusal(
+    assert "--control names attributes of a text, and --chat" in commands.refusal(
         "generate hf --chat --prompt Hi --control length=9"
     )

@@ -72,14 +72,14 @@ def test_using_an_older_checkpoint_causes_a_warning(
 
 def test_resume_refuses_a_damaged_checkpoint(place: Path, commands: Commands) -> None:
     (newest(place) / "COMMIT").write_bytes(b"")
-    line = "train job.toml --out run --set train.steps=6 --resume"
+    line = "train --out run --set train.steps=6 --change --resume"
     errors = commands.run(line, status=2).err
     assert "step-00000004' is damaged: 'COMMIT' cannot be read; the newest whole one is" in errors
     commands.run([*line.split(), "run/checkpoints/step-00000002"])
 
 
 def test_resume_from_an_older_checkpoint_is_final(place: Path, commands: Commands) -> None:
-    line = ["train", "job.toml", "--out", "run"]
+    line = ["train", "job.toml", "--out", "run", "--change"]
     back = [*line, "--resume", "run/checkpoints/step-00000002", "--set", "checkpoint.every=0"]
     # It diverges at once, before it saves anything.
     diverging = ["--set", "optimizer.lr=1e300", "--set", "train.steps=9"]
@@ -88,7 +88,8 @@ def test_resume_from_an_older_checkpoint_is_final(place: Path, commands: Command
         "going back to step-00000002: resume now continues from it, not from step-00000004" in text
     )
     for steps, origin in ((5, 2), (6, 5)):
-        text = commands.output([*line, "--set", f"train.steps={steps}", "--resume"])
+        sets = ["--set", f"train.steps={steps}", "--set", "optimizer.lr=0.001"]
+        text = commands.output([*line, *sets, "--resume"])
         assert f"resuming from run/checkpoints/step-0000000{origin}" in text
 
 
@@ -168,6 +169,15 @@ def test_dry_run_checks_initial_weights(place: Path, commands: Commands) -> None
         assert captured.err.count(f"tensor '{buffer}' is left out, and no export will have it") == 1
         assert "left out" not in captured.out
     weights.unlink()
-    line = ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=2", "--resume"]
+    line = [
+        "train",
+        "tune.toml",
+        "--out",
+        "tuned",
+        "--set",
+        "train.steps=2",
+        "--change",
+        "--resume",
+    ]
     commands.run(line)  # A checkpoint has all weights.
     assert "has neither model.safetensors nor" in commands.refusal("train tune.toml --dry-run")

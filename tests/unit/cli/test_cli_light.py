@@ -216,6 +216,30 @@ def test_explain_knows_plan_and_cluster_files(capfd: pytest.CaptureFixture[str])
         assert words in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("ep=4", 4), ("dp_shard=all", 2), ("dp_shard=4", 4), ("tp=2 etp=2", 4), ("ep=1", 1),
+        ("pp=2 tp=2", 4), ("ep=4 tp=2 dp_shard=3", 12),
+    ],
+)  # fmt: skip
+def test_without_a_number_a_run_has_the_ranks_that_its_layout_needs(
+    layout: str, ranks: int
+) -> None:
+    sets = [f"layout.{item}" for item in layout.split()]
+    sets += ["train.micro_batches=2", "train.device=cpu"]
+    assert ApiJob.load("job.toml", sets=sets).prepare(is_started=False).ranks == ranks
+
+
+def test_the_job_of_the_readme_names_its_ranks(place: Path) -> None:
+    readme = Path(__file__).parents[3] / "README.md"
+    text = readme.read_text().split("```toml job\n")[1].split("```")[0]
+    (place / "readme.toml").write_text(text)
+    (place / "corpus").mkdir()
+    (place / "corpus" / "a.jsonl").write_text('{"text": "words"}\n' * 99)
+    assert ApiJob.load("readme.toml", sets=["train.device=cpu"]).prepare().ranks == 2
+
+
 def test_a_dry_run_of_a_pipeline_shows_its_fullest_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -36,7 +36,7 @@ def written(place: Path) -> set[Path]:
 TRAIN = [
     ("train.stepz=5", "unknown key 'train.stepz': did you mean 'train.steps'?"),
     ("train.device=gpu", "train.device = 'gpu' is not a device"),
-    ("layout.ep=3", "layout.ep = 3 does not divide 1 rank: use 1, or another number of"),
+    ("layout.ep=3", "layout.ep = 3 does not divide model.experts = 16"),
     ("model.preset=tiny", 'model.preset = "tiny" is not known'),
     ("model.from=old", 'model.from = "old" holds no config.json'),
     ("model.vocab=100", "model.vocab = 100 is less than the 257 ids"),
@@ -47,6 +47,7 @@ TRAIN = [
     ("data.tokenizer=file", "'file' is not a tokenizer"),
     ("data.path=/dev/null", "data.path = '/dev/null' is neither a file nor a directory"),
     (f"train.steps={'9' * 5000}", "train.steps = "),
+    ("control.topic=subject", 'control.topic = "subject" is a column, and data.path = "'),
     ("log.mlflow=mine", 'log.mlflow = "mine" needs the package mlflow'),
     ("nonsense", "'nonsense' is not of the form key.path=value"),
 ]
@@ -78,7 +79,8 @@ VERBS = [
         "job.toml with layout.pp=2: train.micro_batches = 1 is fewer than layout.pp = 2",
     ),
     ("train job.toml --nproc 2000000", "job.toml: nproc = 2000000: give an integer from 1"),
-    ("train job.toml --out old", "holds a run without a checkpoint: remove the directory"),
+    ("train job.toml --set layout.ep=4096", "[layout] needs 4096 ranks, and this machine has"),
+    ("train job.toml --out old", "'old' is not empty and holds no run (it has 'checkpoints')"),
     (
         "train job.toml --out adapter",
         "is not empty and holds no run (it has 'adapter",
@@ -88,6 +90,8 @@ VERBS = [
     ("train job.toml --out new --set data.path=.", "'new' is inside data.path = \".\""),
     ("train job.toml --out new --set data.path=**/*", "'new' is inside data.path"),
     ("train job.toml --resume", "resume needs out, the directory"),
+    ("train --resume", "resume needs out, the directory"),
+    ("train --resume --out young", "'young' has no job.toml, so there is no run to continue"),
     ("train job.toml --resume --out old", "'old' has no checkpoint to resume from"),
     ("train job.toml --resume old/checkpoints/step-00000002", "is not a checkpoint"),
     ("train job.toml --nproc 2 --set train.device=cuda:0", "names one GPU for 2 or more ranks"),

@@ -104,8 +104,8 @@ def test_skipped_steps_are_reported(commands: Commands, monkeypatch: pytest.Monk
     assert captured.err.splitlines()[-1].startswith(words)
     assert f", {skipped} of {skipped} steps skipped because fp16" in captured.out
     assert Path("none/report.html").exists()
-    facts = commands.facts(f"train job.toml --out none --resume --set train.steps={skipped + 1}",
-                   *FP16)  # fmt: skip
+    more = f"train --out none --resume --change --set train.steps={skipped + 1}"
+    facts = commands.facts(more)
     assert facts["skipped"] == skipped
     captured = commands.run([*line[:3], "none2", *line[4:]], "--json", *FP16, status=2)
     assert json.loads(captured.out)["skipped"] == skipped
@@ -120,14 +120,16 @@ def test_a_nan_loss_in_fp16_ends_the_run(commands: Commands) -> None:
     )
     assert errors.endswith(
         'set train.precision = "bf16" or "fp32"; else lower optimizer.lr or lengthen '
-        "schedule.warmup, and start again"
+        "schedule.warmup, and start again (report: nan/report.html)"
     )
 
 
 def test_a_run_is_resumed(commands: Commands) -> None:
     commands.output("train job.toml --out resumed --set train.steps=2")
     line = "train job.toml --out resumed"
-    assert "resuming from resumed/checkpoints/step-00000002" in commands.output(f"{line} --resume")
+    more = "--change --set train.steps=4"
+    text = commands.output(f"{line} --resume {more}")
+    assert "resuming from resumed/checkpoints/step-00000002" in text
     path = "resumed/checkpoints/step-00000002"
     commands.output(f"train job.toml --resume {path}")
     commands.output(f"train job.toml --resume {path} --out branched")
@@ -140,12 +142,81 @@ def test_a_run_is_resumed(commands: Commands) -> None:
 
     before = Path("branched/job.json").read_bytes()
     for wrong, words in (
-        (f"{line} --resume --set train.steps=9 --set seed=3", "on other samples (seed = 3, was 0)"),
+        (
+            f"{line} --resume --change --set train.steps=9 --set seed=3",
+            "on other samples (seed = 3, was 0)",
+        ),
         (f"train job.toml --resume {path} --out branched", "already holds a run"),
-        (f"{line} --resume --set train.steps=3", "train.steps = 3"),
+        (f"{line} --resume --change --set train.steps=3", "train.steps = 3"),
     ):
         assert words in commands.run(wrong, status=2).err
     assert Path("branched/job.json").read_bytes() == before
+
+
+def test_a_resumed_run_keeps_its_settings(commands: Commands) -> None:
+    """Neither the job file nor --set need be repeated; learning changes need --change."""
+    began = "train job.toml --out kept --set train.steps=2 --set schedule.kind=linear"
+    commands.output(f"{began} --set checkpoint.every=1")
+    line, path = "train --out kept --resume", Path("kept/job.json")
+    before = path.read_bytes()
+    words = "resume: train.steps = 3, the run has 2: this changes what 'kept' learns; add --change"
+    assert words in commands.refusal(f"{line} --set train.steps=3")
+    Path("edited.toml").write_text(f"{JOB}\n[optimizer]\nlr = 0.01\n")
+    text = commands.refusal("train edited.toml --out kept --resume")
+    assert "resume: optimizer.lr = 0.01, the run has 0.0003: this changes" in text
+    assert "change is for a run to resume" in commands.refusal("train job.toml --change --out new")
+    assert path.read_bytes() == before
+
+    text = commands.output(f"{line} --change --set train.steps=3 --set log.loads_every=2")
+    assert "changed since the checkpoint: train.steps = 3, was 2\n" in text
+    assert "changed since the checkpoint: log.loads_every = 2, was 1\n" in text
+    assert text.count("changed since") == 2
+    text = commands.output("train edited.toml --out kept --resume --change --set train.steps=4")
+    assert "optimizer.lr = 0.01, was 0.0003" in text
+    assert text.count("changed since") == 2
+    job = parse(Job, json.loads(path.read_text()), "job.json")
+    assert (job.schedule.kind, job.train.steps, job.checkpoint.every) == ("linear", 4, 1)
+    assert (
+        Path("kept/job.toml")
+        .read_text()
+        .endswith(
+            "lr = 0.01\n\n# --set schedule.kind=linear\n# --set checkpoint.every=1\n"
+            "# --set log.loads_every=2\n# --set train.steps=4\n"
+        )
+    )
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_starts_anew(commands: Commands) -> None:
+    diverging = "train job.toml --out failed --set optimizer.lr=1e300"
+    captured = commands.run(diverging, status=2)
+    assert "(report: failed/report.html)\n" in captured.err
+    assert commands.facts("report failed")["status"] == "diverged"
+    text = commands.output("train --out failed --resume --set optimizer.lr=0.001")
+    assert text.startswith(
+        "'failed' held a run without a checkpoint: kept as 'failed/failed-1', and starting anew\n"
+    )
+    assert commands.facts("report failed")["status"] == "finished"
+    (finding, *_) = commands.facts("report failed/failed-1")["findings"]
+    assert (finding["kind"], finding["severity"]) == ("diverged", "problem")
+    assert "already holds a run" in commands.refusal("train job.toml --out failed")
+    commands.run(diverging.replace("--out failed", "--out twice"), status=2)
+    assert (
+        "kept as 'twice/failed-1'"
+        in commands.run(diverging.replace("--out failed", "--out twice"), status=2).out
+    )
+    assert "kept as 'twice/failed-2'" in commands.output("train job.toml --out twice")
+
+
+def test_a_diverged_run_ends_with_its_step_and_cause(commands: Commands) -> None:
+    """The loss stays finite, so that training itself sees no error."""
+    sets = ["--set", "train.steps=20", "--set", "optimizer.lr=10"]
+    captured = commands.run("train job.toml --out high --set checkpoint.every=1", *sets, status=2)
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("error: the loss diverged from step ")
+    assert "Likely cause: optimizer.lr = 10 is far above the usual" in last
+    facts = commands.facts("report high")
+    assert (facts["status"], facts["findings"][0]["kind"]) == ("diverged", "diverged")
+    assert '<span class="pill diverged">' in Path("high/report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +227,8 @@ def test_a_run_is_resumed_in_a_precision_with_equal_weights(
 ) -> None:
     out, refused = f"{kept}-to-{other}", "fp64" in (kept, other)
     commands.output("train job.toml --out", out, "--set", f"train.precision={kept}")
-    more = ["--out", out, "--resume", "--set", "train.steps=5", "--set", f"train.precision={other}"]
+    more = ["--out", out, "--resume", "--change", "--set", "train.steps=5"]
+    more += ["--set", f"train.precision={other}"]
     captured = commands.run("train job.toml", *more, status=2 if refused else 0)
     changed = f'changed since the checkpoint: train.precision = "{other}", was "{kept}"'
     assert (changed in captured.out) == (not refused)

@@ -231,9 +231,11 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
         ([f"layout.ep={3 - plan.ep}", "plan=auto"], False),
     ):  # fmt: skip
         resumed = Job.load("job.toml", sets=["train.steps=8", *more])
-        prepared = resumed.prepare(out="run", resume="auto", nproc=2)
+        prepared = resumed.prepare(out="run", resume="auto", nproc=2, change=True)
         assert prepared.task.plan == ("run/plan.json" if is_kept else None)
         assert prepared.task.search is not is_kept
+    alone = Job.load(None, run=Path("run")).prepare(out="run", resume="auto")
+    assert (alone.ranks, alone.task.plan, alone.plan.ep) == (2, "run/plan.json", plan.ep)
 
 
 def test_a_job_says_where_its_layout_comes_from(commands: Commands) -> None:

@@ -94,8 +94,10 @@ WRONG: list[tuple[list[str], dict[int, Any], str]] = [
     ([], {SMALL: {"teacher": "asistant"}},
      'student "small": teacher = "asistant" is not known: did you mean "assistant" (it takes '),
     ([], {ASSISTANT: {"teacher": "small"}},
-     'the teachers of "small" and "assistant" form a ring: let one of them learn from "model"'),
-    ([], {SMALL: {"teacher": "small"}}, 'the teachers of "small" form a ring'),
+     'students learn in a ring ("small" from "assistant", "assistant" from "small"), so none of '
+     'them learns from the model: set teacher = "model" in [[student]] "small", or'),
+    ([], {SMALL: {"teacher": "small"}}, 'students learn in a ring ("small" from "small")'),
+    (["student.lr=1"], {}, "student.lr=1: 'student' is a list of tables: name one, as in student."),
     ([], {SMALL: {"model": TINY}},
      'student "small": model.vocab = 320, and its teacher has 400: both read the same tokens'),
     ([], {SMALL: {"auxiliary_layer": False}},

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moesaic.base.config import parse
 from moesaic.facts.cluster import Calibration
 from moesaic.facts.cluster.file import resolve_cluster
+from moesaic.facts.job import Job
+from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import plan_from_layout
 from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED, observe_step
 from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.cost.timeline import simulate_step
-from moesaic.testing.jobs import tiny_job
+from moesaic.policy.plan.estimates import SimulatedEstimates
+from moesaic.testing.jobs import TINY, tiny_job
 
 CLUSTER: dict[str, Any] = {
     "name": "any",
@@ -51,3 +55,17 @@ def test_prediction_by_factors_matches_a_calibrated_cluster(
         calibrated = cluster.model_copy(update={"calibration": calibration})
         expected = simulate_step(JobCosts.from_job(job, plan, calibrated).step(), 4).step_s
         assert step.predict_s(factors) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_job_with_students_is_predicted_with_all_of_its_parts() -> None:
+    alone = tiny_job(layout={"ep": 4})
+    raw = {**TINY, "layout": {"ep": 4}, "student": [{"name": "small", "model": TINY["model"]}]}
+    beside = parse(Job, fill_preset(raw, "job"), "job")
+    plan = plan_from_layout(alone.layout, alone.model, 4)
+    cluster = resolve_cluster(CLUSTER, "test")
+    seconds = [
+        observe_step("", 1.0, job, plan, cluster).predict_s(UNCALIBRATED) for job in (alone, beside)
+    ]
+    expected = [SimulatedEstimates(cluster).step(job, plan).step_s for job in (alone, beside)]
+    assert seconds == pytest.approx(expected, rel=1e-9)
+    assert seconds[1] > 1.5 * seconds[0]

@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from plan_instances import CachedEstimates, cluster, instance, job
+from benchmarks.plan_instances import CachedEstimates, cluster, instance, job
 
 from moesaic.base.config import parse
 from moesaic.base.decisions import Decision, decide

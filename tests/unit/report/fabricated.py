@@ -74,6 +74,10 @@ class Story:
     """A balance policy runs, and its times are measured."""
     students: tuple[str, ...] = ()
     """Names of students, whose losses and distances from their teacher are logged."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """Further tables of the job."""
+    labels: dict[str, float] = field(default_factory=dict)
+    """Metrics of labels at each validation; the steps have their loss alone."""
     balance: dict[str, float] = field(default_factory=dict)
     """Overrides of the balance record of each layer."""
 
@@ -113,6 +117,10 @@ class Fabric:
             "run_start", time=self.now_s, step=done + 1, resumed_from=origin, ranks=story.ranks,
             device="cpu", parameters_total=13_640_832, parameters_active=5_120_256,
             plan=self.plan(), tokens_per_step=TOKENS,
+            students=[
+                {"name": name, "teacher": "model", "parameters_total": 1000 * number}
+                for number, name in enumerate(story.students, 1)
+            ],
         )  # fmt: skip
         balance = RecordWriter(self.directory / "balance", BALANCE) if story.balanced else None
         self.now_s += 4
@@ -157,6 +165,7 @@ class Fabric:
                 "memory_read_s": 0.7 * step_s, "memory_write_s": 0.2 * step_s}
                if story.stall is not None else {}),
             **self._student_figures(step, loss),
+            **({"credibility_loss": 0.6} if story.labels else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
             held = memory + 37_000_000 * rank
@@ -174,6 +183,7 @@ class Fabric:
             log.emit(
                 "validation", time=self.now_s, step=step, loss=loss + 0.11, tokens=16_384,
                 seconds=0.9, **{f"{name}/loss": loss + 0.3 for name in story.students},
+                **story.labels,
             )  # fmt: skip
         if step % story.checkpoint_every == 0:
             path = f"checkpoints/step-{step:08d}"
@@ -240,6 +250,7 @@ class Fabric:
         job = {
             "model": model, "routing": {"balance_loss": 0.01}, "data": {"path": "text/*.txt"},
             "train": {"steps": story.steps, "clip": 1.0}, "optimizer": {"lr": 3e-3},
+            **story.job,
         }  # fmt: skip
         versions = {"moesaic": "0.1.0", "command": "moesaic train job.toml --nproc 2"}
         for name, value in (("job", job), ("plan", self.plan()), ("versions", versions)):

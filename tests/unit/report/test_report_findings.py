@@ -99,6 +99,21 @@ def test_dead_and_hot_experts_are_named_with_a_remedy() -> None:
     assert "routing.capacity_factor" in hot
 
 
+def test_a_frozen_teacher_gets_no_advice_on_learning() -> None:
+    """Its loss and its experts follow from the text alone; dropped assignments can be helped."""
+    loss, validations = noisy_loss(40), [Validation(n, 1 + (n - 2) ** 2) for n in range(1, 9)]
+    loss[30] += 9.0
+    experts = uneven([[1, 0.04, 4.5, *[1.0] * 5]])
+    for frozen in (False, True):
+        run = make_run(
+            40, {**JOB, "distill": {"frozen": frozen}}, loss=loss, validations=validations,
+            loads=experts.loads, tokens=np.full(40, 1000.0), dropped=np.full(40, 200.0),
+        )  # fmt: skip
+        learning = ["dead_experts", "hot_experts", "loss_spikes", "overfitting"]
+        assert sorted(kinds(run)) == sorted(["drops", *(learning * (not frozen))])
+        assert ("balance_loss" in text(run, "drops")) is not frozen
+
+
 def test_drops() -> None:
     tokens, none = np.full(40, 1000.0), np.zeros(40)
     assert kinds(make_run(40, tokens=tokens, dropped=none)) == []
@@ -138,8 +153,45 @@ def test_loss_that_is_no_number() -> None:
     loss = noisy_loss(20)
     loss[12:] = np.nan
     run = make_run(20, loss=loss)
-    assert "diverged (NaN or infinite) at step 13. 8 of 20 steps" in text(run, "not_a_number")
-    assert find(run)[0].severity == "problem"
+    assert "diverged (NaN or infinite) at step 13. 8 of 20 steps" in text(run, "diverged")
+    assert (find(run)[0].severity, run.status) == ("problem", "diverged")
+    error = "step 21: the gradient's norm is nan"
+    ended = make_run(20, loss=noisy_loss(20), ended="diverged", error=error)
+    assert "at step 21. Step 21: the gradient's norm is nan. Likely" in text(ended, "diverged")
+    assert kinds(make_run(0, ended="diverged", error=error)) == ["diverged"]
+
+
+def test_a_loss_that_explodes_or_is_lost_again_diverged() -> None:
+    """A finite loss leaves no error in the log."""
+    steps = np.arange(60)
+    exploding = np.where(steps < 15, 5.8 - 0.1 * steps, 4.4 * 1.2 ** (steps - 14.0))
+    done = [Checkpoint(step, f"checkpoints/step-{step}", "done") for step in (10, 20)]
+    job = {**JOB, "optimizer": {"lr": 10.0}}
+    run = make_run(60, job, loss=np.minimum(exploding, 653.0), checkpoints=done)
+    (first, *_) = find(run)
+    assert (first.kind, first.severity, run.status) == ("diverged", "problem", "diverged")
+    assert first.title.endswith("5.80 at the start, 653 at the end")
+    assert "Likely cause: optimizer.lr = 10 is far above" in first.text
+    assert "Go back to step 10: moesaic train --resume run/checkpoints/step-10 " in first.text
+    assert run.divergence is not None
+    assert 15 < run.divergence.step <= 20
+
+    lost = noisy_loss(400)
+    lost[300:] += 3.5
+    found = text(make_run(400, loss=lost, checkpoints=done), "diverged")
+    assert "diverged from step 301 on: it had fallen to 1.4" in found
+    at_once = np.where(steps[:20] < 1, 5.8, 650.0)
+    assert "from step 2 on: 5.80 at the start" in text(make_run(20, loss=at_once), "diverged")
+    warm = {**JOB, "schedule": {"warmup": 9}}
+    for job, words in (
+        ({**warm, "train": {"clip": 0}}, "train.clip = 0, so a single batch"),
+        (JOB, "schedule.warmup = 0, so training begins with the full optimizer.lr (now 0.003)"),
+        (warm, "optimizer.lr (now 0.003) is too high for this model"),
+    ):
+        assert words in text(make_run(20, job, loss=at_once), "diverged")
+    calm = 1.0 + 0.5 * np.random.default_rng(3).random(200)
+    for loss in (noisy_loss(), calm, calm[:12], np.full(40, 0.7), np.linspace(5.0, 1.0, 40)):
+        assert make_run(len(loss), loss=loss).divergence is None
 
 
 @pytest.mark.parametrize(("rows", "severity"), [([2], "note"), ([2, 30, 31, 32], "warning")])

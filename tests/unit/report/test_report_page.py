@@ -180,6 +180,47 @@ def test_dense_run_has_no_experts_section(tmp_path: Path) -> None:
     assert "experts," not in own_part(text).split("<main>")[1]
 
 
+def test_a_credibility_head_is_no_click_prediction(tmp_path: Path) -> None:
+    labels = {"credibility_loss": 0.31, "auc": 0.94, "accuracy": 0.865}
+    directory = fabricate(
+        tmp_path / "run", steps=40, experts=0, labels=labels, job={"credibility": {"weight": 1.0}}
+    )
+    run = RunStats.read(directory)
+    text = page.render(run)
+    assert {"credibility-loss", "auc", "accuracy"} <= figures_of(text).keys()
+    body = own_part(text)
+    assert "<h2>Credibility</h2>" in body
+    assert "<h2>Clicks</h2>" not in body
+    assert "every click" not in json.dumps(data_of(text)) + body
+    assert "accuracy 0.865" in body
+    head = summary(run)
+    assert head["clicks"] is None
+    assert head["credibility"] == {
+        "validation": labels, "training": {"credibility_loss": pytest.approx(0.6)}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_students_are_listed_with_their_teacher(tmp_path: Path, frozen: bool) -> None:
+    names, job = ("small", "tiny"), {"distill": {"frozen": frozen}}
+    run = RunStats.read(fabricate(tmp_path / "run", steps=40, experts=0, students=names, job=job))
+    text, head = page.render(run), summary(run)
+    table = own_part(text).split("<h2>Students</h2>")[1].split("</table>")[0]
+    rows = [re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
+    assert rows[0] == [
+        "name", "teacher", "parameters", "loss", "logits", "attention", "validation loss"
+    ]  # fmt: skip
+    assert rows[1][:3] == ["model (frozen)" if frozen else "model", "\u2013", "13.6 M"]
+    assert rows[2] == [
+        "small", "model", "1,000",
+        *(f"{head['students']['small'][name]:.4f}"
+          for name in ("loss", "logits", "attention", "validation_loss")),
+    ]  # fmt: skip
+    assert head["students"]["tiny"]["teacher"] == "model"
+    assert ("learning-rate" in figures_of(text)) is not frozen
+    assert ("Loss of the frozen teacher" in text) is frozen
+
+
 def test_run_of_one_step(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=1, checkpoint_every=1, validate_every=1)
     figures = figures_of(page.render(RunStats.read(directory)))

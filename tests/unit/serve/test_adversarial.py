@@ -18,11 +18,13 @@ from moesaic.models.tokenizer import ByteTokenizer
 from moesaic.serve.adversarial import (
     draw_prefix,
     drop_cut_sentence,
-    limit_original,
+    limit_text,
     split_paragraphs,
     split_sentences,
 )
 from moesaic.testing.served import write_chat_model
+from moesaic.train.data.sources import find_text
+from moesaic.train.data.text import read_labelled
 
 FIVE = "One is here. Is two? Three! Four stays; so be it. Five ends."
 TEXT = "A heading\n\nFirst it is. Then more. The end.\n \nOnly one here.\n\nIt is. So."
@@ -85,10 +87,10 @@ def test_a_sentence_that_the_limit_cut_is_dropped(text: str, kept: str) -> None:
 
 def test_an_original_obeys_the_limit_too() -> None:
     tokenizer = ByteTokenizer()
-    assert limit_original(FIVE, tokenizer, len(FIVE)) == FIVE
-    assert limit_original(FIVE, tokenizer, len(FIVE) - 1) == FIVE[:-11]
-    assert limit_original(FIVE, tokenizer, 12) == "One is here."
-    assert limit_original("\u00e9. \u00e9", tokenizer, 5) == "\u00e9."
+    assert limit_text(FIVE, tokenizer, len(FIVE)) == FIVE
+    assert limit_text(FIVE, tokenizer, len(FIVE) - 1) == FIVE[:-11]
+    assert limit_text(FIVE, tokenizer, 12) == "One is here."
+    assert limit_text("\u00e9. \u00e9", tokenizer, 5) == "\u00e9."
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 SETTINGS: dict[str, Any] = {
     "max_tokens": 64, "temperature": 3.0, "logit_bias": dict.fromkeys((32, 46, 66, 257), 12.0),
 }  # fmt: skip
-"""Settings with which an untrained model writes stops, spaces and capitals."""
+"""Settings with which an untrained model ends many of its texts early."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_pairs_share_a_prefix_and_keep_to_the_limit(
     out, seen = tmp_path / "pairs.jsonl", list[PairCounts]()
     settings = {**SETTINGS, "max_tokens": 48}
     counts = build_pairs(engine, text, out, on_progress=seen.append, **settings)
-    rows = read(out)
+    rows = [row for row in read(out) if row["text"] is not None]
     assert len(rows) == 2 * counts.pairs > 0
     assert counts.pairs + counts.dropped == counts.total == 6
     assert seen[-1].pairs == counts.pairs
@@ -154,12 +156,36 @@ def test_a_file_that_was_cut_off_is_continued(
     engine: Engine, text: Path, whole: Path, tmp_path: Path, place: str
 ) -> None:
     out, lines = tmp_path / "pairs.jsonl", whole.read_bytes().splitlines(keepends=True)
-    number = 2 if place == "within an original" else 3
+    labels = [row["label"] for row in read(whole)]
+    number = labels.index(1) + (2 if place == "within an original" else 3)
+    assert labels[number] == (place == "within an original")
     out.write_bytes(b"".join(lines[:number]) + lines[number][:20])
     counts = build_pairs(engine, text, out, **SETTINGS)
     assert out.read_bytes() == whole.read_bytes()
     assert counts.present == 1
-    assert counts.pairs == len(lines) // 2 - 1 > 1
+    assert counts.pairs == labels.count(0) - 1 > 1
+    assert counts.dropped == labels.count(None)
+
+
+def test_a_dropped_paragraph_is_not_continued_again(
+    engine: Engine, text: Path, tmp_path: Path
+) -> None:
+    """It leaves a line that training skips, and counts as dropped in later calls too."""
+    out, settings = tmp_path / "pairs.jsonl", {"max_tokens": 48, "temperature": 3.0}
+    first = build_pairs(engine, text, out, **settings)
+    rows, content = read(out), out.read_bytes()
+    empty = [row["source"] for row in rows if row["text"] is None]
+    assert 0 < len(empty) <= first.dropped
+    assert first.tokens > 0
+    again = build_pairs(engine, text, out, **settings)
+    assert again == first._replace(pairs=0, present=first.pairs, tokens=0)
+    assert out.read_bytes() == content
+    out.write_bytes(content[:-9])
+    build_pairs(engine, text, out, **settings)
+    assert out.read_bytes() == content
+    source = find_text("data.path", str(out), "labelled", "text", "train")
+    written = [(row["text"], row["label"]) for row in rows if row["text"] is not None]
+    assert list(read_labelled(source)) == written
 
 
 def test_a_file_is_not_continued_with_other_settings_or_text(
@@ -180,7 +206,7 @@ def test_other_seeds_give_other_texts(
     engine: Engine, text: Path, whole: Path, tmp_path: Path
 ) -> None:
     build_pairs(engine, text, tmp_path / "pairs.jsonl", seed=1, **SETTINGS)
-    generated = [row["text"] for row in read(tmp_path / "pairs.jsonl") if not row["label"]]
+    generated = [row["text"] for row in read(tmp_path / "pairs.jsonl") if row["label"] == 0]
     assert generated
     assert not {*generated} & {row["text"] for row in read(whole)}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moesaic import ConfigError, Engine
-from moesaic.api.generation import Generation, classified_text
+from moesaic.api.generation import Generation, ranked_text
 from moesaic.cli.main import main
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.lm import LanguageModel
@@ -74,7 +74,7 @@ def test_texts_are_scored_among_others_that_are_generated(
     engine: Engine, model: LanguageModel
 ) -> None:
     alone = engine.generate(TEXTS[:2], **SAMPLING)
-    requests = [engine._classification(TEXTS[0])]
+    requests = [engine._classification(engine.prompts.tokenizer.encode(TEXTS[0]))]
     from moesaic.serve.config import SamplingConfig
 
     config = SamplingConfig(**SAMPLING)
@@ -97,7 +97,7 @@ def test_the_best_texts_come_first_and_the_worst_are_dropped(
         if rank == "likelihood":
             scores = [sum(one.logprobs or ()) / len(one.tokens) for one in candidates]
         else:
-            texts = [classified_text(one, engine.prompts.tokenizer) for one in candidates]
+            texts = [ranked_text(one, engine.prompts.tokenizer).text for one in candidates]
             assert all(prompt in text for text in texts)
             scores = [slow_score(model, engine.prompts.tokenizer.encode(text)) for text in texts]
         order = sorted(range(6), key=lambda index: scores[index], reverse=True)
@@ -110,20 +110,62 @@ def test_the_best_texts_come_first_and_the_worst_are_dropped(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "reason", "judged"),
+    ("prompt", "text", "reason", "judged", "num_tokens"),
     [
-        ("So it", " is. And more", "stop", "So it is. And more"),
-        ("So it", " is. And mo", "length", "So it is."),
-        ("So it is.", " And mo", "length", "So it is. And mo"),
-        ([{"role": "user", "content": "Why?"}], " It is. So", "length", "It is."),
-        ([83, 111], " it is. ", "stop", "So it is."),
+        ("So it", " is. And more", "stop", "So it is. And more", 13),
+        ("So it", " is. And mo", "length", "So it is.", 4),
+        ("So it is.", " And mo", "length", "So it is. And mo", 7),
+        ("So it", " is.  ", "length", "So it is.", 6),
+        ("\u00e9", "\u00e9.\u00e9", "length", "\u00e9\u00e9.\u00e9", 5),
+        ("  \u00e9", "\u00e9. \u00e9", "length", "\u00e9\u00e9.", 3),
+        ([{"role": "user", "content": "Why?"}], " It is. So", "length", "It is.", 7),
+        ([83, 111], " it is. ", "stop", "So it is.", 8),
     ],
 )
-def test_a_cut_sentence_does_not_count(prompt: Any, text: str, reason: str, judged: str) -> None:
+def test_a_cut_sentence_does_not_count(
+    prompt: Any, text: str, reason: str, judged: str, num_tokens: int
+) -> None:
     tokens = list(b"So") if isinstance(prompt, list) else []
-    row = Generation(prompt, tokens, [], text, reason)
-    assert classified_text(row, ByteTokenizer()) == judged
-    assert classified_text(row._replace(text=" x"), ByteTokenizer(), is_chat=True) == "x"
+    row = Generation(prompt, tokens, list(text.encode()), text, reason)
+    assert ranked_text(row, ByteTokenizer()) == (judged, num_tokens)
+    row = row._replace(text=" x", tokens=list(b" x"))
+    assert ranked_text(row, ByteTokenizer(), is_chat=True) == ("x", 2)
+
+
+@pytest.mark.parametrize("rank", ["credibility", "likelihood"])
+def test_both_scores_leave_out_a_cut_sentence(engine: Engine, rank: str) -> None:
+    settings: dict[str, Any] = {
+        "max_tokens": 30, "temperature": 3.0, "logit_bias": dict.fromkeys((13, 33, 220), 14.0),
+    }  # fmt: skip
+    tokenizer = engine.prompts.tokenizer
+    assert tokenizer.encode(".B ") == [13, 33, 220]
+    everything = engine.generate(["So"], n=4, logprobs=0, **settings)
+    ranked = [ranked_text(one, tokenizer) for one in everything]
+    assert any(one.num_tokens < 30 for one in ranked)
+    rows = engine.generate(["So"], n=4, best_of=4, rank=rank, **settings)
+    if rank == "likelihood":
+        pairs = zip(everything, ranked, strict=True)
+        expected = [
+            sum((row.logprobs or [])[: one.num_tokens]) / one.num_tokens for row, one in pairs
+        ]
+    else:
+        expected = engine.credibility([one.text for one in ranked])
+    assert [row.score for row in rows] == pytest.approx(sorted(expected, reverse=True), rel=1e-9)
+
+
+def test_a_text_beyond_the_positions_is_cut(engine: Engine) -> None:
+    """Bytes that are no UTF-8 have more tokens when they are encoded anew."""
+    prompt = "x" * 236
+    settings: dict[str, Any] = {"max_tokens": 20, "temperature": 5.0, "best_of": 3, "n": 3}
+    rows = engine.generate([prompt], rank="credibility", **settings)
+    encode = engine.prompts.tokenizer.encode
+    assert max(len(encode(prompt + row.text)) for row in rows) > engine.max_positions == 256
+    for row in rows:
+        kept = encode(ranked_text(row, engine.prompts.tokenizer).text)[:256]
+        (alone,) = engine._credibility([kept])
+        assert row.score == pytest.approx(alone, rel=1e-9)
+    with pytest.raises(ConfigError, match="has 300 tokens, and the model has 256 positions"):
+        engine.credibility(["x" * 300])
 
 
 def test_ties_keep_their_order() -> None:

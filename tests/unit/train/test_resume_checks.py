@@ -12,17 +12,20 @@ from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import Manifest
 from moesaic.facts.job import CtrJob
-from moesaic.testing.jobs import tiny_job
+from moesaic.testing.jobs import TINY, tiny_job
 from moesaic.train.ctr import CtrKind
 from moesaic.train.kinds import AnyJob
 from moesaic.train.lm import LanguageModelKind
 from moesaic.train.resume_checks import KindWords, check_same_run
+from moesaic.train.resumed_job import learning_changes
 
 
-def compare(before: AnyJob, now: AnyJob, kind: KindWords, digest: str = "same") -> list[str]:
-    facts = {"data": "same", "job": before.model_dump(mode="json")}
+def compare(
+    before: AnyJob, now: AnyJob, kind: KindWords, digest: str = "same", ranks: int = 2
+) -> list[str]:
+    facts = {"data": "same", "job": before.model_dump(mode="json"), "plan": {"ranks": ranks}}
     manifest = Manifest(serial=1, step=1, counters={}, facts=facts, tensors={}, files={})
-    return check_same_run(Checkpoint(Path("step"), manifest), now, digest, kind)
+    return check_same_run(Checkpoint(Path("step"), manifest), now, digest, kind, ranks=2)
 
 
 def compare_models(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -35,6 +38,37 @@ def ctr_job(**tables: dict[str, Any]) -> CtrJob:
         "train": {"steps": 2, "batch": 2}, **tables,
     }  # fmt: skip
     return parse(CtrJob, raw, "job")
+
+
+def test_a_change_of_the_learning_is_told_from_others() -> None:
+    students = [
+        {"name": name, "model": {**TINY["model"], "layers": 1}} for name in ("old", "kept", "new")
+    ]
+    before = tiny_job(
+        student=students[:2], optimizer={"lr": 0.1}, routing={"record": "here"},
+        checkpoint={"every": 2}, schedule={"kind": "cosine"},
+    )  # fmt: skip
+    now = tiny_job(
+        student=[{**students[1], "interval": 2}, students[2]], train={"steps": 20, "batch": 4},
+        layout={"ep": 2}, data={"cache": "there"}, schedule={"kind": "constant"},
+    )  # fmt: skip
+    jobs = [one.model_dump(mode="json") for one in (before, now)]
+    assert set(learning_changes(*jobs)) == {
+        'student "old" leaves', 'student "new" joins',
+        "student.kept.interval = 2, the run has 1", "train.steps = 20, the run has 10",
+        "train.batch = 4, the run has 8", "optimizer.lr = 0.003, the run has 0.1",
+        'schedule.kind = "constant", the run has "cosine"',
+    }  # fmt: skip
+    constant = [
+        tiny_job(train={"steps": steps}, schedule={"kind": "constant"}).model_dump(mode="json")
+        for steps in (10, 20)
+    ]
+    assert list(learning_changes(*constant)) == []
+    assert list(learning_changes({}, jobs[1])) == []
+    kind = LanguageModelKind()
+    assert compare(tiny_job(), tiny_job(), kind, ranks=3) == [
+        "changed since the checkpoint: 2 ranks, was 3"
+    ]
 
 
 def test_extras_may_change_on_resume() -> None:

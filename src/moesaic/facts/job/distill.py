@@ -183,13 +183,28 @@ def student_errors(model: ModelConfig, students: Sequence[StudentConfig]) -> Ite
             error = _model_error(student, models[student.teacher])
             if error is not None:
                 yield f'student "{student.name}": {error}'
-    ring = set(names) - {one.name for one in students_in_order(students)}
+    ring = _find_ring(students)
     if ring:
-        found = [f'"{name}"' for name in names if name in ring]
+        pairs = [f'"{one.name}" from "{one.teacher}"' for one in ring]
         yield (
-            f"the teachers of {keys.join_words(found, 'and')} form a ring: let one of them learn "
-            f'from "{TEACHER}"'
+            f"students learn in a ring ({', '.join(pairs)}), so none of them learns from the "
+            f'model: set teacher = "{TEACHER}" in [[student]] "{ring[0].name}", or in another one'
         )
+
+
+def _find_ring(students: Sequence[StudentConfig]) -> list[StudentConfig]:
+    """Return students that learn from each other in a ring, each before its teacher; none if there
+    is no ring."""
+    known = {one.name: one for one in students}
+    for first in students:
+        path: list[StudentConfig] = []
+        one: StudentConfig | None = first
+        while one is not None and one not in path:
+            path.append(one)
+            one = known.get(one.teacher)
+        if one is not None:
+            return path[path.index(one) :]
+    return []
 
 
 def _model_error(student: StudentConfig, teacher: ModelConfig) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from moesaic.base import keys
 from moesaic.base.config import Section
@@ -162,6 +162,12 @@ class ModelConfig(Section):
     extras: dict[str, Any] = Field(default_factory=dict)
     """Other keys of a Hugging Face config.json; they change no arithmetic and are kept for export.
     """
+
+    @model_serializer(mode="wrap")
+    def _leave_out_labels(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields as plain data; `labels` only for a model with such a head."""
+        found: dict[str, Any] = dump(self)
+        return {key: value for key, value in found.items() if value or key != "labels"}
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:

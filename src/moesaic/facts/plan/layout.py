@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -34,6 +35,12 @@ def plan_from_layout(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Pl
     (`policy.plan.dispatch`).
     """
     return parse(Plan, _decisions(layout, model, ranks), "layout")
+
+
+def fewest_ranks(layout: LayoutConfig) -> int:
+    """Return the fewest ranks that `layout` divides."""
+    sharded = 1 if layout.dp_shard == "all" else layout.dp_shard
+    return layout.pp * math.lcm(layout.tp * sharded, layout.ep * layout.etp)
 
 
 def _decisions(layout: LayoutConfig, model: ModelConfig, ranks: int) -> dict[str, Any]:

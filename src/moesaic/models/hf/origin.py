@@ -18,7 +18,7 @@ from torch import Tensor
 from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError, StoreError, WeightsError
-from moesaic.dist.checkpoint import Checkpoint, newest_intact
+from moesaic.dist.checkpoint import Checkpoint, list_committed, newest_intact
 from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
 from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
@@ -220,6 +220,11 @@ def _facts_of_one(facts: dict[str, Any], student: str | None, path: Path) -> dic
     students = {one["name"]: one for one in job.get("student") or ()}
     changes: dict[str, Any] = {"student": [], "distill": {}}
     if student is not None:
+        if student not in students and (earlier := _find_student(student, path)) is not None:
+            raise ConfigError(
+                f"student = {keys.show(student)} is not in '{path}', because the run goes on "
+                f"without it: give the last checkpoint that holds it, '{earlier}'"
+            )
         if not students:
             raise ConfigError(
                 f"student = {keys.show(student)}: '{path}' is of a run without students: leave out "
@@ -228,6 +233,16 @@ def _facts_of_one(facts: dict[str, Any], student: str | None, path: Path) -> dic
         keys.check_choice("student", student, list(students))
         changes |= {key: students[student][key] for key in ("model", "source")}
     return {**facts, "job": {**job, **changes}} if students else facts
+
+
+def _find_student(student: str, path: Path) -> Path | None:
+    """Return the newest checkpoint beside the one at `path` that holds `student`, or None."""
+    for directory in list_committed(path.parent):
+        with suppress(StoreError):
+            job = Checkpoint.open(directory).facts.get("job") or {}
+            if any(one["name"] == student for one in job.get("student") or ()):
+                return directory
+    return None
 
 
 def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:

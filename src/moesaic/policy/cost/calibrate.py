@@ -79,7 +79,8 @@ def observe_step(
         calibrated = cluster.model_copy(
             update={"calibration": uncalibrated.model_copy(update=values)}
         )
-        return JobCosts.from_job(job, plan, calibrated, loads).step()
+        costs = JobCosts.from_job(job, plan, calibrated, loads)
+        return [run for part in costs.parts() for run in part.step()]
 
     def seconds(step: Step) -> list[Seconds]:
         segments = dict.fromkeys(run.segment for run in step)

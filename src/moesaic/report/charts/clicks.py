@@ -1,7 +1,9 @@
-"""Charts of click prediction: metrics by step, and rows of the embedding table."""
+"""Charts of classifiers, of clicks and of credibility: metrics by step, and rows of the embedding
+table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,28 @@ _METRICS = (
 """Names, titles, guides and widths."""
 
 
+_LABEL_METRICS = (
+    ("credibility_loss", "Loss of the labels", "Cross-entropy; 0.69 is chance. Look for validation "
+     "that rises as training falls.", 6),
+    ("auc", "AUC", "1 ranks every original above all generated texts, 0.5 is chance. At 1 from the "
+     "start, look for a give-away in the pairs.", 6),
+    ("accuracy", "Accuracy", "Share of texts with the right label.", 6),
+)  # fmt: skip
+"""The same of a credibility head."""
+
+
 def figures(run: RunStats) -> list[Figure]:
-    """Return the charts of metrics that the run logged."""
-    charts = [_metric(run, *metric) for metric in _METRICS]
+    """Return the charts of metrics that the run logged; none for a credibility head."""
+    return [] if run.setting("credibility") is not None else _metrics(run, _METRICS)
+
+
+def label_figures(run: RunStats) -> list[Figure]:
+    """Return the charts of a credibility head; none if the run has none."""
+    return [] if run.setting("credibility") is None else _metrics(run, _LABEL_METRICS)
+
+
+def _metrics(run: RunStats, metrics: Sequence[tuple[str, str, str, int]]) -> list[Figure]:
+    charts = [_metric(run, *metric) for metric in metrics]
     return [chart for chart in charts if chart.data]
 
 

@@ -15,7 +15,9 @@ from moesaic.report.run_stats import RunStats
 
 
 def figures(run: RunStats) -> list[Figure]:
-    """Return the learning charts."""
+    """Return the learning charts; none of a frozen teacher, which learns nothing."""
+    if run.is_frozen:
+        return []
     return [_loss(run), _learning_rate(run), _gradient_norm(run)]
 
 

@@ -34,7 +34,7 @@ def _text_losses(run: RunStats, names: Iterable[str]) -> Figure:
     steps, data = run.steps, list[dict[str, Any]]()
     for index, name in enumerate(["", *names]):
         colour = SERIES[index % len(SERIES)]
-        title = name or "teacher"
+        title = name or ("frozen teacher" if run.is_frozen else "teacher")
         values = steps.figures.get(f"{name}/loss") if name else steps.loss
         if values is not None:
             data.append(_smoothed(steps.step, values, title, colour))
@@ -43,7 +43,7 @@ def _text_losses(run: RunStats, names: Iterable[str]) -> Figure:
         "student-losses",
         "Loss of all students",
         "Cross-entropy on text, smoothed; diamonds are validations. Look for students that stop "
-        "falling while their teacher learns.",
+        + ("far above their teacher." if run.is_frozen else "falling while their teacher learns."),
         data,
         {"shapes": resumes(run)},
         span=6,

@@ -35,7 +35,7 @@ from moesaic.train.data.corpus import (
     split_batches,
 )
 from moesaic.train.data.sources import TextSource
-from moesaic.train.data.text import read_texts_with_records
+from moesaic.train.data.text import read_records, read_texts_with_records
 
 ENCODING_VERSION = 2
 """Version of the encoding, to raise whenever the same text gives other tokens or an error."""
@@ -84,11 +84,13 @@ class ControlEncoder:
 
     def encode(self, source: TextSource) -> Iterator[EncodedDocuments]:
         """Yield the texts of `source` with the segments of their prompts, some at a time."""
+        if source.key == "data.path":  # Validation text may lack attributes.
+            self._find_columns(source)
         labellers = {
             name: self._make_labeller(name, labeller, source)
             for name, labeller in self._control.labellers.items()
         }
-        found = read_texts_with_records(source, _columns(self._control))
+        found = read_texts_with_records(source, list(_columns(self._control).values()))
         for batch in split_batches(found, lambda one: len(one[2]), BATCH_CHARACTERS):
             plain = [one[2] for one in batch]
             both = (self.prompts.encode_texts(plain, has_prompt=one) for one in (True, False))
@@ -97,6 +99,38 @@ class ControlEncoder:
             ]
             if texts:
                 yield self._join(texts, labellers)
+
+    def check_source(self, source: TextSource) -> None:
+        """Raise if a labeller names a column, and the files of `source` are plain text."""
+        columns = _columns(self._control)
+        if columns and source.kind == "text":
+            attribute, column = next(iter(columns.items()))
+            built_in = BUILT_IN.get(attribute)
+            other = f" = {keys.show(built_in)}" if built_in else " to a function (module:function)"
+            raise DataError(
+                f"control.{attribute} = {keys.show(column)} is a column, and {source.key} = "
+                f"{keys.show(source.path)} is plain text, which has none: set "
+                f"control.{attribute}{other}, or give JSON lines or Parquet"
+            )
+
+    def _find_columns(self, source: TextSource) -> None:
+        """Raise if no record of `source` has a column that a labeller names.
+
+        This reads up to the first record of each column, and encodes nothing."""
+        missing, seen = _columns(self._control), set[str]()
+        for file in source.files if missing else ():
+            for _, record in read_records(file, list(missing.values())):
+                seen |= record.keys()
+                missing = {key: one for key, one in missing.items() if one not in record}
+                if not missing:
+                    return
+        for attribute, column in missing.items():
+            words = sorted(seen - {source.text_key})[:12]
+            expected = keys.join_words([keys.show(one) for one in words] or ["another labeller"])
+            raise DataError(
+                f"control.{attribute} = {keys.show(column)} is a column of no record: "
+                + keys.suggest_choice(column, words, expected)
+            )
 
     def check(self, corpus: Corpus) -> None:
         """Raise if a genre or another attribute labels no text of `corpus`."""
@@ -199,13 +233,13 @@ def open_control(data: DataConfig, control: ControlConfig) -> tuple[Tokenizer, C
     return tokenizer, ControlEncoder(control, ControlPrompts(tokenizer), tokenizer.end_id)
 
 
-def _columns(control: ControlConfig) -> list[str]:
-    """Return the columns that labellers name."""
-    return [
-        labeller
+def _columns(control: ControlConfig) -> dict[str, str]:
+    """Return the columns that labellers name, by attribute."""
+    return {
+        name: labeller
         for name, labeller in control.labellers.items()
         if ":" not in labeller and labeller != BUILT_IN.get(name)
-    ]
+    }
 
 
 def _check_label(attribute: str, label: object, control: ControlConfig, where: str) -> Label:

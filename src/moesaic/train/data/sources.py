@@ -45,6 +45,16 @@ class TextSource:
     text_key: str
     split: str
 
+    @property
+    def is_of_job(self) -> bool:
+        """True for text that a job names, and not a verb."""
+        return self.key.startswith("data.")
+
+    @property
+    def text_setting(self) -> str:
+        """Setting that names the column of the text."""
+        return "data.text_key" if self.is_of_job else "text_key"
+
 
 def find_sources(config: DataConfig) -> list[TextSource]:
     """Return the training text and, if it is separate, the validation text."""
@@ -116,8 +126,8 @@ def _scan(directory: Path, kind: str, label: str) -> tuple[list[Path], Kind]:
     if not files:
         suffixes = [suffix for suffix, one in SUFFIXES.items() if one in accepted]
         raise DataError(
-            f"{label} holds no file named *{', *'.join(suffixes)}: give a directory that does, or "
-            "a glob of the files and data.format"
+            f"{label} holds no file named *{', *'.join(suffixes)}: give a directory that does"
+            + (", or a glob of the files and data.format" * label.startswith("data."))
         )
     return files, _detect_kind(files, kind, label)
 
@@ -140,16 +150,16 @@ def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
         else:
             found = file_kind(file)
         if found is None:
-            raise DataError(
-                f"{label}: the name of '{file}' does not say what it holds: set data.format to "
-                "'text', 'jsonl' or 'parquet'"
-            )
+            remedy = "set data.format to 'text', 'jsonl' or 'parquet'"
+            if not label.startswith("data."):
+                remedy = f"give a glob of files named *{', *'.join(SUFFIXES)}"
+            raise DataError(f"{label}: the name of '{file}' does not say what it holds: {remedy}")
         kinds.setdefault(found, file)
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(
             f"{label} mixes {one} ('{first.name}') and {other} ('{second.name}'): give a glob of "
-            f"one of them{', or set data.format' if kind == 'auto' else ''}"
+            f"one of them{', or set data.format' * (kind == 'auto' and label.startswith('data.'))}"
         )
     return cast(Kind, kind) if kind in _RECORD_KINDS else next(iter(kinds))
 

@@ -56,7 +56,7 @@ def read_texts_with_records(
         else:
             found = _read_lines(file)
         for where, record in found:
-            if text := _get_text(record, where, source.text_key):
+            if text := _get_text(record, where, source):
                 yield where, file, text, record
 
 
@@ -65,7 +65,7 @@ def read_labelled(source: TextSource) -> Iterator[tuple[str, int]]:
     ones are skipped."""
     for file in source.files:
         for where, record in read_records(file, (source.text_key, LABEL_KEY)):
-            text, label = _get_text(record, where, source.text_key), record.get(LABEL_KEY)
+            text, label = _get_text(record, where, source), record.get(LABEL_KEY)
             if label not in (0, 1, None) or isinstance(label, bool | float):
                 raise DataError(
                     f"{where}: '{LABEL_KEY}' holds {label!r}: give 1 (original), 0 (generated), or "
@@ -108,7 +108,7 @@ def _read_plain(file: Path, source: TextSource) -> Iterator[str]:
 
 def _read_json_lines(file: Path, source: TextSource) -> Iterator[str]:
     for where, record in _read_lines(file):
-        yield _get_text(record, where, source.text_key)
+        yield _get_text(record, where, source)
 
 
 def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -176,41 +176,47 @@ def _make_converter(kind: pa.DataType) -> Callable[[Any], Any]:
     return lambda value: value
 
 
-def _get_text(record: dict[str, Any], where: str, text_key: str) -> str:
-    if text_key not in record:
-        raise DataError(_missing_column_message(where, text_key, record))
-    text = record[text_key]
+def _get_text(record: dict[str, Any], where: str, source: TextSource) -> str:
+    if source.text_key not in record:
+        raise DataError(_missing_column_message(where, source, record))
+    text = record[source.text_key]
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{where}: data.text_key = '{text_key}' holds {text!r}, which is no text")
+        raise DataError(f"{where}: {_name_column(source)} holds {text!r}, which is no text")
     return text or ""
+
+
+def _name_column(source: TextSource) -> str:
+    """Return the setting of the column as the user wrote it."""
+    return f"{source.text_setting} = '{source.text_key}'"
 
 
 def _read_parquet(file: Path, source: TextSource) -> Iterator[str]:
     with _wrap_read_errors(file, "Parquet"), pq.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         if source.text_key not in schema.names:
-            raise DataError(_missing_column_message(f"'{file}'", source.text_key, schema.names))
-        _check_type(schema.field(source.text_key).type, f"'{file}'", source.text_key)
+            raise DataError(_missing_column_message(f"'{file}'", source, schema.names))
+        _check_type(schema.field(source.text_key).type, f"'{file}'", source)
         for batch in parquet.iter_batches(_BATCH_ROWS, columns=[source.text_key]):
             yield from (text or "" for text in batch.column(0).to_pylist())
 
 
-def _check_type(kind: pa.DataType, where: str, text_key: str) -> None:
+def _check_type(kind: pa.DataType, where: str, source: TextSource) -> None:
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     if not any(check(value) for check in checks):
-        raise DataError(f"{where}: data.text_key = '{text_key}' holds {kind}, which is no text")
+        raise DataError(f"{where}: {_name_column(source)} holds {kind}, which is no text")
 
 
-def _missing_column_message(where: str, text_key: str, names: Iterable[str]) -> str:
+def _missing_column_message(where: str, source: TextSource, names: Iterable[str]) -> str:
     columns = sorted(names)
     shown = ", ".join(columns[:12]) + (", ..." if len(columns) > 12 else "")
-    if CHAT_KEYS & set(columns):
+    missing = f"{where} has no '{source.text_key}'"
+    if CHAT_KEYS & set(columns) and source.is_of_job:
         return (
-            f"{where} has no '{text_key}', but {shown}: set data.format = \"chat\", or "
-            "data.text_key to a column of text"
+            f'{missing}, but {shown}: set data.format = "chat", or data.text_key to a column of '
+            "text"
         )
-    return f"{where} has no '{text_key}': set data.text_key to one of its columns ({shown})"
+    return f"{missing}: set {source.text_setting} to one of its columns ({shown})"
 
 
 def _read_dataset(source: TextSource, cache: Path) -> Iterator[str]:
@@ -230,7 +236,7 @@ def _read_dataset(source: TextSource, cache: Path) -> Iterator[str]:
             else datasets.load_dataset(str(directory), streaming=True, cache_dir=str(cache))
         )
         rows = _choose_split(dataset, source.split, label)
-        yield from _read_rows(rows, source.text_key, label)
+        yield from _read_rows(rows, source, label)
     except DataError:
         raise
     except read_errors as error:
@@ -254,10 +260,10 @@ def _choose_split(dataset: Any, split: str, label: str) -> Any:
     )
 
 
-def _read_rows(rows: Any, text_key: str, label: str) -> Iterator[str]:
-    names = rows.column_names
+def _read_rows(rows: Any, source: TextSource, label: str) -> Iterator[str]:
+    names, text_key = rows.column_names, source.text_key
     if names is not None and text_key not in names:
-        raise DataError(_missing_column_message(label, text_key, names))
+        raise DataError(_missing_column_message(label, source, names))
     for table in rows.select_columns([text_key]).with_format("arrow").iter(_BATCH_ROWS):
-        _check_type(table.schema.field(text_key).type, label, text_key)
+        _check_type(table.schema.field(text_key).type, label, source)
         yield from (text or "" for text in table.column(text_key).to_pylist())

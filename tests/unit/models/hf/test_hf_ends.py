@@ -176,7 +176,9 @@ def test_chat_stops_at_the_end_of_turn(
     Path("hf/generation_config.json").unlink()
     assert ours("hf --chat", capfd, "Hi?") == answer
     shutil.rmtree("base")
-    assert tune(*CHAT, "train.steps=61", flags=["--resume"]) == 0, capfd.readouterr().err
+    assert tune(*CHAT, "train.steps=61", flags=["--resume", "--change"]) == 0, (
+        capfd.readouterr().err
+    )
     assert json.loads(Path("run/job.json").read_text())["data"]["tokenizer"] == "run/tokenizer"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,6 +115,31 @@ def test_an_unknown_student_is_refused(
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "olmoe"
     assert main(["convert", str(tmp_path / "hf"), "--out", out, "--student", "small"]) == 2
     assert "which holds one model: give a run with students" in capsys.readouterr().err
+
+
+def test_a_student_that_was_dropped_is_found_in_an_earlier_checkpoint(
+    run: Path, tmp_path: Path
+) -> None:
+    """The run goes on with one student, then with none."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    facts = Checkpoint.open(next((copy / "checkpoints").glob("step-*"))).facts
+    job = facts["job"]
+    for step, students in ((6, [one for one in job["student"] if one["name"] == "small"]), (7, [])):
+        saver = Saver(copy / "checkpoints", World.solo(), keep=9)
+        shards = [whole_shard("embed.weight", torch.zeros(61, 16))]
+        saver.save(
+            State(shards, {"step": step}), step, {**facts, "job": {**job, "student": students}}
+        )
+        saver.wait()
+    for name, step in (("small", 6), ("mixed", 5)):
+        words = rf"is not in '.*step-00000007', because .* holds it, '.*step-0000000{step}'"
+        with pytest.raises(ConfigError, match=words):
+            convert(copy, tmp_path / "out", student=name)
+    with pytest.raises(ConfigError, match="is of a run without students: leave out"):
+        convert(copy, tmp_path / "out", student="smal")
+    early = next((copy / "checkpoints").glob("step-00000005"))
+    convert(early, tmp_path / "out", student="mixed")
 
 
 def test_a_checkpoint_lists_its_students(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

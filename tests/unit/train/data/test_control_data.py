@@ -241,7 +241,14 @@ def test_parquet_has_the_samples_of_json_lines(path: Path, tmp_path: Path) -> No
     [
         ({"genres": [*GENRES, "news"]}, RECORDS, 'no text is of genre "news"'),
         ({"genres": ["docs"]}, RECORDS, r"line 2 .* gives 'law', which is not in control.genres"),
-        ({"topic": "topik"}, RECORDS, 'control.topic = "topik" labels no text: name a column'),
+        (
+            {"topic": "subjects", "keywords": "builtins:len"}, RECORDS,
+            'control.topic = "subjects" is a column of no record: did you mean "subject"',
+        ),
+        (
+            {"topic": "x"}, [{**one, "x": None} for one in RECORDS],
+            'control.topic = "x" labels no text: name a',
+        ),
         ({"length": "words"}, RECORDS, r"line 1 .* which is no number of tokens"),
         ({"keywords": "nothing:label"}, RECORDS, r"cannot be imported \(ModuleNotFoundError"),
         ({"topic": "math:pi"}, RECORDS, "is no function"),

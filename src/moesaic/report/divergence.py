@@ -1,0 +1,83 @@
+"""Divergence of a run: a loss that is not finite, explodes, or loses what was learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moesaic.report.log import Steps
+from moesaic.report.series import Floats
+
+_FEWEST_STEPS = 10
+"""Steps from which a finite loss is judged."""
+_EXPLODED = 2.0
+"""Multiple of the loss of the first steps that the last ones exceed if it exploded ..."""
+_EXPLODED_AT_ONCE = 3.0
+"""... or multiple of the very first loss, if the next ones are high too."""
+_ONSET = 1.5
+"""Multiple of the loss at the start from which on an exploded loss is wrong."""
+_LEARNED = 0.2
+"""Share by which a loss must have fallen before it can be lost again."""
+_NOISE = 8.0
+"""The same in robust standard deviations of its noise."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where and how a loss diverged."""
+
+    kind: Literal["not finite", "exploded", "lost"]
+    step: int
+    """Step from which on the loss is wrong."""
+    before: float
+    """Loss at the start, or the lowest one if what was learned is lost; NaN if there is none."""
+    after: float
+    """Median of the last losses; NaN if they are not finite."""
+    num_steps: int
+    """Steps without a finite loss."""
+
+
+def find_divergence(steps: Steps, *, has_error: bool) -> Divergence | None:
+    """Return how the loss diverged; None if it did not.
+
+    With `has_error` an error ended the step after the last one, because its loss or gradient was
+    not finite.
+    """
+    loss, numbers = steps.loss, steps.step
+    rows = np.flatnonzero(~np.isfinite(loss) & ~(steps.skipped > 0))
+    if len(rows):
+        return Divergence("not finite", int(numbers[rows[0]]), np.nan, np.nan, len(rows))
+    if has_error:
+        last = int(numbers[-1]) if len(numbers) else 0
+        return Divergence("not finite", last + 1, np.nan, np.nan, 1)
+    known = np.isfinite(loss)
+    return _find_rise(loss[known], numbers[known])
+
+
+def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
+    """Return how a finite loss rose at the end, if it did."""
+    if len(loss) < _FEWEST_STEPS:
+        return None
+    first, start = float(loss[0]), float(np.median(loss[:3]))
+    end = float(np.median(loss[-max(3, len(loss) // 10) :]))
+    if end > _EXPLODED * start or end > _EXPLODED_AT_ONCE * first:
+        limit = _ONSET * min(first, start)
+        return Divergence("exploded", _onset(loss, numbers, limit), first, end, 0)
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, 9), axis=1)
+    low = float(usual.min())
+    fallen = start - low
+    noise = float(np.median(np.abs(np.diff(loss)))) * 1.4826 / np.sqrt(2)
+    if fallen > max(_LEARNED * abs(start), _NOISE * noise) and end > low + fallen / 2:
+        return Divergence("lost", _onset(loss, numbers, low + fallen / 2), low, end, 0)
+    return None
+
+
+def _onset(loss: Floats, numbers: Floats, limit: float) -> int:
+    """Return the first step of the last losses, those that exceed `limit` by their median."""
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, 3), axis=1)
+    below = np.flatnonzero(usual <= limit)
+    first = 0 if not len(below) else min(int(below[-1]) + 1, len(usual) - 1)
+    above = np.flatnonzero(loss[first:] > limit)
+    return int(numbers[first + (int(above[0]) if len(above) else 0)])
