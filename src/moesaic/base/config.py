@@ -33,7 +33,7 @@ class Section(BaseModel):
 
     file_keys: ClassVar[type[BaseModel] | None] = None
     """Further keys that a file may use in this table; they are resolved before parsing."""
-    other_names: ClassVar[Mapping[str, str]] = {}
+    other_names: ClassVar[Mapping[str, str] | None] = None
     """Keys of this section by the names that other frameworks give them."""
     resolved_keys: ClassVar[frozenset[str]] = frozenset()
     """Fields that the resolution fills in; no file may use them."""

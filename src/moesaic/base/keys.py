@@ -199,12 +199,16 @@ def unknown_key_message(root: type[BaseModel], parts: Sequence[str | int]) -> st
 def meant_keys(root: type[BaseModel], parts: Sequence[str]) -> list[str]:
     """Return the keys that have this name in another table, or in another framework.
 
-    Keys of lists of tables count only if no other key has the name.
+    Keys of lists of tables count only if no other key has the name. None are meant if a key of the
+    same table is nearly the same word.
     """
     *_, word = parts
+    siblings = [name for name, at in _names_and_parents(root) if at == ".".join(parts[:-1])]
+    if difflib.get_close_matches(word, siblings, n=1, cutoff=0.85):
+        return []
     lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
     same = [f"{at}.{name}".strip(".") for name, at in _names_and_parents(root) if name == word]
-    other_names: Mapping[str, str] = getattr(root, "other_names", {})
+    other_names: Mapping[str, str] = getattr(root, "other_names", None) or {}
     found = [key for key in same if not f"{key}.".startswith(lists)] or same
     return found or ([other_names[word]] if word in other_names else [])
 
@@ -219,7 +223,7 @@ def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:
     # A key of a list of tables is meant only if no other key has its name.
     elsewhere = dict(sorted(known, key=lambda one: not f"{one[1]}.".startswith(lists)))
     meant = meant_keys(root, parts)
-    if len(meant) == 1 and not difflib.get_close_matches(word, siblings, n=1, cutoff=0.85):
+    if len(meant) == 1:
         return meant[0]
     for places, cutoff in ((siblings, 0.6), (elsewhere, 0.8)):
         for name in difflib.get_close_matches(word, places, n=1, cutoff=cutoff):

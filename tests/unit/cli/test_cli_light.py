@@ -210,7 +210,6 @@ def test_explain_knows_plan_and_cluster_files(capfd: pytest.CaptureFixture[str])
         assert json.loads(run(f"{line} --json", capfd))[0]["path"] == key
     for line, words in (
         ("plan --explain cluster.host", "unknown key 'cluster.host': did you mean 'cluster.hosts'"),
-        ("train --explain layuot.ep", "layout.ep"),
     ):
         assert main(line.split()) == 2
         assert words in capfd.readouterr().err

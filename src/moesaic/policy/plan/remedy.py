@@ -24,6 +24,8 @@ _MAX_CHANGES = 4
 """Keys of the layout to change, at most."""
 _MAX_TRIED = 160
 """Sets of changes whose memory is computed, at most."""
+_NEAR = 1.25
+"""Used fraction with defaults up to which settings that a plan chooses may make a job fit."""
 _KEPT = 2
 """Sets of changes of one size that are extended by another key: those with the least memory."""
 _MIN_SEQUENCE = 16
@@ -108,7 +110,7 @@ class _MemorySearch:
         """Return the part of `changes` that is needed, with the least values."""
         for key in list(changes):
             fewer = {name: value for name, value in changes.items() if name != key}
-            if self.fits(fewer):
+            if self._fits_as_planned(fewer):
                 changes = fewer
         for key, value in list(changes.items()):
             while isinstance(value, int) and value % 2 == 0 and key not in _SHRINKING:
@@ -116,6 +118,11 @@ class _MemorySearch:
                 if self.fits({**changes, key: value}):
                     changes = {**changes, key: value}
         return changes
+
+    def _fits_as_planned(self, changes: Settings) -> bool:
+        """Return whether the changed job fits, also with what a plan chooses for it."""
+        is_near = self._least(changes) <= _NEAR
+        return self.fits(changes) or (is_near and self.as_planned(changes) is not None)
 
     def _least(self, changes: Settings) -> float:
         fraction = self._used(changes)
