@@ -164,7 +164,7 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     plan = plan_of(job, world)
     if work.apart:  # The default dispatch method between hosts.
         hosts = [str(rank) for rank in range(RANKS)]
-        facts = dispatch.DispatchFacts(plan.ep_groups(), hosts, work.skew.top_k)
+        facts = dispatch.DispatchFacts(list(plan.ep_groups()), hosts, work.skew.top_k)
         plan = plan.model_copy(update=dispatch.default_dispatch(facts)._asdict())
     ranks = make_dispatch_ranks(plan, world, replicas=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)

@@ -48,7 +48,8 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "generate --adversarial": (
         AdversarialConfig,
         "`moesaic generate MODEL --adversarial --set KEY=VALUE`, see "
-        "[credibility.md](credibility.md). Its other keys are those of generate.",
+        "[credibility.md](credibility.md). Its other keys are those of generate, but for n and "
+        "logprobs.",
     ),
     "serve": (ServeConfig, "`moesaic serve MODEL --set KEY=VALUE`"),
     "eval": (

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from layouts import ASKING, SIGMOID, Array, plain, put_together, sparing, worst_element
-from students import ALL, ASSISTANT, DENSE, SMALL, STUDENTS
+from students import ALL, ASSISTANT, DENSE, SMALL, SPARSE, STUDENTS
 from torch import Tensor, nn
 
 from moesaic.base.errors import DivergedError
-from moesaic.dist.state import EXPERT_TOKENS
+from moesaic.dist.state import EXPERT_TOKENS, FIRST_MOMENT, SECOND_MOMENT
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.divergence import attention_divergence, hidden_distance, relation_divergence
+from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.nn.reports import BlockReport
 from moesaic.testing.jobs import TINY, RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.runs import start_run
 from moesaic.train.assemble import LMRun
-from moesaic.train.data.batch import Batch
+from moesaic.train.data.batch import Batch, Samples
+from moesaic.train.data.packing import fill_samples
 from moesaic.train.objectives.distill import DistillObjective, StudentObjective
 from moesaic.train.objectives.lm import make_inputs, num_targets
 from moesaic.train.parts import Part
@@ -221,12 +224,34 @@ def without_gradient(done: tuple[Tensor, BlockReport]) -> tuple[Tensor, BlockRep
     return logits.detach(), last._replace(attention=attention, hidden_states=states)
 
 
-def test_gradients_equal_those_of_whole_tensors() -> None:
+class MaskedSamples:
+    """Samples with prompts, filled up with repetitions; every fourth one has no target at all."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
+        """Return the samples of `indices`, each with one or two documents."""
+        del shuffled
+        index = np.array(indices)
+        counts = 1 + index % 2
+        owner = index.repeat(counts)
+        lengths = 2 + owner % 4
+        tokens = np.random.default_rng(index[0]).integers(61, size=(2, lengths.sum()))
+        is_prompt = (tokens[0] % 3 == 0) | (owner % 4 == 3).repeat(lengths)
+        targets = np.where(is_prompt, IGNORE_INDEX, tokens[1])
+        return fill_samples(index, tokens[0], targets, lengths, counts, 12)
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, MaskedSamples()], ids=["packed", "masked"])
+def test_gradients_equal_those_of_whole_tensors(samples: Samples) -> None:
     """Of three students: one behind an assistant, and each with a divergence of its own."""
     routing = {"balance_loss": 0.0, "z_loss": 0.0}
     job = tiny_job(student=STUDENTS[:3], routing=routing)
-    run, batch = start_run(job), SAMPLES.batch(range(8))
-    (losses,) = run.compute_gradients(SAMPLES)
+    run, batch = start_run(job), samples.batch(range(8))
+    is_row_masked = (batch.targets == IGNORE_INDEX).all(dim=1)
+    assert bool(is_row_masked.any()) is (samples is not SAMPLES)
+    (losses,) = run.compute_gradients(samples)
     done = {"model": run_whole(run.objective.part, batch, job)}
     for student, found in zip(students_of(run).values(), losses.students, strict=True):
         done[student.name] = run_whole(student.part, batch, student.job)
@@ -300,12 +325,15 @@ def test_a_frozen_teacher_has_no_moments_and_stays(
     initial.close()
 
 
-def missing_gradients(student: Mapping[str, Any]) -> set[str]:
-    """Return the weights of a student without a gradient after a backward pass."""
-    run = start_run(tiny_job(student=[student], **BUSY))
+def missing_gradients(student: Mapping[str, Any], step: int = 0) -> set[str]:
+    """Return the weights of a student without a gradient after a backward pass, which are those
+    that skip the update."""
+    run = start_run(tiny_job(student=[student], **BUSY), counters={"step": step})
     run.compute_gradients(SAMPLES)
     (part,) = (one for one in run.parts if one.prefix)
     found = {item.name for item in part.trainable if item.parameter.grad is None}
+    skipping = part._losses_without_update(step)
+    assert found == {item.name for item in part.trainable if item.losses in skipping}
     run.close()
     return found
 
@@ -321,6 +349,93 @@ def test_without_an_auxiliary_layer_the_end_of_the_last_layer_has_no_gradient() 
         for name in ("attention.v", "attention.o", "ffn_norm", "ffn.gate", "ffn.up", "ffn.down")
     }
     assert not missing_gradients({**student, "losses": {"attention": 1.0, "text": 1.0}})
+    assert missing_gradients(HEADLESS) == kept | {"layers.0.moe.bank.arena"}
+    assert not missing_gradients(SELDOM)
+    assert missing_gradients(SELDOM, 1) == {
+        "auxiliary.projection.weight",
+        *(f"auxiliary.layer.{name}.weight" for name in ("norm", "q", "k")),
+    }
+
+
+HEADLESS: dict[str, Any] = {
+    "name": "headless", "model": SPARSE, "losses": {"attention": 1.0}, "auxiliary_layer": False,
+}  # fmt: skip
+"""Student whose head and last experts have no loss; losses of its router reach the attention."""
+SELDOM: dict[str, Any] = {
+    "name": "seldom", "model": DENSE, "interval": 2,
+    "losses": {"text": 1.0, "attention": 1.0, "hidden": 1.0},
+}  # fmt: skip
+"""Student whose auxiliary weights have no loss in every other step."""
+DECAYING: dict[str, Any] = {
+    "optimizer": {"weight_decay": 0.5, "lr": 0.01}, "schedule": {"warmup": 0, "kind": "constant"},
+    "train": {"micro_batches": 2},
+}  # fmt: skip
+
+
+def states(world: World, job: Job, steps: int) -> tuple[list[list[Any]], dict[str, int]]:
+    """Return this rank's state before the first step and after each, and the counters."""
+    run, found = start_run(job, world), list[list[Any]]()
+    for step in range(steps + 1):
+        found.append([plain(shard) for shard in run.state().shards])
+        if step < steps:
+            run.step(SAMPLES)
+    counters = dict(run.counters)
+    run.close()
+    return found, counters
+
+
+def test_weights_without_a_loss_skip_the_update(ranks: RankPool) -> None:
+    """They neither decay nor count the step. Two ranks give what one does."""
+    tables = {"student": [HEADLESS, SELDOM], **DECAYING}
+    alone, counters = states(World.solo(), tiny_job(**tables, layout={"ep": 1}), 3)
+    first, *later = (put_together([state]) for state in alone)
+    both = ranks.run(2, states, tiny_job(**tables, layout={"ep": 2, "dp_shard": 2}), 3)
+    last = put_together([found[-1] for found, _ in both])
+    assert worst_element(last, later[-1]) < 1e-9
+    assert all(found == counters for _, found in both)
+
+    head = [key for key in first if "students.headless." in key
+            and any(name in key for name in (".head.", ".experts."))]  # fmt: skip
+    assert len(head) > 2
+    assert all(np.array_equal(first[key], later[-1][key]) for key in head)
+    auxiliary = [key for key in first if "students.seldom.auxiliary." in key]
+    for key in (one for one in first if "/students." in one and one not in head):
+        is_kept = [np.array_equal(*(state[key] for state in pair))
+                   for pair in pairwise((first, *later))]  # fmt: skip
+        assert is_kept == ([False, True, False] if key in auxiliary else [False] * 3), key
+    assert {key: one for key, one in counters.items() if "without" in key} == {
+        "students.headless.updates_without.logits+text": 3,
+        "students.headless.updates_without.hidden+logits+text": 3,
+        "students.seldom.updates_without.attention+relations": 1,
+        "students.seldom.updates_without.hidden": 1,
+    }
+    name = "students.seldom.auxiliary.layer.q.weight"
+    before, after = later[1][f"parameter/{name}"], later[2]
+    m, v = (after[f"{kind}/{name}"] / (1 - beta**2)
+            for kind, beta in ((FIRST_MOMENT, 0.9), (SECOND_MOMENT, 0.95)))  # fmt: skip
+    expected = before * (1 - 0.01 * 0.5) - 0.01 * m / (np.sqrt(v) + 1e-8)
+    np.testing.assert_allclose(after[f"parameter/{name}"], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("others", [[], [SMALL | {"teacher": "model"}]])
+def test_a_frozen_teacher_runs_only_where_it_teaches(others: list[dict[str, Any]]) -> None:
+    """A student keeps its bits in steps without the teacher."""
+    assistant = {**SELDOM, "name": "text", "losses": {"text": 1.0}}
+    below = {**SELDOM, "name": "below", "teacher": "text", "interval": 1}
+    students = [SELDOM | {"interval": 3}, assistant, below, *others]
+    job = tiny_job(student=students, distill={"frozen": True}, **BUSY)
+    run = start_run(job)
+    count, numbers, figures = CountForwards(run.objective.part.model), [], []
+    for _ in range(4):
+        figures.append(run.step(SAMPLES).figures(1.0))
+        numbers.append(count.number)
+    assert numbers == ([2, 4, 6, 8] if others else [2, 2, 2, 4])
+    assert ["loss" in one for one in figures] == [True, bool(others), bool(others), True]
+    assert all(one["seldom/loss"] > 0 and one["below/attention"] > 0 for one in figures)
+    run.close()
+    if not others:
+        more = train_alone([*students, SMALL | {"teacher": "model"}], distill={"frozen": True})
+        assert own_figures(more[0], "seldom/") == own_figures(figures[:STEPS], "seldom/")
 
 
 def test_a_student_equal_to_its_teacher_has_neither_loss_nor_gradient() -> None:

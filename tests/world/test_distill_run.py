@@ -141,6 +141,40 @@ def test_a_killed_run_resumes_and_its_students_join_and_leave(
     assert [one["name"] for one in start["students"]] == ["small", "assistant"]
 
 
+def test_an_assistant_of_an_earlier_run_is_handed_over(commands: Commands, tmp_path: Path) -> None:
+    """As a frozen teacher, and as a student that goes on learning and teaches another one."""
+    job, first, second = tmp_path / "job.toml", tmp_path / "first", tmp_path / "second"
+    (tmp_path / "text.txt").write_text("all happy families are alike; " * 100)
+    table = RUN_JOB.replace('"text.txt"', f'"{tmp_path}/text.txt"').replace(
+        "steps = 4", "steps = 2"
+    )
+    table = table.replace('"cache"', f'"{tmp_path}/cache"')
+    assistant = JOB[JOB.rindex("\nname =") :].replace("ffn = 8", "ffn = 8, head_dim = 4")
+    job.write_text(f"{table}[[student]]{assistant}")
+    commands.output(["train", str(job), "--out", str(first)])
+    handed = str(tmp_path / "assistant")
+    commands.output(["convert", str(first), "--student", "assistant", "--out", handed])
+
+    small = JOB[JOB.index("[[student]]") : JOB.rindex("[[student]]")]
+    given = f'[[student]]\nname = "assistant"\nmodel = {{ from = "{handed}" }}\n'
+    sizes = table[table.index("[model]") : table.index("[data]")]
+    job.write_text(
+        table.replace(sizes, f'[model]\nfrom = "{handed}"\n\n[distill]\nfrozen = true\n\n')
+        + f"{given}losses = {{ text = 1.0, logits = 1.0 }}\n{small}"
+    )
+    commands.output(["train", str(job), "--out", str(second)])
+    before, after = (read_checkpoint(checkpoint_of(out, 2)) for out in (first, second))
+    prefix = "parameter/students.assistant."
+    exported = [key for key in before if key.startswith(prefix) and ".auxiliary." not in key]
+    assert len(exported) > 5
+    for key in exported:
+        assert np.array_equal(after[f"parameter/{key.removeprefix(prefix)}"], before[key])
+        assert not np.array_equal(after[key], before[key])
+    start, _ = steps_of(second).values()
+    assert start["assistant/loss"] == pytest.approx(start["loss"], rel=1e-6)
+    assert abs(start["assistant/logits"]) < 1e-6 < start["small/attention"]
+
+
 def len_of_world(world: World) -> int:
     return world.size
 
@@ -173,7 +207,7 @@ def test_a_resumed_run_has_the_same_bits(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     arguments = (students, None, changes)
     (messages, *_) = ranks.run(size, run_students, str(text), str(straight), *arguments)
-    assert any("small/loss" in message for message in messages)
+    assert any("validation loss" in message and ", small " in message for message in messages)
     middle = str(checkpoint_of(straight, 2))
     ranks.run(size, run_students, str(text), str(resumed), students, middle, changes)
     assert_same_checkpoints(checkpoint_of(resumed, 4), checkpoint_of(straight, 4))
@@ -201,6 +235,17 @@ def test_models_that_stay_keep_their_bits_when_others_join_and_leave(
     teacher = [key for key in after if "/students." not in key]
     assert all(key.startswith("parameter/") for key in teacher)
     assert all(np.array_equal(before[key], after[key]) for key in teacher)
+
+
+def test_a_resume_leaves_an_auxiliary_layer_out(text: Path, tmp_path: Path) -> None:
+    before = {"name": "small", "model": DENSE, "losses": {"relations": 1.0}}
+    frozen = {"distill": {"frozen": True}, "train": {"steps": 2}}
+    out = str(tmp_path / "run")
+    run_students(World.solo(), str(text), out, [before], None, frozen)
+    more = frozen | {"train": {"steps": 3}}
+    after = before | {"auxiliary_layer": False}
+    run_students(World.solo(), str(text), out, [after], "auto", more)
+    assert not any(".auxiliary." in key for key in read_checkpoint(checkpoint_of(Path(out), 3)))
 
 
 @pytest.mark.parametrize(

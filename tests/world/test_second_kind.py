@@ -497,7 +497,7 @@ def test_parts_round_moments_by_random_bits_of_their_own() -> None:
         params = [LocalParam("block", "weight", model.weight, None, (WIDTH, WIDTH), (0,))]
         part = make_part(model, place_part(prefix, [0]), World.solo(), params, job)
         model.weight.grad = torch.linspace(0.1, 0.9, WIDTH * WIDTH).view(WIDTH, WIDTH)
-        part.update(1, lr=0.1, clip=1.0)
+        part.update(1, lr=0.1, clip=1.0, counters={"step": 0})
         moments.append(part.optimizer.moments["weight"][0])
     teacher, student = moments
     assert not torch.equal(teacher, student)

@@ -146,7 +146,8 @@ def format_figures(figures: Mapping[str, float]) -> str:
     """Return loss and speed of a step as text."""
     speed = next(name for name in figures if name.endswith("_per_s"))
     unit = speed.removesuffix("_per_s")
-    text = f"loss {figures['loss']:.4f}"
+    # A frozen teacher has none before the first step in which it teaches.
+    text = f"loss {figures['loss']:.4f}" if "loss" in figures else "loss unknown"
     for name, value in figures.items():  # Those of students are "NAME/loss".
         if name.endswith("/loss") and not name.startswith("validation_"):
             text += f", {name.removesuffix('/loss')} {value:.4f}"

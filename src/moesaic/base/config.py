@@ -124,7 +124,11 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        remedy = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
+        remedies = {
+            "Invalid value": " (text needs quotes)",
+            "Cannot declare": " (each table of a list has double brackets: [[table]])",
+        }
+        remedy = next((one for start, one in remedies.items() if str(error).startswith(start)), "")
         raise ConfigError(f"{origin}: not valid TOML: {_lower_first(str(error))}{remedy}") from None
     except (ValueError, RecursionError) as error:  # Such as a number with thousands of digits.
         raise ConfigError(f"{origin}: not readable as TOML ({error}): simplify it") from None

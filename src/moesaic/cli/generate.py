@@ -218,7 +218,10 @@ def _write_pairs(
         screen.print_json(counts._asdict())
         return
     present = f", {counts.present} there already" if counts.present else ""
-    dropped = f", {counts.dropped} paragraphs dropped" if counts.dropped else ""
+    dropped = ""
+    if counts.dropped:
+        reason = f"nothing complete behind the prefix within max_tokens = {settings['max_tokens']}"
+        dropped = f", {counts.dropped} of {counts.total} paragraphs dropped ({reason})"
     screen.print_line(
         f"{counts.pairs} pairs written{present}{dropped}: {target} ({counts.tokens:,} new tokens)"
     )

@@ -199,7 +199,7 @@ def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
 
 
 def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -> None:
-    is_frozen = bool(run.job.get("distill", {}).get("frozen"))
+    is_frozen = run.job["kind"] == "lm" and run.job["distill"]["frozen"]
     screen.print_line(_headline(facts, is_frozen))
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
@@ -216,7 +216,8 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -
             for term in ("loss", "validation_loss")
             if figures.get(term) is not None
         ]
-        screen.print_line(f"  student {name}: {', '.join(words)}" * bool(words))
+        if words:  # A student that has left has none.
+            screen.print_line(f"  student {name}: {', '.join(words)}")
     rows = {
         "run": run.directory, "checkpoint": facts["newest_checkpoint"], "report": page,
         "next": _next_command(run),
@@ -231,6 +232,9 @@ def _next_command(run: Run) -> str:
     if run.job["kind"] == "ctr":
         data = "" if run.job["data"]["stream"] else " --data FILE"
         return f"moesaic predict {directory}{data}"
+    if run.job["distill"]["frozen"]:
+        name = run.job["student"][0]["name"]
+        return f"moesaic convert {directory} --student {name} --out {name}"
     chat = " --chat" if run.job["data"]["format"] == "chat" else ""
     return f'moesaic generate {directory}{chat} --prompt "..."'
 
@@ -244,6 +248,9 @@ def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
         text += f": loss {change}" if not is_frozen else ", students alone: the teacher is frozen"
     if facts["validation_loss"] is not None and not is_frozen:
         text += f", validation loss {facts['validation_loss']:.3f}"
+    if facts["credibility"] and facts["credibility"]["validation"]:
+        found = facts["credibility"]["validation"]
+        text += "".join(f", {one} {found[one]:.3f}" for one in ("auc", "accuracy") if one in found)
     if facts["tokens_per_s"] is not None:
         text += f", {facts['tokens_per_s']:,.0f} {facts['unit']}/s (median)"
     return text

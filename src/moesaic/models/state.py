@@ -40,6 +40,8 @@ class LocalParam:
     """Ranks that hold the same values, ascending."""
     is_column_sharded: bool = False
     """True for this rank's columns of the embedding; their gradient needs no reduction."""
+    losses: frozenset[str] | None = None
+    """Names of the losses with a gradient in it; None: all losses of the model."""
 
     @property
     def is_tp_sharded(self) -> bool:
@@ -164,7 +166,7 @@ def local_params(model: LanguageModel, plan: Plan, rank: int) -> list[LocalParam
     shard = plan.dp_rank(rank) % plan.dp_shard
     dense_owners = tuple(r for r in stage_ranks if plan.dp_rank(r) % plan.dp_shard == shard)
     tp_dense_owners = tuple(r for r in dense_owners if r % plan.tp == rank % plan.tp)
-    expert_owners = next(tuple(group) for group in plan.expert_dp_groups() if rank in group)
+    expert_owners = plan.expert_dp_groups().of(rank)
     result: list[LocalParam] = []
     seen: set[int] = set()
     for block, module in model.blocks():

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from moesaic.facts.job.distill import Divergence
 from moesaic.facts.workload.parts import relation_heads
-from moesaic.facts.workload.sizes import DIVERGENCE_BLOCK_BYTES, DIVERGENCE_QUERY_BLOCK
+from moesaic.facts.workload.sizes import divergence_queries, divergence_rows
 from moesaic.kernels.threads import thread_pool
 from moesaic.nn.attention_backends import AttentionMetadata, QueryBlock
 from moesaic.nn.reports import AttentionReport
@@ -174,20 +174,17 @@ def _add_block(
 def _groups(metadata: AttentionMetadata, q: Tensor) -> Iterator[list[QueryBlock]]:
     """Yield groups of blocks that share no queries or keys.
 
-    The scores of a block stay in the cache of a CPU.
+    The scores of a block have a limit: on a CPU its cache, and on every device a size.
     """
-    for blocks in metadata.banded_blocks(DIVERGENCE_QUERY_BLOCK):
+    queries = divergence_queries(q.shape[1], q.shape[2], metadata.window, q.itemsize)
+    for blocks in metadata.banded_blocks(queries):
         scores = max(len(block.queries) * len(block.keys) for block in blocks)
         rows = blocks[0].rows
-        size = block_length(q.shape[1] * scores * q.itemsize, len(rows), q.device)
+        row_bytes = q.shape[1] * scores * q.itemsize
+        size = divergence_rows(row_bytes, len(rows), on_cpu=q.device.type == "cpu")
         for start in rows[::size]:
             part = range(start, min(start + size, rows.stop))
             yield [block._replace(rows=part) for block in blocks]
-
-
-def block_length(row_bytes: int, length: int, device: torch.device) -> int:
-    """Return the rows of a block: all `length` of them, or as many as a CPU's cache holds."""
-    return length if device.type != "cpu" else max(1, DIVERGENCE_BLOCK_BYTES // row_bytes)
 
 
 def run_blocks(work: Callable[[T], None], blocks: Sequence[T], device: torch.device) -> None:

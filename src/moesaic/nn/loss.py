@@ -23,10 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist.collectives import all_gather
-from moesaic.facts.workload.sizes import FOLLOWER_CHUNK_TOKENS, LOSS_CHUNK_TOKENS
+from moesaic.facts.workload.sizes import (
+    FOLLOWER_CHUNK_TOKENS,
+    LOSS_CHUNK_TOKENS,
+    divergence_rows,
+)
 from moesaic.kernels.grouped_mm import matmul
-from moesaic.nn.divergence import block_length, logits_divergence, run_blocks
-from moesaic.nn.inputs import HeadFollower
+from moesaic.nn.divergence import logits_divergence, run_blocks
+from moesaic.nn.inputs import HeadFollower, compute_dtype
 from moesaic.nn.reports import FollowerLosses
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
 
@@ -56,6 +60,16 @@ def head_loss(
             x_TH, weight_VH, targets_T, scale, tp, followers, *tensors
         )
     return loss, FollowerLosses(follower_loss, sums) if followers else None
+
+
+def follower_losses(targets_T: Tensor, followers: Sequence[HeadFollower]) -> FollowerLosses:
+    """Return the losses of followers of which none learns from a model, with the bits that they
+    have beside one."""
+    hidden = followers[0].hidden
+    dtype = compute_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        tensors = [x for one in followers for x in (one.hidden.to(dtype), to_local(one.weight))]
+        return FollowerLosses(*_FollowerLoss.apply(targets_T, followers, *tensors))
 
 
 def _gradients_of(followers: Sequence[HeadFollower]) -> AbstractContextManager[object]:
@@ -148,16 +162,44 @@ class _HeadLoss(torch.autograd.Function):
         grad, follower_grads, _ = grads
         count = len(ctx.factors) - 1
         factors = [grad, *([None] * count if follower_grads is None else follower_grads)]
-        saved, results = ctx.saved_tensors, list[Tensor | None]()
-        for index, factor in enumerate(factors):
-            for gradient in saved[2 * index : 2 * index + 2]:
-                if gradient is not None and factor is not None:
-                    old = ctx.factors[index]
-                    ratio = factor if old is None else factor / old
-                    gradient.data.mul_(ratio.to(gradient.dtype))
-                results.append(None if factor is None else gradient)
-            ctx.factors[index] = factor
+        results = _scale_saved(ctx, factors)
         return (*results[:2], None, None, None, None, *results[2:])
+
+
+class _FollowerLoss(torch.autograd.Function):
+    """Losses of followers alone, and the gradients that autograd needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, targets_T: Tensor, followers: Sequence[HeadFollower], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the losses and their unweighted sums; `tensors` are those of `_HeadLoss`."""
+        students = _Students(followers, tensors, ctx.needs_input_grad[2:])
+        students.add_chunk(slice(0, len(targets_T)), None, targets_T)
+        projections = students.projections
+        ctx.save_for_backward(*(x for one in projections for x in (one.grad_x, one.grad_weight)))
+        ctx.factors = [None] * len(projections)
+        ctx.mark_non_differentiable(students.sums)
+        return students.losses, students.sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that forward computed, scaled in place."""
+        return None, None, *_scale_saved(ctx, list(grads[0]))
+
+
+def _scale_saved(ctx: Any, factors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the saved gradients of input and weight of each model, times its factor."""
+    saved, results = ctx.saved_tensors, list[Tensor | None]()
+    for index, factor in enumerate(factors):
+        for gradient in saved[2 * index : 2 * index + 2]:
+            if gradient is not None and factor is not None:
+                old = ctx.factors[index]
+                ratio = factor if old is None else factor / old
+                gradient.data.mul_(ratio.to(gradient.dtype))
+            results.append(None if factor is None else gradient)
+        ctx.factors[index] = factor
+    return results
 
 
 class _Students:
@@ -185,12 +227,15 @@ class _Students:
         factors = [(one.text, one.logits) for one in self._followers]
         return (self.sums * self.sums.new_tensor(factors).view(-1, 2)).sum(dim=1)
 
-    def add_chunk(self, chunk: slice, log_p: Tensor, targets_T: Tensor) -> None:
-        """Add the losses and gradients of a chunk of tokens with the model's log-probabilities."""
+    def add_chunk(self, chunk: slice, log_p: Tensor | None, targets_T: Tensor) -> None:
+        """Add the losses and gradients of a chunk of tokens with the model's log-probabilities;
+        None without a model."""
         if not self._followers:
             return
         for tokens in _chunks(range(chunk.start, chunk.stop), FOLLOWER_CHUNK_TOKENS):
-            teachers = {-1: log_p[tokens.start - chunk.start : tokens.stop - chunk.start]}
+            teachers = dict[int, Tensor]()
+            if log_p is not None:
+                teachers[-1] = log_p[tokens.start - chunk.start : tokens.stop - chunk.start]
             for index, projection in enumerate(self.projections):
                 logits = projection.logits(tokens)
                 if index in self._teachers:
@@ -226,7 +271,8 @@ class _Students:
                 grad.scatter_add_(1, target[rows], torch.full_like(log_q[:, :1], -one.text))
             grad *= present[rows]
 
-        size = block_length(logits[0].nbytes, len(logits), logits.device)
+        on_cpu = logits.device.type == "cpu"
+        size = divergence_rows(logits[0].nbytes, len(logits), on_cpu=on_cpu)
         run_blocks(add_rows, list(_chunks(range(len(logits)), size)), logits.device)
         self.sums[index] += torch.where(present, values, 0.0).sum(dim=0)
 

@@ -39,15 +39,15 @@ class Divergence:
     """Steps without a finite loss."""
 
 
-def find_divergence(steps: Steps, *, has_error: bool) -> Divergence | None:
+def find_divergence(steps: Steps, *, has_error: bool, is_frozen: bool = False) -> Divergence | None:
     """Return how the loss diverged; None if it did not.
 
     With `has_error` an error ended the step after the last one, because its loss or gradient was
-    not finite.
+    not finite. A model that `is_frozen` has no loss in steps in which it does not teach.
     """
     loss, numbers = steps.loss, steps.step
     rows = np.flatnonzero(~np.isfinite(loss) & ~(steps.skipped > 0))
-    if len(rows):
+    if len(rows) and not is_frozen:
         return Divergence("not finite", int(numbers[rows[0]]), np.nan, np.nan, len(rows))
     if has_error:
         last = int(numbers[-1]) if len(numbers) else 0

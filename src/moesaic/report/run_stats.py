@@ -138,7 +138,8 @@ class RunStats:
     @cached_property
     def divergence(self) -> Divergence | None:
         """How the loss diverged; None if it did not."""
-        return find_divergence(self.steps, has_error=self.ended == DIVERGED)
+        has_error = self.ended == DIVERGED
+        return find_divergence(self.steps, has_error=has_error, is_frozen=self.is_frozen)
 
     @property
     def last_event_s(self) -> float:

@@ -75,6 +75,8 @@ def _without_nan(value: Any) -> Any:
 
 def _losses(run: RunStats) -> dict[str, Any]:
     losses, validations = run.steps.loss.tolist(), run.validations
+    if run.is_frozen:  # It has no loss in steps in which it does not teach.
+        losses = [one for one in losses if math.isfinite(one)]
     recent = losses[-min(_RECENT, max(len(losses) // 10, 1)) :]
     best = min(validations, key=lambda validation: validation.loss, default=None)
     return {

@@ -3,7 +3,7 @@ torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -119,6 +119,8 @@ class GenerateConfig(EngineConfig, SamplingConfig):
 
 class AdversarialConfig(EngineConfig, SamplingConfig):
     """Settings of `moesaic generate --adversarial`."""
+
+    resolved_keys: ClassVar[frozenset[str]] = frozenset({"n", "logprobs"})
 
     max_tokens: int = Field(default=512, ge=2)
     """Most tokens of a text, original or generated, prefix included."""

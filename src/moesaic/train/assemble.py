@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -146,13 +147,20 @@ def _make_student(
         layer.recompute = own_plan.recomputes(own_job)
     allocate_model(model, world.device, own_plan, ranks)
     auxiliary = build_auxiliary(config, job.model_of(config.teacher), dtype, world.device)
-    params = local_params(model, own_plan, world.rank)
-    params += auxiliary_params(auxiliary, placement.ranks)
+    params = [
+        replace(item, losses=config.trained_by(item.name))
+        for item in (
+            *local_params(model, own_plan, world.rank),
+            *auxiliary_params(auxiliary, placement.ranks),
+        )
+    ]
     part = make_part(
         model, placement, world, params, own_job,
         buffers=list(router_biases(model, own_plan, world.rank)),
     )  # fmt: skip
-    return StudentObjective(own_job, world, part, config, auxiliary)
+    objective = StudentObjective(own_job, world, part, config, auxiliary)
+    part.losses_at = objective.losses_at
+    return objective
 
 
 def _make_part(

@@ -81,6 +81,8 @@ class LMStepStats:
     """Loss scale of fp16 in this step; None in other precisions."""
     is_skipped: bool = False
     """True if the gradient overflowed and the update was skipped."""
+    has_run: bool = True
+    """False for a frozen teacher from which no student learnt in this step: it has no loss."""
     balance: dict[int, LayerBalance] = field(default_factory=dict)
     """Balance decisions and statistics by layer, for layers and EP groups of this rank."""
     memory: TierStats | None = None
@@ -100,6 +102,8 @@ class LMStepStats:
             "dropped": sum(self.dropped.values()),
             "num_replay_mismatches": self.num_replay_mismatches,
         }  # fmt: skip
+        if not self.has_run:
+            figures = {key: figures[key] for key in ("grad_norm", "lr", "tokens", "tokens_per_s")}
         figures |= self.rank_figures()
         if self.balance:
             figures |= _balance_figures([one.stats for one in self.balance.values()])

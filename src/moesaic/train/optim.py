@@ -32,8 +32,8 @@ in which the kernel works."""
 
 @dataclass(frozen=True)
 class FlatParams:
-    """Parameters of one block that are contiguous in memory and decay alike, or a single
-    parameter."""
+    """Parameters of one block that are contiguous in memory, decay alike and have the same losses,
+    or a single parameter."""
 
     params: Sequence[LocalParam]
     offsets: Sequence[int] = (0,)
@@ -57,6 +57,11 @@ class FlatParams:
     def block(self) -> str:
         """Name of the block that the parameters belong to."""
         return self.params[0].block
+
+    @property
+    def losses(self) -> frozenset[str] | None:
+        """Names of the losses with a gradient in the parameters; None: all losses of the model."""
+        return self.params[0].losses
 
     @property
     def has_weight_decay(self) -> bool:
@@ -104,11 +109,12 @@ def flatten_params(
     params: Sequence[LocalParam], places: Mapping[nn.Parameter, FlatView]
 ) -> list[FlatParams]:
     """Group `params`, which are in block order, by the flat tensors of `places`."""
-    groups: dict[tuple[str, int, bool], list[LocalParam]] = {}
+    groups: dict[tuple[str, int, bool, frozenset[str] | None], list[LocalParam]] = {}
     for item in params:
         view = places.get(item.parameter)
         key = id(item) if view is None else id(view.flat)
-        groups.setdefault((item.block, key, item.has_weight_decay), []).append(item)
+        together = (item.block, key, item.has_weight_decay, item.losses)
+        groups.setdefault(together, []).append(item)
     result = []
     for group in groups.values():
         if len(group) == 1:

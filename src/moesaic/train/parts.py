@@ -7,7 +7,7 @@ all parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
@@ -70,6 +70,15 @@ class PartPlacement:
         """Counter of the updates that the run had made before the part was added."""
         return f"{self.prefix}updates_before"
 
+    def skip_counter(self, losses: frozenset[str]) -> str:
+        """Return the counter of the updates that parameters trained by `losses` have skipped."""
+        return f"{self.skip_prefix}{'+'.join(sorted(losses))}"
+
+    @property
+    def skip_prefix(self) -> str:
+        """Start of the names of all `skip_counter`."""
+        return f"{self.prefix}updates_without."
+
     @property
     def reduction_purpose(self) -> str:
         """Purpose of the groups that reduce the part's gradients.
@@ -120,6 +129,9 @@ class Part(Generic[M]):
     """Expert state on a drive; None if all state is in memory."""
     external_snapshot: ExternalSnapshot | None = None
     """Snapshot of state outside the shards, which a checkpoint waits for."""
+    losses_at: Callable[[int], Collection[str]] | None = None
+    """Function that returns the names of the losses that count after so many finished steps; None:
+    all losses count in every step."""
 
     @property
     def prefix(self) -> str:
@@ -202,16 +214,41 @@ class Part(Generic[M]):
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         return total + torch.cat(norms).double().square().sum() if norms else total
 
-    def update(self, number: int, *, lr: float, clip: float) -> None:
-        """Take update `number`, from 1, block by block; `clip` is a factor on the gradients, which
-        are dropped."""
+    def update(self, number: int, *, lr: float, clip: float, counters: dict[str, int]) -> None:
+        """Take update `number`, from 1, block by block, and drop the gradients.
+
+        Parameters without a loss in this step skip the update: they do not decay, and their moments
+        stay.
+
+        Args:
+            number: number of the update.
+            lr: learning rate.
+            clip: factor on the gradients.
+            counters: position in the run; updates that parameters skip are counted here.
+        """
         if self.tiers is not None:
             self.tiers.begin_update()
-        for _, block in groupby(self.flat_params, key=lambda flat: flat.block):
-            group = list(block)
-            self.optimizer.update_block(group, self.world.rank, number, lr=lr, clip=clip)
+        skipping = self._losses_without_update(counters["step"])
+        for (_, losses), block in groupby(
+            self.flat_params, key=lambda one: (one.block, one.losses)
+        ):
+            group, own_number = list(block), number
+            if losses is not None:
+                own_number -= counters.get(self.placement.skip_counter(losses), 0)
+            if losses not in skipping:
+                self.optimizer.update_block(group, self.world.rank, own_number, lr=lr, clip=clip)
             for item in (item for flat in group for item in flat.params):
                 item.clear_grad()
+        for key in map(self.placement.skip_counter, skipping):
+            counters[key] = counters.get(key, 0) + 1
+
+    def _losses_without_update(self, step: int) -> list[frozenset[str]]:
+        """Return the `losses` of parameters of which none counts after `step` finished steps."""
+        if self.losses_at is None:
+            return []
+        counting = frozenset(self.losses_at(step))
+        kinds = {one.losses for one in self.trainable if one.losses is not None}
+        return sorted((one for one in kinds if not one & counting), key=sorted)
 
     def drop_gradients(self) -> None:
         """Remove all gradients."""
@@ -226,6 +263,7 @@ class Part(Generic[M]):
         self.buffers.clear()
         self.optimizer.close()
         self.buckets.close()
+        self.losses_at = None
         if self.tiers is not None:
             self.tiers.close()
         del self.model
@@ -248,6 +286,8 @@ def parts_source(
     added = {part.prefix for part in placements if part.prefix not in saved}
     for part in placements:
         if part.prefix in added:
+            for key in [one for one in counters if one.startswith(part.skip_prefix)]:
+                del counters[key]  # An earlier part of this name has left.
             counters[part.start_counter] = num_updates(counters)
             log(f"the checkpoint has no {part.label}: it starts from initial values")
     return SplitSource(

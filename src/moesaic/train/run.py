@@ -200,7 +200,10 @@ class Run(Generic[ObjectiveT, StatsT]):
         limit = self.job.train.clip
         for part in self.parts:
             clip = min(1.0, limit / (norms[part.prefix] + 1e-6)) if limit else 1.0
-            part.update(self._update_number(part, number), lr=rates[part.prefix], clip=clip / scale)
+            part.update(
+                self._update_number(part, number), lr=rates[part.prefix], clip=clip / scale,
+                counters=self.counters,
+            )  # fmt: skip
         loss_scale.record_update(self.counters)
 
     def _update_number(self, part: Part[Any], number: int) -> int:

@@ -56,7 +56,7 @@ def resolve_dispatch(plan: Plan, job: Job, world: World, log: list[Decision[Any,
     if job.layout.dispatch != "auto" or plan.ep == 1:
         return plan
     hosts = [place.host for place in gather_places(world)]
-    facts = DispatchFacts(plan.ep_groups(), hosts, job.model.top_k)
+    facts = DispatchFacts(list(plan.ep_groups()), hosts, job.model.top_k)
     return plan.model_copy(update=decide(default_dispatch, facts, log)._asdict())
 
 

@@ -425,8 +425,11 @@ class _Session(Generic[J]):
         scalars = {"loss": loss, **more}
         self.figures |= {f"validation_{name}": value for name, value in scalars.items()}
         words = [f"validation loss {loss:.4f}"]  # Figures that equal it are not repeated.
-        shown = {f"{name.replace('_', ' ')} {value:.4f}": value for name, value in more.items()}
-        words += [text for text, value in shown.items() if round(value, 4) != round(loss, 4)]
+        words += [
+            f"{name.removesuffix('/loss').replace('_', ' ')} {value:.4f}"
+            for name, value in more.items()
+            if "/" in name or round(value, 4) != round(loss, 4)
+        ]
         self.progress.detail(f"step {self.run.counters['step']}: {', '.join(words)}")
 
     def _save(self) -> None:

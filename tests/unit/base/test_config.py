@@ -180,6 +180,11 @@ def test_set_below_a_value_is_rejected() -> None:
     assert str(caught.value) == "gears.x=1: 'gears' is a value and has no keys of its own"
 
 
+def test_a_table_that_stands_twice_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"twice .* has double brackets: \[\[table\]\]\)"):
+        parse_toml("[bag]\n[bag]\n", "bags.toml")
+
+
 def test_a_set_chooses_a_table_of_a_list_by_its_name() -> None:
     raw = {"bags": [{"name": "a", "wheel": {"radius": 1.0}}, {"name": "b"}], "sizes": [{}]}
     changed = apply_sets(raw, ["bags.a.wheel.radius=2.0", "bags.b.x=1"])

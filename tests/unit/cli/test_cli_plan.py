@@ -483,3 +483,29 @@ def test_students_are_added_up(place: Path, commands: Commands, frozen: str) -> 
     assert re.search(rf"\n  model +{learns_from} ", text)
     dry = commands.facts(["train", "job.toml", *items, "--nproc", "16", "--dry-run"])
     assert [one["name"] for one in dry["parts"]] == ["model", "assistant", "small"]
+
+
+def test_a_step_with_an_interval_is_the_mean_of_steps(place: Path, commands: Commands) -> None:
+    """Of one with all losses and the others, which are those of an interval without end."""
+    (place / "nowhere").write_text("text")
+    items = ["--set", "distill.frozen=true", "--set=data.format=text", "--nproc", "16"]
+    found = []
+    for interval in (1, 4, 10**9):
+        students = STUDENTS.replace("teacher =", f"interval = {interval}\nteacher =").replace(
+            'model = { preset = "tiny-mixtral" }',
+            f'model = {{ preset = "tiny-mixtral" }}\ninterval = {interval}',
+        )
+        (place / "job.toml").write_text(JOB + students)
+        found.append(commands.facts([*LINE, *items]))
+    every, fourth, never = found
+    assert every["memory_per_rank"] == fourth["memory_per_rank"] == never["memory_per_rank"]
+    for block, seconds in fourth["blocks_s"].items():
+        whole, rest = (one["blocks_s"][block] for one in (every, never))
+        assert seconds == pytest.approx(whole / 4 + rest * 3 / 4), block
+        is_teacher = not block.startswith("students.") and block != "step"
+        is_rare = is_teacher or block.endswith(".auxiliary")
+        assert (rest < whole / 2) if is_rare else (rest == pytest.approx(whole)), block
+    assert fourth["step_s"] == pytest.approx(every["step_s"] / 4 + never["step_s"] * 3 / 4)
+    for kind in ("matmul", "elementwise"):
+        whole, part, rest = (one["seconds_by_kind"][kind] for one in found)
+        assert part == pytest.approx(whole / 4 + rest * 3 / 4)

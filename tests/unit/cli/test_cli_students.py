@@ -28,7 +28,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_example_trains_and_exports_a_student(commands: Commands) -> None:
     sets = [word for item in SHORT for word in ("--set", item)]
-    facts = commands.facts(["train", str(EXAMPLE), "--out", "run", *sets])
+    captured = commands.run(["train", str(EXAMPLE), "--out", "run", *sets, "--json"])
+    facts = json.loads(captured.out)
+    figures = facts["students"]["assistant"]
+    assert f", assistant {figures['validation_loss']:.4f}, small " in captured.err
     assert list(facts["students"]) == ["assistant", "small", "tiny"]
     for figures in facts["students"].values():
         assert figures["validation_loss"] > 0
@@ -42,6 +45,12 @@ def test_the_example_trains_and_exports_a_student(commands: Commands) -> None:
     assert (config["model_type"], config["hidden_size"]) == ("llama", 48)
     text = commands.output(["generate", "tiny", "--prompt", "Topic", "--set", "max_tokens=2"])
     assert text.endswith("\n")
+    more = ["--resume", "--set", "distill.frozen=true", "--set", "train.steps=3"]
+    text = commands.output(["train", str(EXAMPLE), "--out", "run", *sets, *more])
+    assert "trained 3 steps in " in text
+    assert ", students alone: the teacher is frozen, " in text
+    assert "moesaic convert run --student assistant --out assistant" in text
+    assert '"name":"learning-rate"' not in Path("run/report.html").read_text()
 
 
 def test_a_frozen_teacher_without_weights_warns(commands: Commands) -> None:

@@ -103,6 +103,12 @@ WRONG: list[tuple[list[str], dict[int, Any], str]] = [
     ([], {SMALL: {"auxiliary_layer": False}},
      'student "small": model.heads = 2, and its teacher has 4, but losses.attention compares head '
      "by head: set auxiliary_layer = true, or use losses.relations in place"),
+    ([], {ASSISTANT: {"model": {"preset": "tiny-mixtral", "window": 32}, "losses": {"relations": 1},
+      "auxiliary_layer": False}},
+     'student "assistant": model.window = 32 and that of its teacher is unset, but '
+     "losses.relations compares the last layers over the same tokens: make both windows equal, "
+     "or set "
+     "auxiliary_layer = true"),
     ([], {SMALL: {"model": PRESETS["tiny-deepseek"] | {"vocab": 400}}}, LATENT.format("model")),
     ([], {ASSISTANT: {"model": PRESETS["tiny-deepseek"] | {"vocab": 400}}},
      LATENT.format("teacher")),
@@ -146,6 +152,18 @@ def test_a_split_of_the_layers_is_refused(key: str) -> None:
 def test_latent_attention_can_teach_by_logits() -> None:
     deepseek = PRESETS["tiny-deepseek"] | {"vocab": 400}
     assert job(students={ASSISTANT: {"model": deepseek}, SMALL: {"losses": {"hidden": 1}}}).student
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"auxiliary_layer": True}, {"model": {"preset": "tiny-mixtral", "window": 64}},
+     {"losses": {"logits": 1}}],
+)  # fmt: skip
+def test_windows_may_differ_if_no_loss_sees_it(changes: dict[str, Any]) -> None:
+    """A window of a whole sample hides nothing."""
+    own = {"model": {"preset": "tiny-mixtral", "window": 32}, "auxiliary_layer": False,
+           "losses": {"attention": 1}}  # fmt: skip
+    assert job(students={ASSISTANT: {**own, **changes}}).student
 
 
 def test_settings_without_effect_are_reported() -> None:

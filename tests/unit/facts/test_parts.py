@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,32 @@ def test_memory_adds_up() -> None:
     assert each["last"].staging_bytes == alone.staging_bytes + 3 * weights // 4
 
 
+@pytest.mark.parametrize("intervals", [[1], [3], [2, 4], [2, 3], [4, 6, 10], [5, 1], []])
+def test_blocks_compute_in_a_share_of_the_steps(intervals: list[int]) -> None:
+    """The shares are those of a count of the steps."""
+    students = [
+        {"name": f"s{n}", "model": LLAMA, "losses": {"text": 1, "hidden": 1}, "interval": n}
+        for n in intervals
+    ]
+    students.append({"name": "text", "model": LLAMA, "losses": {"text": 1}})
+    students.append({"name": "far", "model": LLAMA, "teacher": "text"})
+    parts = parts_of(make_job(student=students, distill={"frozen": True}))
+    steps = range(math.lcm(*intervals))
+    used = [any(step % n == 0 for n in intervals) for step in steps]
+    share = sum(used) / len(steps)
+    assert parts["model"].share_of_steps("layers.0.ffn") == pytest.approx(share)
+    assert parts["model"].share_of_steps("step") == 1.0
+    for n in intervals:
+        assert parts[f"s{n}"].share_of_steps("auxiliary") == 1 / n
+        assert parts[f"s{n}"].share_of_steps("head") == 1.0
+
+
+def test_the_student_with_the_shortest_interval_pays_for_scores() -> None:
+    last, twin = ({**one, "teacher": "model"} for one in (STUDENTS[0], STUDENTS[3]))
+    parts = parts_of(make_job(student=[last | {"interval": 4}, twin]))
+    assert [one.name for one in parts.values() if one.pays_for_teacher] == ["twin"]
+
+
 def test_a_frozen_teacher_computes_forward_alone() -> None:
     job = make_job(distill={"frozen": True})
     part = parts_of(job)["model"]
@@ -151,7 +178,7 @@ COMPARED: list[dict[str, Any]] = [
     {"name": "b", "model": MIXED, "losses": {"attention": 1}},
     {"name": "c", "model": LLAMA, "losses": {"relations": 1, "logits": 1, "hidden": 1},
      "auxiliary_layer": False, "teacher": "b"},
-    {"name": "d", "model": {**LLAMA, "heads": 4, "kv_heads": 4}, "auxiliary_layer": False},
+    {"name": "d", "model": {**MIXED, "heads": 4, "kv_heads": 4}, "auxiliary_layer": False},
 ]  # fmt: skip
 
 
@@ -159,8 +186,10 @@ COMPARED: list[dict[str, Any]] = [
 def test_a_step_has_the_predicted_flops(frozen: bool, window: int | None) -> None:
     """The whole step of a teacher and four students, several blocks of queries long."""
     teacher = {**TINY["model"], "family": "mixtral", "window": window}
+    same = {"model": {**COMPARED[3]["model"], "window": window}}
     job = make_job(
-        model=teacher, layout={}, student=COMPARED, distill={"frozen": frozen},
+        model=teacher, layout={}, student=[*COMPARED[:3], COMPARED[3] | same],
+        distill={"frozen": frozen},
         data={"path": "x", "sequence": 150}, train={"steps": 4, "batch": 2, "precision": "fp64"},
         routing={"router": "balanced"} if window is None else {},
     )  # fmt: skip

@@ -433,10 +433,10 @@ def test_dense_model_rejects_expert_parallelism() -> None:
 
 def test_expert_tensor_parallel_groups() -> None:
     plan = Plan(ranks=8, ep=2, dp_shard=1, tp=2, etp=2, experts=4)
-    assert plan.etp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert plan.ep_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert plan.same_etp_rank_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert plan.expert_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list(plan.etp_groups()) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(plan.ep_groups()) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert list(plan.same_etp_rank_groups()) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert list(plan.expert_dp_groups()) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert [plan.experts_of(rank, 0) for rank in range(5)] == [
         (0, 1),
         (0, 1),

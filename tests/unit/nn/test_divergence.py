@@ -11,8 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.facts.workload import sizes
 from moesaic.nn.attention_backends import AttentionMetadata
-from moesaic.nn.divergence import attention_divergence, hidden_distance, relation_divergence
+from moesaic.nn.divergence import (
+    _groups,
+    attention_divergence,
+    hidden_distance,
+    relation_divergence,
+)
 from moesaic.nn.reports import AttentionReport
 from moesaic.testing.memory import peak_allocated
 
@@ -91,13 +97,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("threads", "window", "block_bytes"),
-    [(1, None, 1 << 14), (1, 40, 1 << 24), (2, 40, 1 << 14)], indirect=["threads"],
+    ("threads", "window", "block_bytes", "max_bytes"),
+    [(1, None, 1 << 14, 1 << 25), (1, 40, 1 << 24, 1 << 25), (2, 40, 1 << 14, 1 << 13)],
+    indirect=["threads"],
 )  # fmt: skip
 def test_attention_equals_whole_probabilities(
-    window: int | None, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, block_bytes: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moesaic.nn.divergence.DIVERGENCE_BLOCK_BYTES", block_bytes)
+    """In the last case a block has few queries."""
+    monkeypatch.setattr(f"{sizes.__name__}.DIVERGENCE_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(f"{sizes.__name__}.DIVERGENCE_MAX_BYTES", max_bytes)
     metadata, weights = AttentionMetadata.packed(DOCUMENTS, window), token_weights()
     teacher = report(TEACHER, 0, scale=0.3)
     students = [report(Heads(4, 4, 3), 1), report(Heads(4, 1, 8), 2, scale=0.5)]
@@ -140,6 +149,26 @@ def test_tokens_without_a_document_count_nothing() -> None:
     grads = gradients(first, student)
     assert not any(bool(grad[1:].any()) for grad in grads)
     assert all(bool(grad[0].any()) for grad in grads)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "window"),
+    [(64, 16, 512, None), (4, 32, 1 << 15, None), (2, 64, 1 << 16, 4096)],
+)
+def test_blocks_have_a_limit_on_every_device(
+    batch: int, heads: int, length: int, window: int | None
+) -> None:
+    """Tensors without memory stand for those of a GPU."""
+    q = torch.empty(batch, heads, length, 64, device="meta")
+    blocks = [
+        block
+        for group in _groups(AttentionMetadata.causal(batch, length, window=window), q)
+        for block in group
+    ]
+    largest = max(len(one.rows) * heads * len(one.queries) * len(one.keys) * 4 for one in blocks)
+    assert largest <= sizes.DIVERGENCE_MAX_BYTES
+    assert largest > sizes.DIVERGENCE_MAX_BYTES / 4
+    assert sum(len(one.rows) * len(one.queries) for one in blocks) == batch * length
 
 
 def test_memory_is_linear_in_the_sequence() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moesaic.nn.divergence import logits_divergence
 from moesaic.nn.inputs import Divergence, HeadFollower
-from moesaic.nn.loss import IGNORE_INDEX, head_loss
+from moesaic.nn.loss import IGNORE_INDEX, follower_losses, head_loss
 from moesaic.testing.memory import peak_allocated
 
 VOCAB, TOKENS = 200, 700
@@ -117,7 +117,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     indirect=["threads"],
 )  # fmt: skip
 def test_followers_equal_whole_logits(kind: Divergence, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.nn.divergence.DIVERGENCE_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("moesaic.facts.workload.sizes.DIVERGENCE_BLOCK_BYTES", 1 << 16)
     x, weight = make_tensors(9)
     targets, followers = make_targets(), make_followers(kind)
     factors = torch.arange(1.0, 6.0).double()
@@ -167,6 +167,23 @@ def test_a_frozen_model_serves_its_followers() -> None:
         strict=True,
     ):
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_followers_keep_their_bits_without_a_model(dtype: torch.dtype) -> None:
+    """With a student of text, and one that learns from it."""
+    targets = make_targets(1500)
+    x, weight = (one.detach() for one in make_tensors(9, 1500, dtype))
+    text = HeadFollower(*make_tensors(5, 1500, dtype), 0.3, 0.0)
+    followers = [text, HeadFollower(*make_tensors(8, 1500, dtype), 0.1, 0.2, teacher=0)]
+    _, beside = head_loss(x, weight, targets, 0.25, followers=followers)
+    alone = follower_losses(targets, followers)
+    assert beside is not None
+    grads = []
+    for one in (beside, alone):
+        total = one.loss[0] + 2 * one.loss[1]
+        grads.append((*one, *torch.autograd.grad(total, leaves(followers))))
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
 def test_a_follower_that_only_teaches_gets_no_gradient() -> None:

@@ -196,6 +196,14 @@ def test_every_layout_has_a_timeline(layout: dict[str, int]) -> None:
     assert ("parameters" in collectives) == ("dp_shard" in layout)
 
 
+def test_counts_of_a_dispatch_by_hosts_are_gathered_in_the_whole_group() -> None:
+    job = tiny_job(layout={"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2})
+    plan = plan_from_layout(job.layout, job.model, 8)
+    events = unfold(JobCosts.from_job(job, plan, cluster(hosts=4, count=2)).step())
+    groups = {event.name: list(event.groups) for event in events}
+    assert groups["counts"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize(("batch", "sequence"), [(2, 64), (3, 1024)])
 def test_tp_ranks_with_fewer_tokens_skip_collectives(batch: int, sequence: int) -> None:
     """Head chunks: ranks with fewer tokens skip collectives, and wait for no rank."""

@@ -41,9 +41,9 @@ def on(*sizes: int) -> list[str]:
     ids=str,
 )
 def test_default_dispatch(plan: Plan, hosts: list[str], dispatch: str, num: int) -> None:
-    found = default_dispatch(DispatchFacts(plan.ep_groups(), hosts, 2))
+    found = default_dispatch(DispatchFacts(list(plan.ep_groups()), hosts, 2))
     assert found == (dispatch, num)
-    assert default_dispatch(DispatchFacts(plan.ep_groups(), hosts, 1)) == ("all_to_all", 1)
+    assert default_dispatch(DispatchFacts(list(plan.ep_groups()), hosts, 1)) == ("all_to_all", 1)
     methods = dispatch_methods(plan, hosts)
     assert plan.model_copy(update=found._asdict()) in methods
     assert methods[0] == plan

@@ -14,6 +14,7 @@ from moesaic.report import RunStats
 from moesaic.report.findings import Finding, find
 from moesaic.report.loads import Loads
 from moesaic.report.log import Checkpoint, Launch, Steps, Validation
+from moesaic.report.summary import summary
 
 JOB: dict[str, Any] = {
     "routing": {"balance_loss": 0.01, "capacity_factor": None},
@@ -103,7 +104,7 @@ def test_a_frozen_teacher_gets_no_advice_on_learning() -> None:
     """Its loss and its experts follow from the text alone; dropped assignments can be helped."""
     loss, validations = noisy_loss(40), [Validation(n, 1 + (n - 2) ** 2) for n in range(1, 9)]
     loss[30] += 9.0
-    experts = uneven([[1, 0.04, 4.5, *[1.0] * 5]])
+    experts, even = uneven([[1, 0.04, 4.5, *[1.0] * 5]]), np.arange(40) % 2 == 0
     for frozen in (False, True):
         run = make_run(
             40, {**JOB, "distill": {"frozen": frozen}}, loss=loss, validations=validations,
@@ -112,6 +113,11 @@ def test_a_frozen_teacher_gets_no_advice_on_learning() -> None:
         learning = ["dead_experts", "hot_experts", "loss_spikes", "overfitting"]
         assert sorted(kinds(run)) == sorted(["drops", *(learning * (not frozen))])
         assert ("balance_loss" in text(run, "drops")) is not frozen
+        rare = make_run(
+            40, {**JOB, "distill": {"frozen": frozen}}, loss=np.where(even, 2.0, np.nan)
+        )
+        assert kinds(rare) == ["diverged"] * (not frozen)
+        assert summary(rare)["loss"] == (2.0 if frozen else None)
 
 
 def test_drops() -> None:

@@ -33,6 +33,10 @@ def student_prefix(name: str) -> str:
     return f"students.{name}."
 
 
+ROUTERS = "routers"
+"""Name of the auxiliary losses of a student's routers among its losses."""
+
+
 class StudentLosses(Section):
     """Weights of a student's losses; a loss with weight 0 is not computed."""
 
@@ -50,13 +54,18 @@ class StudentLosses(Section):
     """Weight of the mean squared distance between the normalised last hidden states."""
 
     @property
+    def given(self) -> dict[str, float]:
+        """Weights above 0, by the name of the loss."""
+        return {name: weight for name, weight in self.model_dump().items() if weight > 0}
+
+    @property
     def needs_attention(self) -> bool:
         """True if a loss reads queries and keys."""
         return self.attention > 0 or self.relations > 0
 
     @model_validator(mode="after")
     def _learns(self) -> StudentLosses:
-        if not any(getattr(self, name) for name in type(self).model_fields):
+        if not self.given:
             raise ValueError("all weights are 0: give one of them a value above 0")
         return self
 
@@ -122,6 +131,36 @@ class StudentConfig(Section):
             )
         return self
 
+    def losses_at(self, step: int) -> dict[str, float]:
+        """Return the weights of the losses that count after `step` finished steps, by name."""
+        is_between = step % self.interval > 0
+        return {
+            name: weight
+            for name, weight in self.losses.given.items()
+            if name == "text" or not is_between
+        }
+
+    def trained_by(self, weight: str) -> frozenset[str] | None:
+        """Return the names of the losses with a gradient in `weight`, a logical name without the
+        student's prefix; None if all have one."""
+        top, last = frozenset({"text", "logits"}), f"layers.{self.model.layers - 1}."
+        pairwise = frozenset({"attention", "relations"})
+        if weight.startswith(f"{AUXILIARY_PREFIX}layer."):
+            return pairwise
+        if weight.startswith(f"{AUXILIARY_PREFIX}projection."):
+            return frozenset({"hidden"})
+        if weight.startswith("head."):
+            return top
+        if not weight.startswith(last) or self.auxiliary_layer or self.model.latent:
+            return None
+        name = weight.removeprefix(last)
+        if name.startswith(("attention_norm.", "attention.q", "attention.k")):
+            return None
+        before_router = ("attention.v.", "attention.o.", "ffn_norm.", "moe.router.")
+        feeds_router = self.model.layers - 1 in self.model.expert_layers
+        routers = {ROUTERS} if feeds_router and name.startswith(before_router) else set()
+        return top | {"hidden"} | routers
+
     def ineffective_settings(self) -> list[str]:
         """Return one sentence for each given setting that has no effect."""
         if self.losses.logits:
@@ -165,8 +204,11 @@ def logits_warnings(students: Sequence[StudentConfig]) -> list[str]:
     ]
 
 
-def student_errors(model: ModelConfig, students: Sequence[StudentConfig]) -> Iterator[str]:
-    """Yield a sentence for each reason why `students` cannot learn from `model`."""
+def student_errors(
+    model: ModelConfig, students: Sequence[StudentConfig], sequence: int
+) -> Iterator[str]:
+    """Yield a sentence for each reason why `students` cannot learn from `model` in samples of
+    `sequence` tokens."""
     models = {TEACHER: model, **{one.name: one.model for one in students}}
     names = [one.name for one in students]
     for index, student in enumerate(students):
@@ -180,7 +222,7 @@ def student_errors(model: ModelConfig, students: Sequence[StudentConfig]) -> Ite
                 + keys.suggest_choice(student.teacher, list(models), keys.join_words(list(models)))
             )
         else:
-            error = _model_error(student, models[student.teacher])
+            error = _model_error(student, models[student.teacher], sequence)
             if error is not None:
                 yield f'student "{student.name}": {error}'
     ring = _find_ring(students)
@@ -207,7 +249,7 @@ def _find_ring(students: Sequence[StudentConfig]) -> list[StudentConfig]:
     return []
 
 
-def _model_error(student: StudentConfig, teacher: ModelConfig) -> str | None:
+def _model_error(student: StudentConfig, teacher: ModelConfig, sequence: int) -> str | None:
     """Return why the model of `student` cannot learn from `teacher`, or None."""
     own, losses = student.model, student.losses
     if own.vocab != teacher.vocab:
@@ -226,5 +268,15 @@ def _model_error(student: StudentConfig, teacher: ModelConfig) -> str | None:
             f"model.heads = {own.heads}, and its teacher has {teacher.heads}, but "
             "losses.attention compares head by head: set auxiliary_layer = true, or use "
             "losses.relations in place of losses.attention"
+        )
+    windows = [one.window for one in (own, teacher)]
+    seen = [min(window or sequence, sequence) for window in windows]
+    if losses.needs_attention and not student.auxiliary_layer and seen[0] != seen[1]:
+        shown, target = (f"= {one}" if one else "is unset" for one in windows)
+        loss = "attention" if losses.attention else "relations"
+        return (
+            f"model.window {shown} and that of its teacher {target}, but losses.{loss} compares "
+            "the last layers over the same tokens: make both windows equal, or set "
+            "auxiliary_layer = true"
         )
     return None

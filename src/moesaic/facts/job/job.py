@@ -285,7 +285,7 @@ class Job(Section):
         for setting, is_refused in refused.items():
             if is_refused:
                 raise ValueError(f"{setting} does not work with [[student]]: remove one of them")
-        for error in student_errors(self.model, self.student):
+        for error in student_errors(self.model, self.student, self.data.sequence):
             raise ValueError(error)
         for student in self.student:
             try:

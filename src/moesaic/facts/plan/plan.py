@@ -21,6 +21,7 @@ from moesaic.facts.job.train import (
     MatmulBackend,
     PipelineSchedule,
 )
+from moesaic.facts.plan.partition import Partition
 from moesaic.facts.plan.predictions import Predictions
 
 MAX_RANKS = 1 << 20
@@ -278,71 +279,61 @@ class Plan(Section):
         """Return True if `rank` counts its samples; other TP ranks hold the same ones."""
         return rank % self.tp == 0
 
-    def stage_groups(self) -> list[list[int]]:
+    def stage_groups(self) -> Partition:
         """Return the groups of ranks that hold the same blocks."""
-        return _consecutive_groups(self.ranks, self.ranks_per_stage)
+        return Partition(self.ranks, self.ranks_per_stage)
 
-    def pp_groups(self) -> list[list[int]]:
+    def pp_groups(self) -> Partition:
         """Return the groups of ranks that pass the same tokens on, from the first stage to the
         last."""
-        return [
-            list(range(i, self.ranks, self.ranks_per_stage)) for i in range(self.ranks_per_stage)
-        ]
+        return Partition(self.ranks, self.pp, self.ranks_per_stage)
 
-    def tp_groups(self) -> list[list[int]]:
+    def tp_groups(self) -> Partition:
         """Return the groups of ranks that split dense matrices."""
-        return _consecutive_groups(self.ranks, self.tp)
+        return Partition(self.ranks, self.tp)
 
-    def ep_groups(self) -> list[list[int]]:
+    def ep_groups(self) -> Partition:
         """Return the groups of ranks that exchange tokens."""
-        blocks = _consecutive_groups(self.ranks, self.ep * self.etp)
-        return [ranks[i :: self.etp] for ranks in blocks for i in range(self.etp)]
+        return Partition(self.ranks, self.ep, self.etp)
 
-    def exchange_groups(self) -> list[list[list[int]]]:
+    def exchange_groups(self) -> list[Partition]:
         """Return the groups of ranks of each exchange of a dispatch, in order.
 
         A flat dispatch exchanges inside the EP groups. With hosts, it exchanges between the ranks
         of one index on all hosts, then inside each host."""
-        groups = self.ep_groups()
         if self.num_exchanges == 1:
-            return [groups]
+            return [self.ep_groups()]
         each = self.ep // self.dispatch_hosts
-        across = [group[index::each] for group in groups for index in range(each)]
-        within = [group[at : at + each] for group in groups for at in range(0, self.ep, each)]
-        return [across, within]
+        across = Partition(self.ranks, self.dispatch_hosts, each * self.etp)
+        return [across, Partition(self.ranks, each, self.etp)]
 
-    def etp_groups(self) -> list[list[int]]:
+    def etp_groups(self) -> Partition:
         """Return the groups of ranks that split the matrices of the same experts."""
-        return _consecutive_groups(self.ranks, self.etp)
+        return Partition(self.ranks, self.etp)
 
-    def same_etp_rank_groups(self) -> list[list[int]]:
+    def same_etp_rank_groups(self) -> Partition:
         """Return the groups of ranks of one stage with the same ETP rank; each group dispatches
         every token once."""
-        return [stage[i :: self.etp] for stage in self.stage_groups() for i in range(self.etp)]
+        return Partition(self.ranks, self.ranks_per_stage // self.etp, self.etp)
 
-    def expert_dp_groups(self) -> list[list[int]]:
+    def expert_dp_groups(self) -> Partition:
         """Return the groups of ranks that hold the same experts, or the same shards of them."""
         stride = self.ep * self.etp
-        return [stage[i::stride] for stage in self.stage_groups() for i in range(stride)]
+        return Partition(self.ranks, self.ranks_per_stage // stride, stride)
 
-    def dp_groups(self) -> list[list[int]]:
+    def dp_groups(self) -> Partition:
         """Return the groups of ranks with the same blocks and TP rank, before FSDP sharding."""
-        return [stage[i :: self.tp] for stage in self.stage_groups() for i in range(self.tp)]
+        return Partition(self.ranks, self.dp, self.tp)
 
-    def dp_shard_groups(self) -> list[list[int]]:
+    def dp_shard_groups(self) -> Partition:
         """Return the groups of ranks that shard the dense parameters."""
-        size = self.dp_shard
-        return [
-            group[i : i + size] for group in self.dp_groups() for i in range(0, len(group), size)
-        ]
+        return Partition(self.ranks, self.dp_shard, self.tp)
 
-    def dp_replicate_groups(self) -> list[list[int]]:
+    def dp_replicate_groups(self) -> Partition:
         """Return the groups of ranks that hold the same shard of the dense parameters."""
-        return [
-            group[i :: self.dp_shard] for group in self.dp_groups() for i in range(self.dp_shard)
-        ]
+        return Partition(self.ranks, self.dp // self.dp_shard, self.tp * self.dp_shard)
 
-    def partitions(self) -> list[list[list[int]]]:
+    def partitions(self) -> list[Sequence[list[int]]]:
         """Return every partition of the ranks into groups that a model may use in forward and
         backward."""
         tied = [[chain[0], chain[-1]] for chain in self.pp_groups() if self.pp > 1]
@@ -372,10 +363,6 @@ def stage_blocks(plan: Plan, model: ModelConfig) -> list[list[str]]:
 def block_names(model: ModelConfig) -> list[str]:
     """Return the names of the blocks of `model`, in order."""
     return ["embed", *(f"layers.{index}" for index in range(model.layers)), "head"]
-
-
-def _consecutive_groups(ranks: int, size: int) -> list[list[int]]:
-    return [list(range(i, i + size)) for i in range(0, ranks, size)]
 
 
 def _format_json(value: Any, indent: str, *, top: bool = False) -> str:

@@ -19,7 +19,7 @@ from moesaic.facts.workload.loads import RoutedTokens, routed_by_layer
 from moesaic.facts.workload.operation import Op, Operation
 from moesaic.facts.workload.parameters import local_size
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import GPU_MOMENT_CHUNK, MOMENT_CHUNK, Sizes, group_of
+from moesaic.facts.workload.sizes import GPU_MOMENT_CHUNK, MOMENT_CHUNK, Sizes
 from moesaic.facts.workload.spec import BlockSpec
 
 STEP = "step"
@@ -110,11 +110,11 @@ class BlockBuilder:
 
     @cached_property
     def routed(self) -> dict[int, RoutedTokens]:
-        """Routed tokens by expert layer of the model."""
-        job, layers = self.params.job, self.params.job.model.expert_layers
-        if not layers:
-            return {}
-        found = routed_by_layer(job, self.params.plan, self.params.rank, self.loads)
+        """Routed tokens by expert layer on the rank."""
+        job, plan, rank = self.params.job, self.params.plan, self.params.rank
+        own = {spec.layer for spec in self.params.blocks if spec.kind == "moe"}
+        layers = [layer for layer in job.model.expert_layers if layer in own]
+        found = routed_by_layer(job, plan, rank, self.loads, layers)
         return dict(zip(layers, found, strict=True))
 
     def blocks(self) -> list[Block]:
@@ -151,8 +151,8 @@ class BlockBuilder:
         dense = [p for block in blocks for p in block.spec.dense if not p.is_column_shard]
         if plan.dp_shard == 1 or not dense:  # FSDP skips a column-sharded embedding by itself.
             return list(blocks)
-        ranks = group_of(plan.dp_shard_groups(), params.rank)
-        replicas = group_of(plan.dp_replicate_groups(), params.rank)
+        ranks = plan.dp_shard_groups().of(params.rank)
+        replicas = plan.dp_replicate_groups().of(params.rank)
         shard_bytes, gradient_bytes = (
             sum(local_size(p, plan.dp_shard) for p in group) * element_bytes
             for group in (dense, [p for p in dense if params.is_trained(p)])

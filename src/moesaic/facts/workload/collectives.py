@@ -13,7 +13,7 @@ from typing import Literal
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.facts.workload.loads import destination_counts
-from moesaic.facts.workload.sizes import BUCKET_BYTES, INDEX_BYTES, Sizes, group_of, round_up
+from moesaic.facts.workload.sizes import BUCKET_BYTES, INDEX_BYTES, Sizes, round_up
 
 ALIGNMENT_BYTES = 256
 """Alignment of gradients in a bucket, in bytes."""
@@ -65,10 +65,10 @@ def count_exchange(s: Sizes) -> tuple[CollectiveCall, ...]:
     job, plan, rank = s.job, s.plan, s.rank
     destinations = sum(destination_counts(plan)) if plan.dispatch == "dedup" else 0
     num_bytes = plan.ep * INDEX_BYTES * plan.chunks * (job.model.experts + destinations)
-    counts = collective("counts", "all_gather", group_of(plan.ep_groups(), rank), num_bytes)
+    counts = collective("counts", "all_gather", plan.ep_groups().of(rank), num_bytes)
     if job.routing.capacity_factor is None:
         return counts
-    ranks = group_of(plan.same_etp_rank_groups(), rank)
+    ranks = plan.same_etp_rank_groups().of(rank)
     num_bytes = len(ranks) * INDEX_BYTES * (job.model.top_k * job.model.experts + 1)
     return collective("capacity", "all_gather", ranks, num_bytes) + counts
 
@@ -83,7 +83,7 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
     model, calls = job.model, list[tuple[str, tuple[int, ...], int]]()
     tables = 1 + (job.routing.router == "gshard") + (job.routing.capacity_factor is not None)
     expert_blocks = {f"layers.{layer}" for layer in model.expert_layers}
-    ranks = group_of(plan.same_etp_rank_groups(), rank)
+    ranks = plan.same_etp_rank_groups().of(rank)
     for names in stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]:
         layers = len(expert_blocks.intersection(names))
         if layers:
@@ -91,10 +91,10 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
             calls += [("expert counts", ranks, numbers)] * job.train.micro_batches
     all_ranks = tuple(range(plan.ranks))
     calls += [
-        ("targets", group_of(plan.stage_groups(), rank), 1),
+        ("targets", plan.stage_groups().of(rank), 1),
         ("norm", all_ranks, 1),
         ("losses", all_ranks, 4),
-        ("loads", group_of(plan.pp_groups(), rank), model.layers * (model.experts + 1)),
+        ("loads", plan.pp_groups().of(rank), model.layers * (model.experts + 1)),
     ]
     return tuple(
         call

@@ -21,7 +21,7 @@ from moesaic.facts.workload.collectives import (
 from moesaic.facts.workload.loads import Exchange, RoutedTokens, dedup_token_bytes
 from moesaic.facts.workload.operation import GROUPED_MM, MatmulShape, Op, Operation
 from moesaic.facts.workload.ops import adapter_ops, gated_ffn, norm, residual
-from moesaic.facts.workload.sizes import INDEX_BYTES, FloatType, Sizes, group_of
+from moesaic.facts.workload.sizes import INDEX_BYTES, FloatType, Sizes
 
 EXPERTS = "experts"
 """Name of the op that computes experts, once per chunk of tokens."""
@@ -81,7 +81,7 @@ def _etp_collective(
     s: Sizes, kind: CollectiveKind, num_bytes: int, *, has_grad: bool = True
 ) -> Operation:
     """Return a collective of the expert TP group, and its inverse in backward."""
-    ranks = group_of(s.plan.etp_groups(), s.rank)
+    ranks = s.plan.etp_groups().of(s.rank)
     gather = collective("gather dispatched tokens", "all_gather", ranks, num_bytes)
     scatter = collective("reduce-scatter expert results", "reduce_scatter", ranks, num_bytes)
     forward, backward = (gather, scatter) if kind == "all_gather" else (scatter, gather)

@@ -13,7 +13,7 @@ from functools import cached_property
 from moesaic.facts.workload.collectives import BucketLayout, split_into_buckets
 from moesaic.facts.workload.parameters import Parameter
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import STORED_BYTES, group_of
+from moesaic.facts.workload.sizes import STORED_BYTES
 
 OVERLAPPED_REDUCTIONS = ("dense gradients", "tp shard gradients", "expert gradients")
 """Names of the reductions that may overlap backward."""
@@ -70,20 +70,20 @@ def gradient_reductions(params: RankParams) -> list[GradientReduction]:
         gradient for p, gradient in dense if not (params.is_tp_sharded(p) or p.is_column_shard)
     ]
     if plan.dp_shard == 1:
-        stage, dp_ranks = group_of(plan.stage_groups(), rank), group_of(plan.dp_groups(), rank)
+        stage, dp_ranks = plan.stage_groups().of(rank), plan.dp_groups().of(rank)
         reductions = [
             GradientReduction("dense gradients", stage, replicated, overlaps),
             GradientReduction("tp shard gradients", dp_ranks, tp_sharded, overlaps),
         ]
     else:  # FSDP reduces over the ranks with the same TP shard, and keeps its own tensors.
-        tp_ranks = group_of(plan.tp_groups(), rank)
+        tp_ranks = plan.tp_groups().of(rank)
         reductions = [
             GradientReduction("dense gradients", tp_ranks, replicated, overlaps_backward=False)
         ]
-    replicas = group_of(plan.expert_dp_groups(), rank)
+    replicas = plan.expert_dp_groups().of(rank)
     reductions.append(GradientReduction("expert gradients", replicas, experts, overlaps))
     if model.tied and plan.pp > 1 and plan.pp_rank(rank) in (0, plan.pp - 1):
-        chain = group_of(plan.pp_groups(), rank)
+        chain = plan.pp_groups().of(rank)
         tied = [gradient for p, gradient in dense if p.name == "embed.weight"]
         reductions.append(
             GradientReduction(

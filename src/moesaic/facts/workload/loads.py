@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.sizes import group_of, round_up
+from moesaic.facts.workload.sizes import round_up
 
 CountArray = NDArray[np.int64]
 
@@ -22,7 +22,9 @@ _ALIGNMENT_BYTES = 16
 """Alignment of a deduplicated token, in bytes."""
 
 
-def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> CountArray:
+def expert_counts(
+    job: Job, plan: Plan, load: ArrayLike | None, ranks: Sequence[int] | None = None
+) -> CountArray:
     """Return assignments of one layer over a global micro-batch, without drops, [ranks, experts].
 
     In a pipeline, the ranks are those that have the layer. An expert TP group counts as one rank,
@@ -33,11 +35,13 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> CountArray:
         plan: placement of samples and sequence shards.
         load: relative load [experts], spread alike over all ranks, or assignments [ranks, experts].
             None for even routing.
+        ranks: ranks of one stage to return; None for all that count.
     """
+    ranks = range(0, plan.ranks_per_stage, plan.etp) if ranks is None else ranks
     array = np.ones(plan.experts, np.int64) if load is None else np.asarray(load)
     num_ranks = plan.ranks_per_stage // plan.etp
     if array.shape == (num_ranks, plan.experts):
-        return array.astype(np.int64)
+        return array[[rank % plan.ranks_per_stage // plan.etp for rank in ranks]].astype(np.int64)
     if array.shape != (plan.experts,):
         raise ConfigError(
             f"a load of shape {array.shape} does not fit {plan.experts} experts on {num_ranks} "
@@ -49,11 +53,11 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> CountArray:
         )
     batch = job.train.batch // job.train.micro_batches
     choices = job.data.sequence * plan.etp // plan.tp * job.model.top_k
-    ranks = range(0, plan.ranks_per_stage, plan.etp)
     assignments = [len(plan.sample_range(rank, batch)) * choices for rank in ranks]
-    ends = np.outer(assignments, array.cumsum() / array.sum())
-    counts: CountArray = np.diff(np.rint(ends), prepend=0)
-    return counts.astype(np.int64)
+    distinct, of_rank = np.unique(assignments, return_inverse=True)
+    ends = np.outer(distinct, array.cumsum() / array.sum())
+    counts: CountArray = np.diff(np.rint(ends), prepend=0).astype(np.int64)
+    return counts[of_rank]
 
 
 def destination_counts(plan: Plan) -> list[int]:
@@ -180,27 +184,30 @@ class RoutedTokens(NamedTuple):
 
 
 def routed_by_layer(
-    job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None
+    job: Job,
+    plan: Plan,
+    rank: int,
+    loads: Sequence[ArrayLike] | None,
+    layers: Sequence[int] | None = None,
 ) -> list[RoutedTokens]:
-    """Return the routed tokens of `rank` in each expert layer.
+    """Return the routed tokens of `rank` in each of `layers` with experts; None for all.
 
-    `loads` has one load per layer, as `expert_counts` takes it; None for even routing.
+    `loads` has one load per expert layer, as `expert_counts` takes it; None for even routing.
     """
-    layers = job.model.expert_layers
-    if loads is None and not plan.expert_placement_by_layer:
+    every = job.model.expert_layers
+    layers = every if layers is None else layers
+    if layers and loads is None and not plan.expert_placement_by_layer:
         return [_route(job, plan, rank, layers[0], None)] * len(layers)
-    by_layer: Sequence[ArrayLike | None] = [None] * len(layers) if loads is None else loads
-    return [
-        _route(job, plan, rank, layer, load) for load, layer in zip(by_layer, layers, strict=True)
-    ]
+    by_layer: Sequence[ArrayLike | None] = [None] * len(every) if loads is None else loads
+    load_of = dict(zip(every, by_layer, strict=True))
+    return [_route(job, plan, rank, layer, load_of[layer]) for layer in layers]
 
 
 def _route(job: Job, plan: Plan, rank: int, layer: int, load: ArrayLike | None) -> RoutedTokens:
     """Return the routed tokens of `rank` in one layer."""
-    group = group_of(plan.ep_groups(), rank)
+    group = plan.ep_groups().of(rank)
     index = group.index(rank)
-    counts = expert_counts(job, plan, load)
-    counts = counts[[one % plan.ranks_per_stage // plan.etp for one in group]]
+    counts = expert_counts(job, plan, load, group)
     totals = counts.sum(axis=1, keepdims=True)
     # Assignments by source, destination and slot.
     slots = counts[:, plan.slot_experts(layer)].reshape(plan.ep, plan.ep, -1)
@@ -237,7 +244,7 @@ def _exchanges(
     rank, then by source and destination host. `tokens` are those before the first exchange.
     """
     to_ranks, *to_hosts = by_level
-    groups = [group_of(groups, rank) for groups in plan.exchange_groups()]
+    groups = [groups.of(rank) for groups in plan.exchange_groups()]
     hosts, found = plan.dispatch_hosts if to_hosts else 1, list[Exchange]()
     host, local_rank = divmod(index, plan.ep // hosts)
     for counts in to_hosts:

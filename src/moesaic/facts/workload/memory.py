@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from numpy.typing import ArrayLike
 
@@ -57,7 +58,7 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Return the bytes of each kind."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 def memory(
@@ -96,6 +97,15 @@ def memory(
     return _StepMemory(builder, lasting, group_size).run()
 
 
+class _Peak(NamedTuple):
+    """Bytes at one time of a step."""
+
+    gradients: int
+    activations: int
+    gathered: int
+    working: int
+
+
 @dataclass
 class _Stage:
     """One pipeline stage of the rank; without a pipeline the whole model."""
@@ -109,6 +119,8 @@ class _Stage:
     """Bytes of gradients that the first half of a split backward keeps."""
     gradients: list[tuple[float, int]]
     """Layer at which backward allocates gradients, and their bytes; empty once they exist."""
+    highest: _Peak | None = None
+    """Highest peak of a backward that finds its gradients made."""
 
 
 class _StepMemory:
@@ -270,11 +282,13 @@ class _StepMemory:
     def _record(
         self, gradients: int, activations: int, gathered: int = 0, working: int = 0
     ) -> None:
-        found = replace(
-            self.peak, gradients_bytes=gradients, activations_bytes=activations,
-            gathered_bytes=gathered, working_bytes=working,
-        )  # fmt: skip
-        self.peak = max(self.peak, found, key=lambda one: one.peak_bytes)
+        now, peak = gradients + activations + gathered + working, self.peak
+        highest = peak.gradients_bytes + peak.activations_bytes
+        if now > highest + peak.gathered_bytes + peak.working_bytes:
+            self.peak = replace(
+                peak, gradients_bytes=gradients, activations_bytes=activations,
+                gathered_bytes=gathered, working_bytes=working,
+            )  # fmt: skip
 
     def _forward(self, stage: _Stage) -> None:
         """Add the forward of one micro-batch."""
@@ -298,8 +312,21 @@ class _StepMemory:
         stage.gradients = []
 
     def _backward(self, stage: _Stage) -> None:
-        """Record the peaks of a full backward, layer by layer."""
-        s, base, held = self.sizes, self.current - stage.saved.get("head", 0), 0
+        """Record the peaks of a full backward."""
+        peaks = [stage.highest] if stage.highest is not None else []
+        if not peaks or peaks[0].gradients != self.made:
+            peaks = list(self._backward_peaks(stage))
+        if peaks and not stage.gradients:  # Later ones differ in what came before.
+            stage.highest = max(peaks, key=sum)
+            peaks = [stage.highest]
+        for gradients, activations, gathered, working in peaks:
+            self._record(gradients, self.current + activations, gathered, working)
+        self._make_gradients(stage)
+
+    def _backward_peaks(self, stage: _Stage) -> Iterator[_Peak]:
+        """Yield the peaks of a full backward, layer by layer; activations count from those
+        before it."""
+        s, base, held = self.sizes, -stage.saved.get("head", 0), 0
         if self.plan.pp == 1:
             # The gradient of the head's weight, before it joins the others.
             table = self.table_bytes
@@ -308,26 +335,25 @@ class _StepMemory:
             held = (s.model.tied or self.is_head_late) * table
             at_head = self._gradients_at(stage, 1e9)
             if stage.gradients and not held and at_head > table:  # A copy in a bucket.
-                self._record(at_head + table, base, working=s.stream_elements * s.compute_bytes)
+                yield _Peak(at_head + table, base, 0, s.stream_elements * s.compute_bytes)
         # Block by block, results and their gradients stay until the block is done.
         base += self.is_by_block * 2 * self.group_size * self.stream_bytes
         for index in reversed(stage.layers):
             name, gathered = f"layers.{index}", self._gathered_bytes(index)
             recomputed = self.recomputes * (self.saved[name] - self.stream_bytes)
             working = recomputed + self._working_bytes(index, adds=not stage.gradients)
-            self._record(self._gradients_at(stage, index) + held, base, gathered, working)
+            yield _Peak(self._gradients_at(stage, index) + held, base, gathered, working)
             if self.group_size > 1:  # The second micro-batch adds to gradients that FSDP gathers.
                 freed = stage.saved[name] // self.group_size - self.stream_bytes
                 gathered += self.is_sharded * self.dense_bytes[name]
                 working = recomputed + self._working_bytes(index, adds=True)
                 gradients = self._gradients_at(stage, index - 0.5) + held
-                self._record(gradients, base - freed, gathered, working)
+                yield _Peak(gradients, base - freed, gathered, working)
             base -= stage.saved[name]
         if stage.is_first:
             gradients = self._gradients_at(stage, -1.0) + held
             gathered = self._gathered_bytes() if self.plan.pp > 1 else 0
-            self._record(gradients, base, gathered, self.table_bytes)
-        self._make_gradients(stage)
+            yield _Peak(gradients, base, gathered, self.table_bytes)
 
 
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:

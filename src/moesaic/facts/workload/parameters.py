@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -66,15 +66,20 @@ class Parameter:
 
 
 def parameters(
-    model: ModelConfig, experts: Callable[[int], Collection[int]] | None = None
+    model: ModelConfig,
+    experts: Callable[[int], Collection[int]] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Iterator[Parameter]:
     """Yield every parameter of `model`, in block order.
 
-    Includes the experts that `experts` returns for a layer; all if it is None.
+    Args:
+        model: the model.
+        experts: experts to include, by layer; None for all.
+        layers: layers to include, in order; None for all.
     """
     hidden = model.hidden
     yield Parameter("embed.weight", (model.vocab, hidden), "embedding", tp_dim=0)
-    for layer in range(model.layers):
+    for layer in range(model.layers) if layers is None else layers:
         own = range(model.experts) if experts is None else sorted(experts(layer))
         for path, shape, tp_dim in _layer(model, layer):
             if path == _EXPERTS:
@@ -211,14 +216,15 @@ def adapters(
     model: ModelConfig,
     finetune: FinetuneConfig | None,
     experts: Callable[[int], Collection[int]] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Iterator[Parameter]:
     """Yield every A and B that `finetune` adds to `model`, in block order.
 
-    `experts` is as in `parameters`.
+    `experts` and `layers` are as in `parameters`.
     """
     if finetune is None or finetune.method != "lora":
         return
-    for parameter in parameters(model, experts):
+    for parameter in parameters(model, experts, layers):
         if _target(parameter) in finetune.targets:
             outputs, inputs = parameter.shape
             prefix, tp_dim = adapter_prefix(parameter.name), parameter.tp_dim

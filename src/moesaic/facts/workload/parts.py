@@ -1,5 +1,8 @@
 """Parts of a job that train together: the model, and each student with its distillation losses.
 
+Work is that of the fullest step, in which all losses count. `Part.share_of_steps` tells how many
+steps a block computes in.
+
 Each part has the work and the memory of a job of its own. A student adds its auxiliary weights and
 the losses against its teacher; a frozen teacher has neither backward nor update. Matmuls are exact,
 except for a student that learns from attention alone, without an auxiliary layer: half of its last
@@ -9,7 +12,8 @@ layer has no backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,22 +25,27 @@ from moesaic.facts.job.distill import AUXILIARY_PREFIX, TEACHER, student_prefix
 from moesaic.facts.plan import Plan, student_plan
 from moesaic.facts.workload import ops
 from moesaic.facts.workload.attention import banded_blocks
-from moesaic.facts.workload.blocks import Block, BlockWork, workload
+from moesaic.facts.workload.blocks import STEP, Block, BlockWork, workload
 from moesaic.facts.workload.collectives import collective
 from moesaic.facts.workload.memory import Memory, logits_bytes, memory
 from moesaic.facts.workload.operation import MatmulShape, Op, Operation
 from moesaic.facts.workload.parameters import Parameter, count_parameters, moment_bytes
 from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import (
-    DIVERGENCE_QUERY_BLOCK,
     FOLLOWER_CHUNK_TOKENS,
     STORED_BYTES,
     Sizes,
+    divergence_queries,
+    divergence_rows,
 )
 from moesaic.facts.workload.spec import BlockSpec
 
+AUXILIARY_BLOCK = AUXILIARY_PREFIX.rstrip(".")
+"""Block of a student's auxiliary weights, and of the losses against its teacher."""
 _TEACHER_PASSES, _STUDENT_PASSES = 7, 14
 """Elements read and written for each score of a teacher, and of a student with its gradient."""
+_SCORE_COPIES = 4
+"""Tensors of scores at once: of teacher and student, as probabilities and as differences."""
 _LOGITS_PASSES = {"forward": 9, "reverse": 9, "jensen": 19}
 """Elements read and written for each logit of a student, by its divergence."""
 _COUNTERS = frozenset({"targets", "losses", "loads", "expert counts"})
@@ -59,9 +68,12 @@ class Part:
     """Model of the student's teacher."""
     is_frozen: bool = False
     """True if it computes only forward."""
+    running_share: float = 1.0
+    """Share of the steps in which the model computes; less than 1 for a frozen teacher from which
+    students learn at intervals."""
     pays_for_teacher: bool = False
-    """True for the first student that compares attention with this teacher; the teacher's scores
-    are computed once."""
+    """True for one student of those that compare attention with this teacher, the one with the
+    shortest interval; the teacher's scores are computed once."""
     teaches_logits: bool = False
     """True for a student whose logits another one learns from."""
 
@@ -81,6 +93,14 @@ class Part:
         if self.student is None or self.teacher is None:
             return []
         return list(auxiliary_parameters(self.student, self.teacher))
+
+    def share_of_steps(self, block: str) -> float:
+        """Return the share of the steps in which `block`, without the prefix, computes."""
+        if block == STEP:
+            return 1.0
+        is_auxiliary = self.student is not None and block == AUXILIARY_BLOCK
+        interval = self.student.interval if self.student is not None and is_auxiliary else 1
+        return self.running_share / interval
 
     def blocks(
         self, rank: int, loads: Sequence[ArrayLike] | None = None, *, on_cpu: bool = True
@@ -120,6 +140,17 @@ class Part:
             gradients_bytes=found.gradients_bytes + weights,
             activations_bytes=found.activations_bytes + self._auxiliary_block(sizes).saved_bytes,
         )
+
+    def score_bytes(self, s: Sizes) -> int:
+        """Return the most bytes that scores of attention need while they are compared."""
+        if self.student is None or self.teacher is None or not self.student.losses.needs_attention:
+            return 0
+        length, window = s.job.data.sequence, self.teacher.window
+        heads = max(s.model.heads, self.teacher.heads)
+        queries = min(divergence_queries(heads, length, window, s.stored_bytes), length)
+        row_bytes = heads * queries * min(length, (window or length) + queries) * s.stored_bytes
+        rows = divergence_rows(row_bytes, max(s.tokens // length, 1), on_cpu=s.on_cpu)
+        return _SCORE_COPIES * rows * row_bytes
 
     def describe(self, needs: Memory) -> dict[str, Any]:
         """Return the part with the memory of a rank, without temporaries, as plain data."""
@@ -169,7 +200,7 @@ class Part:
         updates = [norm, clip, update] if self.job.train.clip else [norm, update]
         reduction = collective("reduce", "all_reduce", s.stage_ranks, num_bytes)
         return Block(
-            BlockSpec(AUXILIARY_PREFIX.rstrip("."), "other"),
+            BlockSpec(AUXILIARY_BLOCK, "other"),
             BlockWork(forward),
             BlockWork(backward),
             BlockWork(tuple(updates), reduction) if self.auxiliary else BlockWork(),
@@ -220,10 +251,18 @@ def job_parts(job: Job, plan: Plan) -> list[Part]:
     `plan` rules the model; those of students follow from it.
     """
     first = Part(TEACHER, teacher_job(job) if job.student else job, plan)
-    parts, paid = [replace(first, is_frozen=job.distill.frozen)], set[str]()
-    for student in students_in_order(job.student):
-        pays = student.losses.attention > 0 and student.teacher not in paid
-        paid |= {student.teacher} if pays else set()
+    parts, students = [first], students_in_order(job.student)
+    if job.distill.frozen:
+        learning = [
+            one.interval for one in students
+            if one.teacher == TEACHER and one.losses.given.keys() - {"text"}
+        ]  # fmt: skip
+        parts = [replace(first, is_frozen=True, running_share=_share_of_multiples(learning))]
+    for student in students:
+        siblings = [
+            one for one in students if one.losses.attention and one.teacher == student.teacher
+        ]
+        pays = bool(siblings) and min(siblings, key=lambda one: one.interval) is student
         alone, own_plan = student_plan(plan, job, student)
         parts.append(
             Part(
@@ -237,6 +276,17 @@ def job_parts(job: Job, plan: Plan) -> list[Part]:
     return parts
 
 
+def _share_of_multiples(intervals: Iterable[int]) -> float:
+    """Return the share of all numbers that are multiples of one of `intervals`, or of several."""
+    terms = Counter[int]()
+    for interval in set(intervals):
+        both = Counter({interval: 1})
+        for common, sign in terms.items():
+            both[math.lcm(common, interval)] -= sign
+        terms.update(both)
+    return sum(sign / common for common, sign in terms.items())
+
+
 def memory_of_parts(
     parts: Sequence[Part],
     rank: int | None = None,
@@ -247,7 +297,8 @@ def memory_of_parts(
     """Return the memory of `rank` (None: the last) for parts that train together.
 
     All keep their state and activations until the one backward pass of all. Temporaries are those
-    of one part at a time, except for the loss: the teacher's logits stand beside a student's.
+    of one part at a time, except for the losses: the teacher's logits, or its scores of attention,
+    stand beside a student's.
     """
     each = [part.memory(rank, loads, on_cpu=on_cpu) for part in parts]
     if len(each) == 1:
@@ -260,8 +311,10 @@ def memory_of_parts(
         2 * min(FOLLOWER_CHUNK_TOKENS, s.tokens) * s.vocab * s.stored_bytes for s in sizes[1:]
     ]
     at_loss = logits_bytes(sizes[0]) + max(followers)
+    at_scores = max(part.score_bytes(s) for part, s in zip(parts, sizes, strict=True))
     total = {kind: sum(getattr(one, kind) for one in each) for kind in each[0].by_kind()}
-    return Memory(**total | {"working_bytes": max(at_loss, *(one.working_bytes for one in each))})
+    working = max(at_loss, at_scores, *(one.working_bytes for one in each))
+    return Memory(**total | {"working_bytes": working})
 
 
 def auxiliary_parameters(student: StudentConfig, teacher: ModelConfig) -> Iterator[Parameter]:
@@ -302,7 +355,8 @@ def _divergence(
     """
     length, (teacher_width, width) = s.job.data.sequence, widths
     samples, dtype = s.tokens // length, s.precision if s.precision == "fp64" else "fp32"
-    blocks = banded_blocks(length, min(window or length, length), DIVERGENCE_QUERY_BLOCK)
+    queries = divergence_queries(heads[0], length, window, s.stored_bytes)
+    blocks = banded_blocks(length, min(window or length, length), queries)
     matmuls, batch = list[MatmulShape](), samples * heads[0]
     for queries, keys in blocks:
         matmuls += [

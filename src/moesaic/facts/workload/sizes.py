@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -31,6 +31,10 @@ DIVERGENCE_QUERY_BLOCK = 64
 
 DIVERGENCE_BLOCK_BYTES = 1 << 20
 """Bytes of logits or scores between two passes over them on a CPU, so that they stay in cache."""
+
+DIVERGENCE_MAX_BYTES = 32 << 20
+"""Most bytes of one model's logits or scores in a block of a divergence, on any device: few enough
+for any memory, and enough to keep a GPU busy."""
 
 EXPERT_CHUNK_BYTES = 1 << 20
 """Bytes between two expert matmuls on a CPU, which bounds the tokens per chunk."""
@@ -61,9 +65,25 @@ BIAS_BYTES = 4
 """Bytes of a number in a router's bias, for every `train.precision`."""
 
 
-def group_of(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """Return the group of `groups` that contains `rank`."""
-    return next(tuple(group) for group in groups if rank in group)
+def divergence_queries(heads: int, length: int, window: int | None, score_bytes: int) -> int:
+    """Return the queries of a block of the divergence of attention, `DIVERGENCE_QUERY_BLOCK` or as
+    many as `DIVERGENCE_MAX_BYTES` allow.
+
+    Args:
+        heads: heads with scores of their own.
+        length: tokens of the sequence.
+        window: keys that a query attends to at most; None for all.
+        score_bytes: bytes of one score.
+    """
+    keys = min(length, (window or length) + DIVERGENCE_QUERY_BLOCK)
+    return max(1, min(DIVERGENCE_QUERY_BLOCK, DIVERGENCE_MAX_BYTES // (heads * keys * score_bytes)))
+
+
+def divergence_rows(row_bytes: int, length: int, *, on_cpu: bool) -> int:
+    """Return the rows of a block of a divergence, of `length`: as many as fit a CPU's cache, and on
+    other devices `DIVERGENCE_MAX_BYTES`."""
+    limit = DIVERGENCE_BLOCK_BYTES if on_cpu else DIVERGENCE_MAX_BYTES
+    return max(1, min(length, limit // row_bytes))
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -101,12 +121,12 @@ class Sizes:
     @cached_property
     def tp_ranks(self) -> tuple[int, ...]:
         """Ranks of the TP group."""
-        return group_of(self.plan.tp_groups(), self.rank)
+        return self.plan.tp_groups().of(self.rank)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """Ranks with the same pipeline rank; without a pipeline, all."""
-        return group_of(self.plan.stage_groups(), self.rank)
+        return self.plan.stage_groups().of(self.rank)
 
     @property
     def precision(self) -> FloatType:

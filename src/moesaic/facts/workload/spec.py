@@ -62,13 +62,14 @@ def block_specs(
     """
     stages = stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]
     names = [name for stage in stages for name in stage]
+    layers = [layer for layer in range(model.layers) if f"layers.{layer}" in names]
 
     def experts(layer: int) -> Sequence[int]:
-        is_own = with_experts and f"layers.{layer}" in names
-        return plan.experts_of(rank, layer) if is_own else ()
+        return plan.experts_of(rank, layer) if with_experts else ()
 
     by_block: dict[str, list[Parameter]] = {}
-    for parameter in (*parameters(model, experts), *adapters(model, finetune, experts)):
+    own = *parameters(model, experts, layers), *adapters(model, finetune, experts, layers)
+    for parameter in own:
         parameter = parameter.tp_shard(plan.tp if parameter.expert is None else plan.etp)
         if parameter.kind == "embedding":
             if plan.embedding_shards > 1:

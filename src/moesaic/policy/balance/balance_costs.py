@@ -64,7 +64,11 @@ class BalanceCostFacts(NamedTuple):
         """Return the facts of `job` under `plan` on `ranks`."""
         elements = 3 * job.model.hidden * job.model.ffn / plan.etp
         return cls(
-            list(ranks), plan.ep_groups(), elements, plan.experts / plan.ep, job.train.precision
+            list(ranks),
+            list(plan.ep_groups()),
+            elements,
+            plan.experts / plan.ep,
+            job.train.precision,
         )
 
     @property

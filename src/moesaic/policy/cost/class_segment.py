@@ -186,6 +186,13 @@ class ClassSegment:
 
     def _clock(self, starts: Sequence[Start]) -> Clock:
         """Return the clock at `starts`, one in each column."""
+        if len(starts) == 1:
+            _, _, now, before_s, sent_s = starts[0]
+            return Clock(
+                now[:, None],
+                None if before_s is None else before_s[:, None],
+                {one: s[:, None] for one, s in zip(self._received, sent_s, strict=True)},
+            )
         computed_s = [start.computed_s for start in starts if start.computed_s is not None]
         return Clock(
             np.stack([start.now for start in starts], axis=1),

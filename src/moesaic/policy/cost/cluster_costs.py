@@ -15,6 +15,7 @@ import numpy as np
 
 from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at
 from moesaic.facts.plan import Plan
+from moesaic.facts.plan.partition import Partition
 from moesaic.facts.workload import EXPERTS, Block, BlockWork, CollectiveCall, Op
 from moesaic.policy.cost.chunk_overlap import interleave_chunks
 from moesaic.policy.cost.compute import matmul_and_elementwise_s, op_s
@@ -22,7 +23,7 @@ from moesaic.policy.cost.event import Event, RankGroups, Seconds
 from moesaic.policy.cost.network import NetworkModel
 
 GroupKey = tuple[tuple[int, ...], tuple[int, ...]]
-"""Groups that run a collective at the same time: the ranks of one such group, and the first rank of
+"""Groups that run a collective at the same time: what tells one such group, and the first rank of
 each participating kind if only some groups take part (else empty)."""
 PHASE_BY_NAME = {
     "targets": "data", "accumulate": "backward", "fill buckets": "backward", "replicas": "backward",
@@ -54,8 +55,9 @@ class ClusterCosts:
 
     The cache keeps the works alive, so identities stay unique. Equal layers share an entry.
     """
-    _communication_seconds: dict[tuple[str, GroupKey, bytes], Seconds] = field(default_factory=dict)
-    """Cached seconds of collectives by rank, keyed by operation, groups and bytes per group."""
+    _collectives: dict[object, tuple[Seconds, list[list[int]], float]] = field(default_factory=dict)
+    """Cached seconds by rank, groups and skew of collectives, keyed by operation, groups and bytes
+    by kind of ranks."""
 
     def device(self, rank: int) -> Device:
         """Return the device of `rank`."""
@@ -98,8 +100,7 @@ class ClusterCosts:
             works: work of the block on those ranks.
             ranks: ranks of each kind.
         """
-        kinds = tuple((same_kind[0], len(same_kind)) for same_kind in ranks)
-        name, key = blocks[0].name, (phase, tuple(map(id, works)), kinds)
+        name, key = blocks[0].name, (phase, tuple(map(id, works)), _first_ranks(ranks))
         if key not in self._block_cache:
             self._block_cache[key] = works, list(self._make_block_events(phase, name, works, ranks))
         for event in self._block_cache[key][1]:
@@ -174,42 +175,43 @@ class ClusterCosts:
             ranks: ranks of each kind.
             is_subset: whether only these kinds take part; groups of other ranks then have no event.
         """
-        name, subset = collectives[0].name, ranks if is_subset else ()
-        key = collectives[0].ranks, tuple(same_kind[0] for same_kind in subset)
-        if key not in self._groups_by_key:
-            matching = self._matching_groups(collectives[0], subset)
-            self._groups_by_key[key] = matching, RankGroups(matching)
-        groups, members = self._groups_by_key[key]
-        operation = collectives[0].operation
-        costs = self.network.collective_costs(operation, groups)
-        num_bytes_by_rank = np.zeros(self.plan.ranks, np.int64)
-        for call, same_kind in zip(collectives, ranks, strict=True):
-            num_bytes_by_rank[same_kind] = max(call.num_bytes, sum(call.receive_bytes))
-        # The rank of a group with the most bytes sets the pace.
-        group_bytes = members.group_max(num_bytes_by_rank)
-        cache_key = operation, key, group_bytes.tobytes()
-        if cache_key not in self._communication_seconds:
+        first, subset = collectives[0], ranks if is_subset else ()
+        # Two ranks and the number of all tell a group of ranks that are equally far apart.
+        groups_key = (*first.ranks[:2], len(first.ranks)), _first_ranks(subset)
+        num_bytes = [max(one.num_bytes, sum(one.receive_bytes)) for one in collectives]
+        key = first.operation, groups_key, _first_ranks(ranks), tuple(num_bytes)
+        if key not in self._collectives:
+            if groups_key not in self._groups_by_key:
+                matching = self._matching_groups(first, subset)
+                self._groups_by_key[groups_key] = matching, RankGroups(matching)
+            groups, members = self._groups_by_key[groups_key]
+            costs = self.network.collective_costs(first.operation, groups)
+            num_bytes_by_rank = np.zeros(self.plan.ranks, np.int64)
+            for one, same_kind in zip(num_bytes, ranks, strict=True):
+                num_bytes_by_rank[same_kind] = one
+            # The rank of a group with the most bytes sets the pace.
+            group_bytes = members.group_max(num_bytes_by_rank).tolist()
             each = [
-                self._communication_factor * cost.seconds(num_bytes)
-                for cost, num_bytes in zip(costs, group_bytes.tolist(), strict=True)
+                self._communication_factor * cost.seconds(one)
+                for cost, one in zip(costs, group_bytes, strict=True)
             ]
-            self._communication_seconds[cache_key] = members.scatter(
-                each, np.zeros(self.plan.ranks)
-            )
-        return Event(
-            name, phase or PHASE_BY_NAME.get(name, "reduce"), block,
-            self._communication_seconds[cache_key], groups, max(cost.skew_s for cost in costs),
-        )  # fmt: skip
+            seconds = members.scatter(each, np.zeros(self.plan.ranks))
+            self._collectives[key] = seconds, groups, max(cost.skew_s for cost in costs)
+        phase = phase or PHASE_BY_NAME.get(first.name, "reduce")
+        return Event(first.name, phase, block, *self._collectives[key])
 
     def compute_s(
         self, ops_by_kind: Sequence[Sequence[Op]], ranks: Sequence[list[int]]
     ) -> tuple[float, ...]:
         """Return the seconds of operations by kind of ranks."""
-        devices = [self.device(same_kind[0]) for same_kind in ranks]
-        return tuple(
-            sum(op_s(device, op, self._calibration_of(device)) for op in ops)
-            for device, ops in zip(devices, ops_by_kind, strict=True)
-        )
+        found, seconds, last = list[float](), 0.0, None
+        for ops, same_kind in zip(ops_by_kind, ranks, strict=True):
+            device = self.device(same_kind[0])
+            if last is None or last[0] is not device or last[1] != ops:
+                seconds = sum(op_s(device, op, self._calibration_of(device)) for op in ops)
+                last = device, ops
+            found.append(seconds)
+        return tuple(found)
 
     def matmul_and_elementwise_s(self, rank: int, ops: Sequence[Op]) -> tuple[float, float]:
         """Return the seconds of matmuls and of elementwise kernels of `ops` on `rank`."""
@@ -243,10 +245,8 @@ class ClusterCosts:
 
     def spans_pipeline_ranks(self, collective: CollectiveCall) -> bool:
         """Return whether `collective` spans several pipeline ranks."""
-        return len(self._pipeline_ranks(collective.ranks)) > 1
-
-    def _pipeline_ranks(self, ranks: Sequence[int]) -> set[int]:
-        return set(map(self.plan.pp_rank, ranks))
+        ranks = collective.ranks
+        return self.plan.pp_rank(ranks[0]) != self.plan.pp_rank(ranks[-1])
 
     @property
     def _communication_factor(self) -> float:
@@ -269,25 +269,33 @@ class ClusterCosts:
         They belong to the same pipeline ranks; non-empty `rank_kinds` restricts them to ranks of
         these kinds.
         """
-        pp_ranks = self._pipeline_ranks(collective.ranks)
-        members = {rank for same_kind in rank_kinds for rank in same_kind}
-        for groups in self._process_groups:
-            if list(collective.ranks) in groups:
-                same_kind = [group for group in groups if self._pipeline_ranks(group) == pp_ranks]
-                return [group for group in same_kind if not rank_kinds or members.issuperset(group)]
-        raise AssertionError(
-            f"{collective.name} runs on ranks {collective.ranks}, no process group of the plan"
-        )
+        first, members = collective.ranks[0], {rank for kind in rank_kinds for rank in kind}
+        for partition in self._partitions:
+            if collective.ranks == partition.of(first):
+                groups = list(partition)
+                break
+        else:
+            chains = self.plan.pp_groups()
+            groups = [[chain[0], chain[-1]] for chain in chains]
+            assert collective.ranks == (chains.of(first)[0], chains.of(first)[-1]), (
+                f"{collective.name} runs on ranks {collective.ranks}, no process group of the plan"
+            )
+        if not self.spans_pipeline_ranks(collective):
+            pp_rank = self.plan.pp_rank(first)
+            groups = [group for group in groups if self.plan.pp_rank(group[0]) == pp_rank]
+        return [group for group in groups if not rank_kinds or members.issuperset(group)]
 
     @cached_property
-    def _process_groups(self) -> list[list[list[int]]]:
-        """All process groups of the plan, by kind of group."""
+    def _partitions(self) -> list[Partition]:
+        """All partitions of the ranks into process groups, but for those of tied embeddings."""
         plan = self.plan
-        chains = plan.pp_groups()
         return [
-            [list(range(plan.ranks))], plan.ep_groups(), *plan.exchange_groups(),
+            Partition(plan.ranks, plan.ranks), plan.ep_groups(), *plan.exchange_groups(),
             plan.expert_dp_groups(), plan.dp_shard_groups(), plan.dp_replicate_groups(),
             plan.stage_groups(), plan.tp_groups(), plan.dp_groups(), plan.etp_groups(),
-            plan.same_etp_rank_groups(), chains,
-            [[chain[0], chain[-1]] for chain in chains],
+            plan.same_etp_rank_groups(), plan.pp_groups(),
         ]  # fmt: skip
+
+
+def _first_ranks(kinds: Sequence[list[int]]) -> tuple[int, ...]:
+    return tuple(same_kind[0] for same_kind in kinds)

@@ -35,7 +35,7 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
     The first of ranks with equal work stands for all of them: its shards are the largest.
     """
     candidates, parts = [], job_parts(costs.job, costs.plan)
-    for rank in costs.equal_ranks():
+    for rank in costs.equal_ranks(in_memory=True):
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
         if costs.job.memory is None:

@@ -124,7 +124,13 @@ class NetworkModel:
     def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
         self._cluster, self._places = cluster, places
         self._host_links: dict[tuple[str, str], Link] = {}
-        self._cost_cache: dict[tuple[str, tuple[tuple[int, ...], ...]], list[CollectiveCost]] = {}
+        self._cost_cache: dict[object, list[CollectiveCost]] = {}
+        """Costs by operation and pattern of groups; see `_pattern`."""
+        self._host_keys: dict[str, object] = {}
+        networks = [link.ends for link in cluster.links if link.ends[0] != link.ends[1]]
+        networks += [link.ends for link in cluster.links if link.ends == ["*", "*"]]
+        self._has_equal_pairs = networks in ([], [["*", "*"]])
+        """True if the same link joins all pairs of hosts."""
         self._bandwidths = {id(link): link.bandwidth for link in cluster.links}
         self._link_indices = {id(link): number for number, link in enumerate(cluster.links)}
 
@@ -132,10 +138,37 @@ class NetworkModel:
         self, operation: str, groups: Sequence[Sequence[int]]
     ) -> list[CollectiveCost]:
         """Return the cost of `operation` for each of `groups`, which run it at the same time."""
-        key = operation, tuple(map(tuple, groups))
+        key = operation, self._pattern(groups)
         if key not in self._cost_cache:
             self._cost_cache[key] = self._group_costs(operation, groups)
         return self._cost_cache[key]
+
+    def _pattern(self, groups: Sequence[Sequence[int]]) -> object:
+        """Return a key that is equal for groups on equally linked devices.
+
+        Hosts of equal links count by their order of appearance where one network joins all.
+        """
+        hosts: dict[str, object] = {}
+        places = [[self._places[rank] for rank in group] for group in groups]
+        for place in itertools.chain.from_iterable(places):
+            if place.host not in hosts:
+                hosts[place.host] = len(hosts) if self._has_equal_pairs else place.host
+        pattern = tuple(
+            tuple((hosts[place.host], place.device, place.number) for place in group)
+            for group in places
+        )
+        return pattern, tuple(map(self._host_key, hosts))
+
+    def _host_key(self, host: str) -> object:
+        """Return a key that is equal for hosts with equal links between their devices."""
+        if host not in self._host_keys:
+            links = self._cluster.links_of_host[host]
+            self._host_keys[host] = tuple(
+                link.model_dump_json(exclude={"ends"})
+                for link in links
+                if link.ends == [host, host]
+            )
+        return self._host_keys[host]
 
     def _group_costs(self, operation: str, groups: Sequence[Sequence[int]]) -> list[CollectiveCost]:
         loads_by_group = [self._port_loads(operation, group) for group in groups]

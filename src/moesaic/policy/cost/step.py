@@ -5,7 +5,7 @@ Without a pipeline, every rank runs the same events in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from numpy.typing import ArrayLike
@@ -63,34 +63,40 @@ class JobCosts(ClusterCosts):
                 self, job=part.job, plan=part.plan, part=part,
                 loads=self.loads if part.student is None else None,
                 _blocks_by_rank={}, _compute_seconds={}, _groups_by_key={}, _block_cache={},
-                _communication_seconds={},
+                _collectives={},
             )
             for part in job_parts(self.job, self.plan)
         ]  # fmt: skip
 
     def step(self) -> list[SegmentRun]:
-        """Return the events of one whole step."""
+        """Return the events of one whole step; a block that computes in a share of the steps has
+        this share of its seconds."""
         same_work = self.equal_ranks()
         work = {rank: self.blocks(rank) for rank in same_work}
-        found = self.step_from_blocks(work, same_work)
-        prefix = "" if self.part is None else self.part.prefix
+        found, part = self.step_from_blocks(work, same_work), self.part
+        if part is None or (part.running_share == 1.0 and not part.prefix):
+            return found
 
-        def with_prefix(event: Event) -> Event:
-            is_own = event.block != STEP
-            return replace(event, block=f"{prefix}{event.block}") if is_own else event
+        def change(event: Event) -> Event:
+            # Ranks reduce the gradients of auxiliary weights in every step.
+            is_reduced = part.student is not None and event.is_communication
+            share = 1.0 if is_reduced else part.share_of_steps(event.block)
+            seconds = event.seconds if share == 1.0 else share * event.seconds
+            prefix = "" if event.block == STEP else part.prefix
+            return replace(event, block=f"{prefix}{event.block}", seconds=seconds)
 
-        return map_events(found, with_prefix) if prefix else found
+        return map_events(found, change)
 
-    def ops(self, rank: int) -> list[Op]:
-        """Return all operations of `rank` in one whole step."""
-        blocks, micro_batches = self.blocks(rank), self.job.train.micro_batches
-        once = [
-            op
-            for block in blocks
-            for blocks in (block.forward, block.backward)
-            for op in blocks.ops
-        ]
-        return once * micro_batches + [op for block in blocks for op in block.update.ops]
+    def ops(self, rank: int) -> Iterator[tuple[float, list[Op]]]:
+        """Yield operations of `rank` in a step, with the share of the steps that have them."""
+        for block in self.blocks(rank):
+            once = [*block.forward.ops, *block.backward.ops]
+            share = 1.0 if self.part is None else self.part.share_of_steps(block.name)
+            yield share, once * self.job.train.micro_batches + [*block.update.ops]
+
+    def flops(self, rank: int) -> float:
+        """Return the FLOPs of `rank` in a step, as a mean over steps."""
+        return sum(share * op.flops for share, ops in self.ops(rank) for op in ops)
 
     def blocks(self, rank: int) -> list[Block]:
         """Return the blocks of `rank`."""
@@ -128,9 +134,11 @@ class JobCosts(ClusterCosts):
         )
         return pipeline_step(self, traffic, blocks_by_rank, equal_ranks)
 
-    def equal_ranks(self) -> dict[int, list[int]]:
-        """Return ranks with equal work on equal devices, by the first of them."""
-        return equal_ranks(self.job, self.plan, self.device_kinds(), self.loads)
+    def equal_ranks(self, *, in_memory: bool = False) -> dict[int, list[int]]:
+        """Return ranks with equal work on equal devices, by the first of them; see
+        `equal_ranks`."""
+        kinds = self.device_kinds()
+        return equal_ranks(self.job, self.plan, kinds, self.loads, in_memory=in_memory)
 
 
 def equal_ranks(
@@ -138,6 +146,8 @@ def equal_ranks(
     plan: Plan,
     device_kinds: Sequence[int],
     loads: Sequence[ArrayLike] | None = None,
+    *,
+    in_memory: bool = False,
 ) -> dict[int, list[int]]:
     """Return ranks with equal work on equal devices, by the first of them.
 
@@ -146,6 +156,8 @@ def equal_ranks(
         plan: placement of the model on ranks.
         device_kinds: number of each rank's device; equal devices share a number.
         loads: one load per expert layer; None for even routing.
+        in_memory: whether ranks are equal that differ only in the norm that they compute, and whose
+            first one needs as much memory as any.
     """
     size, found = job.train.batch // job.train.micro_batches, dict[tuple[object, ...], list[int]]()
     groups = {rank: group for group in plan.ep_groups() for rank in group}
@@ -155,8 +167,8 @@ def equal_ranks(
         # Under even routing all experts are equal. The norm runs on first owners only.
         owner = rank // plan.etp % plan.ep if loads is not None else 0
         first = rank % plan.ranks_per_stage < plan.ep * plan.etp, plan.dp_rank(rank) < plan.dp_shard
-        position = plan.pp_rank(rank), rank % plan.tp
-        key = rows[rank], owner, group_rows[groups[rank][0]], first, position, kind
+        position = () if in_memory else (first, rank % plan.tp)
+        key = rows[rank], owner, group_rows[groups[rank][0]], plan.pp_rank(rank), position, kind
         found.setdefault(key, []).append(rank)
     return {ranks[0]: ranks for ranks in found.values()}
 

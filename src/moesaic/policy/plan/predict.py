@@ -172,7 +172,7 @@ def predict_plan(
         "seconds_by_kind": seconds_by_kind,
         "overlapped_s": {"collectives": collectives_s, "exposed": exposed_s},
         "tokens_per_s": tokens / timeline.step_s,
-        "utilisation": sum(op.flops for part in parts for op in part.ops(slowest))
+        "utilisation": sum(part.flops(slowest) for part in parts)
         / (timeline.step_s * matmul_flops_per_s),
         "parts": _describe_parts(parts, by_part, memory.rank) if job.student else [],
         "memory_tiers": tiers, "drive": None if drive is None else drive._asdict(),
@@ -309,7 +309,11 @@ def _describe_parts(
 def _seconds_by_kind(parts: Sequence[JobCosts], timeline: Timeline) -> dict[str, float]:
     """Return the seconds of a step by kind, on the critical rank."""
     rank = timeline.critical_rank
-    each = [costs.matmul_and_elementwise_s(rank, costs.ops(rank)) for costs in parts]
+    each = [
+        [share * seconds for seconds in costs.matmul_and_elementwise_s(rank, ops)]
+        for costs in parts
+        for share, ops in costs.ops(rank)
+    ]
     matmul_s, elementwise_s = (sum(column) for column in zip(*each, strict=True))
     queueing_s = timeline.queueing_s(rank)
     return {

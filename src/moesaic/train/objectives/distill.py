@@ -2,7 +2,8 @@
 
 One forward pass of the teacher serves all students. Its head also computes the students' losses on
 logits, while the logits of a chunk of tokens exist. Other losses compare by-products of the last
-layers. Nothing flows back into a teacher, so its bits are those of a run without students.
+layers. No gradient reaches a teacher, so its bits are those of a run without students. A frozen
+teacher does not run in steps in which no student learns from it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 from moesaic.dist.collectives import all_reduce_
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.job.distill import TEACHER, StudentConfig
+from moesaic.facts.job.distill import ROUTERS, TEACHER, StudentConfig
 from moesaic.models.lm import LanguageModel
 from moesaic.models.student import Auxiliary
 from moesaic.nn.attention_backends import AttentionMetadata
 from moesaic.nn.divergence import attention_divergence, hidden_distance, relation_divergence
 from moesaic.nn.inputs import ByProduct, HeadFollower, Inputs
-from moesaic.nn.loss import IGNORE_INDEX
+from moesaic.nn.loss import IGNORE_INDEX, follower_losses
 from moesaic.nn.reports import AttentionReport, BlockReport, Reports, moe_reports
 from moesaic.train.data.batch import Batch
 from moesaic.train.lm_stats import LMStepStats, StudentStats
@@ -119,21 +120,18 @@ class StudentObjective(LanguageModelObjective):
         super().__init__(job, world, part)
         self.config, self.auxiliary, self.name = config, auxiliary, config.name
 
-    def weights(self, step: int) -> dict[str, float]:
-        """Return the weights of the losses that count after `step` finished steps, by name."""
-        is_between = step % self.config.interval > 0
-        return {
-            name: weight
-            for name, weight in self.config.losses.model_dump().items()
-            if weight > 0 and (name == "text" or not is_between)
-        }
+    def losses_at(self, step: int) -> set[str]:
+        """Return the names of the losses with a gradient after `step` finished steps."""
+        routing, names = self.job.routing, set(self.config.losses_at(step))
+        has_router_losses = self.job.model.experts and (routing.balance_loss or routing.z_loss)
+        return names | {ROUTERS} if has_router_losses else names
 
     def start(self, batch: Batch, context: StepContext) -> _StudentPass:
         """Run the model without its output projection."""
         inputs = _keep_last_layer(self.training_inputs(batch, context), self.job)
         inputs = replace(inputs, project=False)
         output, reports = self.part.model(batch.inputs.to(self.world.device), inputs)
-        return _StudentPass(inputs, output, reports, self, self.weights(context.step))
+        return _StudentPass(inputs, output, reports, self, self.config.losses_at(context.step))
 
     def router_losses(self, losses: Sequence[Losses]) -> dict[str, float]:
         """Return the auxiliary losses of a step over all ranks, by name; none without experts."""
@@ -163,7 +161,7 @@ class _StudentPass(_Pass):
     def make_follower(self, factor: float, teacher: int) -> HeadFollower:
         """Return the student for the head that computes its losses on logits; see `HeadFollower`.
 
-        `factor` stands beside the weights.
+        `factor` multiplies the weights.
         """
         config, weights = self.objective.config, self.weights
         return HeadFollower(
@@ -205,7 +203,7 @@ class DistillObjective(LanguageModelObjective):
         part: Part[LanguageModel],
         students: Sequence[StudentObjective],
     ) -> None:
-        """Create the objective; each of `students` stands behind its teacher."""
+        """Create the objective; each of `students` comes after its teacher."""
         super().__init__(job, world, part)
         self.students, self._is_frozen = students, job.distill.frozen
 
@@ -220,22 +218,47 @@ class DistillObjective(LanguageModelObjective):
         factor = context.scale / max(context.units, 1)
         passes = {one.name: one.start(batch, context) for one in self.students}
         followers = _make_followers(passes, factor)
-        inputs = self.training_inputs(batch, context)
-        inputs = replace(inputs, followers=tuple(followers.values()))
-        with torch.no_grad() if self._is_frozen else nullcontext():
-            root, losses, reports = self.run_model(batch, inputs, context.scale)
-        head = reports["head"].follower_losses
+        models, roots = dict[str, _Pass](passes), list[Tensor]()
+        if self._needs_teacher(context.step):
+            teacher, own = self._run_teacher(batch, context, tuple(followers.values()))
+            models[TEACHER], head = teacher, teacher.reports["head"].follower_losses
+            roots += [] if self._is_frozen else [teacher.output]
+        else:
+            own, head = Losses(torch.full((), torch.nan, device=self.world.device)), None
+            if followers:
+                targets = batch.targets.to(self.world.device).flatten()
+                head = follower_losses(targets, tuple(followers.values()))
         if head is not None:
             for name, loss, sums in zip(followers, head.loss.unbind(), head.sums, strict=True):
                 passes[name].add_head_losses(loss, sums, context.units)
-        for name, teacher in {TEACHER: _Pass(inputs, root, reports), **passes}.items():
-            pupils = [one for one in passes.values() if one.objective.config.teacher == name]
-            _compare(teacher, pupils, teacher.token_weights(factor), context.scale)
+        for name, model in models.items():
+            students = [one for one in passes.values() if one.objective.config.teacher == name]
+            _compare(model, students, model.token_weights(factor), context.scale)
         finished = [one.finish(context.scale) for one in passes.values()]
-        roots = [] if self._is_frozen else [root]
         return _add_up([*roots, *(total for total, _ in finished)]), DistillLosses(
-            **vars(losses), students=tuple(found for _, found in finished)
+            **vars(own), students=tuple(found for _, found in finished)
         )
+
+    def _needs_teacher(self, step: int) -> bool:
+        """Return whether the teacher runs after `step` finished steps: it trains, a student learns
+        from it, or its routing is recorded."""
+        return (
+            not self._is_frozen
+            or self.routing_recorder is not None
+            or any(
+                one.config.teacher == TEACHER and one.config.losses_at(step).keys() - {"text"}
+                for one in self.students
+            )
+        )
+
+    def _run_teacher(
+        self, batch: Batch, context: StepContext, followers: tuple[HeadFollower, ...]
+    ) -> tuple[_Pass, Losses]:
+        """Return the teacher's pass, whose output is the root of its gradients, and its losses."""
+        inputs = replace(self.training_inputs(batch, context), followers=followers)
+        with torch.no_grad() if self._is_frozen else nullcontext():
+            root, losses, reports = self.run_model(batch, inputs, context.scale)
+        return _Pass(inputs, root, reports), losses
 
     def evaluate(self, batch: Batch) -> DistillLosses:
         """Return the losses of a validation batch, of each student by its own head."""
@@ -267,6 +290,8 @@ class DistillObjective(LanguageModelObjective):
     def finish_step(self, result: StepResult, phases: PhaseTimer) -> LMStepStats:
         """Return the statistics of a step, with those of each student."""
         stats, students = super().finish_step(result, phases), dict[str, StudentStats]()
+        if not self._needs_teacher(result.step - 1):
+            stats = replace(stats, has_run=False, balance={})
         with phases("log"):
             for index, terms in enumerate(self._sum_terms(result.losses)):
                 student = self.students[index]
@@ -292,9 +317,8 @@ class DistillObjective(LanguageModelObjective):
 
 
 def _make_followers(passes: Mapping[str, _StudentPass], factor: float) -> dict[str, HeadFollower]:
-    """Return the students whose logits a loss needs, by name, each behind its teacher."""
-    pupils = [one for one in passes.values() if "logits" in one.weights]
-    teachers = {one.objective.config.teacher for one in pupils}
+    """Return the students whose logits a loss needs, by name, each after its teacher."""
+    teachers = {one.objective.config.teacher for one in passes.values() if "logits" in one.weights}
     followers = dict[str, HeadFollower]()
     for name, one in passes.items():
         if one.has_logits or name in teachers:
@@ -305,23 +329,23 @@ def _make_followers(passes: Mapping[str, _StudentPass], factor: float) -> dict[s
 
 
 def _compare(
-    teacher: _Pass, pupils: Sequence[_StudentPass], token_weights: Tensor, scale: float
+    teacher: _Pass, students: Sequence[_StudentPass], token_weights: Tensor, scale: float
 ) -> None:
-    """Add the losses of `pupils` that compare by-products with those of their teacher, which gets
+    """Add the losses of `students` that compare by-products with those of their teacher, which gets
     no gradient."""
     attention = {
         id(one): one.objective.auxiliary.attend(one.last, one.inputs)
-        for one in pupils
+        for one in students
         if one.weights.keys() & _PAIRWISE.keys()
     }
     for name, divergence in _PAIRWISE.items():
-        chosen = [one for one in pupils if name in one.weights]
+        chosen = [one for one in students if name in one.weights]
         if chosen:
             own = [attention[id(one)] for one in chosen]
             losses = divergence(teacher.attention, own, teacher.metadata, token_weights)
             for one, loss in zip(chosen, losses.unbind(), strict=True):
                 one.add_loss(name, loss, scale)
-    for one in (one for one in pupils if "hidden" in one.weights):
+    for one in (one for one in students if "hidden" in one.weights):
         states = one.objective.auxiliary.project(one.hidden_states)
         loss = hidden_distance(teacher.hidden_states, states, token_weights)
         one.add_loss("hidden", loss, scale)
