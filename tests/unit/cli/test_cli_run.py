@@ -65,15 +65,15 @@ def test_training_prints_a_summary(commands: Commands) -> None:
 def test_a_run_prints_few_lines(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many steps, validations and messages it has; `--verbose` shows them all."""
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    sets = ["train.steps=40", "train.validate_every=1", "data.validation_share=0.3"]
-    flags = [f"--set={one}" for one in (*sets, "checkpoint.every=1")]
+    sets = ["train.steps=30", "train.validate_every=1", "data.validation_share=0.3"]
+    flags = [f"--set={one}" for one in sets]
     lines = commands.output("train job.toml --out few", *flags).splitlines()
     assert len(lines) <= 25
     assert sum(line.startswith("step ") for line in lines) in range(5, 11)
     assert ", validation " in lines[3]
     many = commands.output("train job.toml --out many --verbose", *flags)
-    assert many.count(": validation loss ") == 40
-    assert "step 40: validation loss" not in "".join(lines)
+    assert many.count(": validation loss ") == 30
+    assert "step 30: validation loss" not in "".join(lines)
 
 
 def test_training_chooses_a_directory_and_prints_json(commands: Commands) -> None:
