@@ -48,7 +48,7 @@ from moesaic.testing.ranks import RankPool
 
 ROUNDS = 14
 CALIBRATION_ROUNDS = 6
-PEAK_STEPS = 4
+PEAK_STEPS = 3
 NARROW = {
     "vocab": 2048, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 64,
 }  # fmt: skip

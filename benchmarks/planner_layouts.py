@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from moesaic.train.assemble import LMRun, assemble
 RANKS = 2
 MANY = 100
 """Runners-up to report: all of a small space."""
-PATIENCE_S = 15.0
+PATIENCE_S = 10.0
 """Seconds for which disturbed rounds are repeated, before the probe and after it."""
 QUIET_S = 30.0
 LIMIT_S = 900.0
@@ -56,7 +57,7 @@ class Timed(NamedTuple):
     cluster: Cluster
     """Machine, probed between the halves of the rounds."""
     unsteady: float
-    """Slowest over quickest time of the same work, before and after the probe."""
+    """Slowest over quickest time of the same work, before, amid and after the rounds."""
     disturbed: int
     """Rounds that other programs disturbed."""
 
@@ -125,7 +126,7 @@ def take_turns(
 ) -> tuple[list[measure.Times | None], list[float]]:
     """On each rank: time all layouts in turn, half of the rounds before a probe by rank 0.
 
-    Return times and, before and after the probe, seconds of work that is always the same. Without
+    Return times and, before, amid and after them, seconds of work that is always the same. Without
     `path` there is no probe.
     """
     torch.set_num_threads(devices.num_cores() // world.size)
@@ -138,16 +139,17 @@ def take_turns(
         calls[one.name] = lambda run=run: run.step(samples)
     halves, references = list[measure.Times | None](), list[float]()
 
-    def look() -> None:
-        references.append(reference_s())
-        if path is not None:
+    def look(probes: bool) -> None:
+        if probes and path is not None:
             probe(path)
         references.append(reference_s())
 
+    alone(world, "begin", partial(look, False))
     for half, own in enumerate(((rounds + 1) // 2, rounds // 2)):
         if half:
-            alone(world, "probe", look)
+            alone(world, "probe", partial(look, True))
         halves.append(in_turn(world, calls, own, root, warmup=2 - half, patience_s=patience_s))
+    alone(world, "end", partial(look, False))
     for run in runs:
         run.close()
     return halves, references

@@ -183,7 +183,8 @@ def brief(found: SearchResult) -> str:
     for key, value in settings.items():
         is_quiet = value in (1, False, "even", "whole") or key == "train.micro_batches"
         if not is_quiet and not (key == "layout.schedule" and settings["layout.pp"] == 1):
-            words.append(f"{key.rpartition('.')[2]} {value}" if value is not True else key)
+            name = key.rpartition(".")[2]
+            words.append(name if value is True else f"{name} {value}")
     return f"{', '.join(words)}; {found.best.memory.used_fraction:.0%} of a device's memory"
 
 

@@ -4,15 +4,18 @@ behind."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from moesaic.cli.main import VERBS
 from moesaic.testing.jobs import RUN_JOB
 
 JOB = RUN_JOB.replace("steps = 4", "steps = 1000000")
@@ -68,6 +71,74 @@ def living(group: int) -> Iterator[int]:
             continue
         if int(own) == group and state != "Z":
             yield int(path.parent.name)
+
+
+LINES = [
+    "train job.toml --out new", "generate run --prompt x", "serve run --set port=0",
+    "eval run --tasks tasks", "predict run --data x --out y.csv", "convert run --out z",
+    "inspect wait.toml", "report run", "replay run", "probe --out new.toml",
+    "plan wait.toml --cluster h100-8", "calibrate run --cluster cluster.toml",
+    "trace nets:make --out workload.json", "bench layer --set model.preset=tiny-olmoe",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_ends_every_verb_with_one_line(tmp_path: Path) -> None:
+    """Each verb is interrupted while it waits for a pipe: as a file that it reads, or in the import
+    of torch."""
+    assert {line.split()[0] for line in LINES} == set(VERBS)
+    for name in ("torch", "run/events", "run/checkpoints/step-00000002"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("import os; open(os.environ['PIPE']).read()")
+    (tmp_path / "job.toml").write_text(JOB)
+    for name, text in (
+        ("text.txt", "words and more words"), ("nets.py", "def make(): pass"), ("x", ""),
+        ("run/events/rank-0.jsonl", ""),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(text)
+    for name in ("run/plan.json", "run/versions.json", "run/checkpoints/step-00000002/COMMIT"):
+        (tmp_path / name).write_text("{}")
+    started = []
+    for number, line in enumerate(LINES):
+        place, pipe = tmp_path / f"place-{number}", tmp_path / f"pipe-{number}"
+        os.mkfifo(pipe)
+        shutil.copytree(tmp_path / "run", place / "run")
+        for name in ("job.toml", "text.txt", "nets.py", "x"):
+            (place / name).symlink_to(tmp_path / name)
+        for name in ("run/job.json", "wait.toml", "cluster.toml"):
+            (place / name).symlink_to(pipe)
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moesaic", *line.split()],
+            cwd=place, env={**os.environ, "PIPE": str(pipe), "PYTHONPATH": path},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append((line, process, pipe))
+    for line, process, pipe in started:
+        try:
+            with hold_open(pipe, process):
+                stderr = interrupt(process)
+        finally:
+            process.kill()
+        assert (process.returncode, stderr) == (130, "interrupted\n"), line
+        wait_for(lambda group=process.pid: not list(living(group)), 20)
+
+
+@contextmanager
+def hold_open(pipe: Path, process: subprocess.Popen[str]) -> Iterator[None]:
+    """Wait until the process reads the pipe, and let it wait for words meanwhile."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError:  # Nobody reads it yet.
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    yield
+    os.close(writer)
 
 
 @pytest.mark.timeout(300)

@@ -66,7 +66,7 @@ def test_layouts_take_turns_on_the_same_ranks(ranks: RankPool) -> None:
     halves, references = ranks.run(2, take_turns, among, 2, None, 0, 0.0)[0]
     assert [half.rounds for half in halves] == [1, 1]
     assert all(set(half.seconds) == {one.name for one in among} for half in halves)
-    assert len(references) == 2
+    assert len(references) == 3
 
 
 def test_cuts_are_all_tried_and_the_even_one_is_named() -> None:

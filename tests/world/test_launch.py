@@ -144,7 +144,7 @@ def all_go(ranks: list[int]) -> None:
     ("number", "words"),
     [
         (signal.SIGKILL, "rank 1 was ended by SIGKILL, often for lack of memory"),
-        pytest.param(signal.SIGTERM, "rank 1 was ended by SIGTERM", marks=pytest.mark.soak),
+        pytest.param(signal.SIGTERM, "ended by SIGTERM", marks=pytest.mark.soak),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_run(
@@ -160,6 +160,25 @@ def test_a_rank_that_is_killed_ends_the_run(
     assert all(gone(pid) for pid in ranks)
     last = list(read_events(place / "my run" / "events" / "rank-0.jsonl"))[-1]
     assert (last["event"], last["reason"]) == ("run_end", words)
+
+
+def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint(place: Path) -> None:
+    """Only the request to end saves: the job itself saves at the end alone."""
+    process = start(place, "--nproc", "2", *ENDLESS, "--set", "checkpoint.every=0")
+    log = place / "my run" / "events" / "rank-0.jsonl"
+    wait_for(lambda: log.exists() and '"event": "step"' in log.read_text(), process)
+    ranks = ranks_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, f"error: ended by SIGTERM{GO_ON}")
+    assert all(gone(pid) for pid in ranks)
+    events = list(read_events(log))
+    last = max(event["step"] for event in events if event["event"] == "step")
+    (saved,) = (place / "my run" / "checkpoints").glob("*/COMMIT")
+    assert saved.parent.name == f"step-{last:08d}"
+    assert (events[-1]["event"], events[-1]["reason"]) == ("run_end", "ended by SIGTERM")
+    assert sum(event["event"] == "run_end" for event in events) == 1
+    assert not (place / "my run" / "LOCK").exists()
 
 
 def test_a_full_disk_in_the_middle_of_a_run_is_one_sentence(place: Path) -> None:

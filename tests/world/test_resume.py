@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,14 @@ from moesaic.dist.world import World
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.hf.origin import open_origin
 from moesaic.serve.loading import load_model
+from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
-from moesaic.testing.runs import train_text
+from moesaic.testing.runs import text_job, train_text
 from moesaic.testing.states import read_checkpoint
+from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
+from moesaic.train.stop_request import StopRequest
+from moesaic.train.trainer import train
 
 LAYOUTS = {
     "one": (1, {}),
@@ -183,6 +189,47 @@ def test_another_layout_resumes_with_the_same_results(
         assert rest == pytest.approx(losses[step:], rel=1e-9), name
         assert worst_element(state, expected) < 1e-9, name
         start = str(out / "checkpoints" / f"step-{step + 1:08d}")
+
+
+class StoppingProgress(RecordingProgress):
+    """Progress that asks this rank for the end after its second step."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__()
+        self.stop = stop
+
+    def step(self, figures: Mapping[str, float]) -> None:
+        """Record the figures of a step."""
+        super().step(figures)
+        assert len(self.figures) != 2 or self.stop.make()
+
+
+def run_until_asked(
+    world: World, text: str, out: str, layout: dict[str, Any]
+) -> tuple[list[float], str]:
+    """Train; the last rank alone is asked to end. Return losses and the reason of the end."""
+    stop = StopRequest()
+    assert not stop.make()
+    progress = StoppingProgress(stop) if world.rank == world.size - 1 else RecordingProgress()
+    job = text_job(Path(text), train={"steps": 9}, checkpoint={"every": 0}, layout=layout)
+    last = train(
+        LoadedJob(job, "", []), Path(out), None, world, progress, LanguageModelKind(), stop=stop
+    )
+    return progress.losses, last["reason"]
+
+
+@pytest.mark.parametrize("name", ["ep2", "pp, sharded"])
+def test_ranks_agree_to_end_after_the_same_step(
+    ranks: RankPool, text: Path, tmp_path: Path, name: str
+) -> None:
+    """The request comes after step 2 of one rank, so the sum of step 3 tells all of them."""
+    size, layout = LAYOUTS[name]
+    found = ranks.run(size, run_until_asked, str(text), str(tmp_path / "run"), layout)
+    assert [(len(losses), reason) for losses, reason in found] == [(3, "ended by SIGTERM")] * size
+    events = list(read_events(tmp_path / "run" / "events" / "rank-0.jsonl"))
+    assert (events[-1]["event"], events[-1]["step"]) == ("run_end", 3)
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("*/COMMIT")
+    assert Checkpoint.open(saved.parent).counters["step"] == 3
 
 
 @pytest.mark.soak

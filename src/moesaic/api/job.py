@@ -45,7 +45,7 @@ from moesaic.train.job_file import (
     language_model,
     load_job,
 )
-from moesaic.train.out_checks import check_out_is_not_data, check_writable
+from moesaic.train.out_checks import check_out_is_not_data, check_writable, disk_warnings
 from moesaic.train.resumed_job import check_learning, ruled_by_plan
 
 if TYPE_CHECKING:
@@ -319,8 +319,10 @@ class Job:
         if directory is not None:
             check_out_is_not_data(directory, loaded.job)
         check_inputs(loaded)
-        if directory is not None and is_leader() and is_started:
+        texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
+        if directory is not None and is_leader():
             check_writable(directory)
+            texts += disk_warnings(directory, loaded.job)
         task = TrainTask(
             job=str(self._source) if isinstance(self._source, Path) else self._source,
             sets=list(self._sets), out=None if directory is None else str(directory),
@@ -328,7 +330,6 @@ class Job:
             run=None if run is None else str(run),
             search=searches, cluster=cluster.to_dict() if searches and cluster else None,
         )  # fmt: skip
-        texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
         return PreparedRun(task, loaded.job, used_plan, ranks, texts)
 
     def _choose_layout(

@@ -17,8 +17,9 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from moesaic.api.start import block_interrupts
@@ -31,6 +32,12 @@ SILENCE_S = 5.0
 """Seconds that a rank waits for another one to report their mistake."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torch's agent: path for the report of a failure."""
+RANK_MODULE = "moesaic.api.start"
+"""Module that a rank's process runs."""
+_SAVED = "saved"
+"""Kind of a rank's report of an end from outside, after a checkpoint."""
+_SIGTERM_ENDS = (-signal.SIGTERM, EXIT_RELAUNCH)
+"""Exit statuses of ranks after SIGTERM, without and with a handler."""
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that torch's agent handles."""
 
@@ -42,10 +49,12 @@ class RankFailed(MoesaicError):
 class RunInterrupted(MoesaicError):
     """A run that was ended from outside; `resume` continues it."""
 
-    def __init__(self, text: str, status: int = EXIT_RELAUNCH) -> None:
+    def __init__(self, text: str, status: int = EXIT_RELAUNCH, *, is_saved: bool = False) -> None:
         super().__init__(text)
         self.status = status
         """Exit status of the command line."""
+        self.is_saved = is_saved
+        """True if the run saved its last step and recorded its end."""
 
 
 def is_torchrun() -> bool:
@@ -106,17 +115,52 @@ def launch(module: str, task: str, ranks: int) -> None:
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
             rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
             max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         )  # fmt: skip
         try:
-            arguments = ("-m", "moesaic.api.start", str(os.getpid()), module, task)
-            with _restored_signal_handlers(), block_interrupts():
+            arguments = ("-m", RANK_MODULE, str(os.getpid()), module, task)
+            with _restored_signal_handlers(), _forwarded_sigterm() as sent, block_interrupts():
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            raise _first_failure(Path(logs), error.failures) from None
+            failure = _first_failure(Path(logs), error.failures)
+            if sent and not isinstance(failure, UserError):
+                failure = RunInterrupted("ended by SIGTERM")
+            raise failure from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise RunInterrupted(f"ended by {error.sigval.name}") from None
+        for record in _read_error_files(Path(logs)):
+            if record["kind"] == _SAVED:  # Every rank has ended with status 0.
+                raise RunInterrupted(record["text"], is_saved=True)
+
+
+@contextmanager
+def _forwarded_sigterm() -> Iterator[list[int]]:
+    """Send SIGTERM on to the ranks, which end by themselves; yield a list of the ranks told."""
+    told = list[int]()
+
+    def forward(_signal: int, _frame: FrameType | None) -> None:
+        ranks = [] if told else list(_ranks_of(os.getpid()))
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        told.extend(ranks)
+        if not told:
+            raise RunInterrupted("ended by SIGTERM")
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, forward)
+    yield told
+
+
+def _ranks_of(parent: int) -> Iterator[int]:
+    """Yield the processes that `launch` has started in process `parent`."""
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii").split()
+    for pid in listed:
+        with suppress(OSError):
+            if RANK_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                yield int(pid)
 
 
 @contextmanager
@@ -141,6 +185,11 @@ def run_reporting_errors(work: Callable[[], object], memory_hint: str) -> int:
     except UserError as error:
         _write_error(str(error), type(error).__name__)
         return 2
+    except RunInterrupted as error:
+        if not error.is_saved:
+            return error.status
+        _write_error(str(error), _SAVED)  # Status 0, or the agent would end the other ranks.
+        return 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the parent prints it
@@ -158,7 +207,8 @@ def run_reporting_errors(work: Callable[[], object], memory_hint: str) -> int:
 def _write_error(text: str, kind: str) -> None:
     """Write a failure in the form that torch's agent and the parent read.
 
-    `kind` is a class of `base.errors`, or "lost" for a lost peer, or "bug".
+    `kind` is a class of `base.errors`, "saved" for an end from outside, "lost" for a lost peer,
+    or "bug".
     """
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     record = {
@@ -191,12 +241,12 @@ def _first_failure(logs: Path, failures: dict[int, Any]) -> MoesaicError:
             return RankFailed(record["text"])
     reported = {record["rank"] for record in records}
     for rank, failure in failures.items():
-        if failure.exitcode != -signal.SIGTERM and str(rank) not in reported:
+        if failure.exitcode not in _SIGTERM_ENDS and str(rank) not in reported:
             status = failure.exitcode
             return RankFailed(f"rank {rank} ended with exit status {status} and no message")
     # In the order of their ends: the agent ends the other ranks after the first one.
     for rank, failure in failures.items():
-        if failure.exitcode == -signal.SIGTERM:
+        if failure.exitcode in _SIGTERM_ENDS:
             return RunInterrupted(f"rank {rank} was ended by SIGTERM")
     return RankFailed(records[0]["text"])
 

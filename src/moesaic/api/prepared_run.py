@@ -41,6 +41,7 @@ from moesaic.train.job_file import (
 from moesaic.train.out_checks import check_no_run, holds_checkpoint, holds_failed_try
 
 if TYPE_CHECKING:
+    from moesaic.train.stop_request import StopRequest
     from moesaic.train.trainer import StepCallback
 
 PLAN = "plan.json"
@@ -75,8 +76,9 @@ class PreparedRun:
 
         device.resolve(self.config.train.device, self.ranks - 1 if self.is_spawned else 0)
 
-    def run(self, on_step: StepCallback | None = None) -> Run:
-        """Train and return the run; `on_step` as in `Job.train`."""
+    def run(self, on_step: StepCallback | None = None, stop: StopRequest | None = None) -> Run:
+        """Train and return the run; `on_step` as in `Job.train`. `stop` ends a run in this process
+        after its step; ranks that it starts heed SIGTERM of their own."""
         out = self.task.out
         try:
             if self.is_spawned:
@@ -84,9 +86,10 @@ class PreparedRun:
                     task = replace(self.task, callback=address)
                     launch("moesaic.api.train_worker", encode(task), self.ranks)
             else:
-                out = str(run_train_task(self.task, on_step))
+                out = str(run_train_task(self.task, on_step, stop))
         except (KeyboardInterrupt, RunInterrupted) as error:
-            self._record_interruption(str(error) or "interrupted")
+            if not (isinstance(error, RunInterrupted) and error.is_saved):
+                self._record_interruption(str(error) or "interrupted")
             raise
         assert out is not None
         return Run(Path(out))

@@ -1,7 +1,7 @@
 """Start and end of processes: imports, signals and threads.
 
 Imports take seconds, and an interrupt during one may be swallowed or end in a traceback. So SIGINT
-kills the process during imports; nothing has been done yet.
+ends the process during imports, without unwinding; nothing has been done yet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_INTERRUPTED = 130
+"""Exit status after SIGINT."""
 SPIN_COUNT = "50000"
 """OpenMP's spins before an idle thread sleeps: about a quarter of a millisecond."""
 
@@ -38,7 +40,7 @@ def run_main(module: str, *, interrupts_blocked: bool = False) -> int:
 
 
 def import_module(module: str) -> Any:
-    """Import and return a module, without garbage collection; SIGINT kills this process meanwhile.
+    """Import and return a module, without garbage collection; SIGINT ends this process meanwhile.
 
     Imported objects stay, so collecting garbage would only cost time.
     """
@@ -64,20 +66,37 @@ def set_spin_count() -> None:
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Let SIGINT kill this process, since imports and waiting for other ranks may swallow it.
+    """Let SIGINT end this process, since imports and waiting for other ranks may swallow it.
 
-    Only the main thread gets interrupts, so other threads change nothing.
+    A thread does it, because the main one may be in a library that waits. Only the main thread gets
+    interrupts, so other threads change nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(target=_exit_at_interrupt, args=(reader,), daemon=True).start()
+    handler = signal.signal(signal.SIGINT, lambda _signal, _frame: None)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGINT, handler)
+        os.close(writer)
+
+
+def _exit_at_interrupt(reader: int) -> None:
+    """End the process with one line once the pipe has the number of SIGINT; ranks end silently."""
+    while number := os.read(reader, 1):
+        if number[0] == signal.SIGINT:
+            if "LOCAL_WORLD_SIZE" not in os.environ:
+                with suppress(OSError):
+                    os.write(2, b"interrupted\n")
+            os._exit(_INTERRUPTED)
+    os.close(reader)
 
 
 @contextmanager

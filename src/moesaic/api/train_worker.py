@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from moesaic.api.launch import is_torchrun, run_reporting_errors
+from moesaic.api.launch import RunInterrupted, is_torchrun, run_reporting_errors
 from moesaic.api.progress import Output, RunProgress
 from moesaic.api.start import exit_on_interrupt
 from moesaic.api.step_callback import remote_callback
@@ -19,6 +21,7 @@ from moesaic.base.config import parse
 from moesaic.facts.cluster import Cluster
 from moesaic.train.job_file import language_model, load_job
 from moesaic.train.out_checks import holds_checkpoint
+from moesaic.train.stop_request import ENDED_BY_SIGTERM, StopRequest
 
 if TYPE_CHECKING:
     from moesaic.dist.world import World
@@ -74,8 +77,10 @@ def resumed_run(out: str | None, resume: str | None) -> Path | None:
     return path if holds_checkpoint(path) else path.absolute().parent.parent
 
 
-def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path:
-    """Train and return the run directory.
+def run_train_task(
+    task: TrainTask, on_step: StepCallback | None = None, stop: StopRequest | None = None
+) -> Path:
+    """Train and return the run directory; raise RunInterrupted if `stop` ended the run.
 
     Imports and waiting for other ranks may swallow an interrupt, so it kills a rank meanwhile.
     """
@@ -97,13 +102,15 @@ def run_train_task(task: TrainTask, on_step: StepCallback | None = None) -> Path
         try:
             if task.search:
                 loaded = _search_layout(loaded, task, world, progress.message)
-            train(loaded, out, task.resume, world, progress, kind, on_step)
+            last = train(loaded, out, task.resume, world, progress, kind, on_step, stop)
         finally:
             progress.done()
     except BaseException:
         world.close_transports()
         raise
     world.leave()
+    if last["reason"] == ENDED_BY_SIGTERM:
+        raise RunInterrupted(ENDED_BY_SIGTERM, is_saved=True)
     return out
 
 
@@ -140,7 +147,33 @@ def main() -> int:
     """Run the task in the first argument, as one rank; return the exit status."""
     task = TrainTask(**json.loads(sys.argv[1]))
     sys.argv = task.command
-    return run_reporting_errors(lambda: run_train_task(task), MEMORY_HINT)
+
+    def work() -> None:
+        with stop_on_sigterm() as stop:
+            run_train_task(task, None, stop)
+
+    return run_reporting_errors(work, MEMORY_HINT)
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[StopRequest]:
+    """Let SIGTERM end training after its step, with a checkpoint.
+
+    Before and after the steps it raises RunInterrupted at once, so that every `finally` runs.
+    """
+    request, is_ending = StopRequest(), False
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal is_ending
+        if not request.make() and not is_ending:
+            is_ending = True
+            raise RunInterrupted(ENDED_BY_SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield request
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def encode(task: TrainTask) -> str:

@@ -41,11 +41,12 @@ class Section(BaseModel):
     @property
     def non_default_fields(self) -> frozenset[str]:
         """Fields that were set to a value other than their default."""
-        fields = type(self).model_fields
+        fields, values = type(self).model_fields, dict(self)
         return frozenset(
             name
             for name in self.model_fields_set
-            if getattr(self, name) != fields[name].get_default(call_default_factory=True)
+            if values[name]
+            != fields[name].get_default(call_default_factory=True, validated_data=values)
         )
 
     def to_json(self) -> str:

@@ -1,8 +1,7 @@
 """Entry point of the command line: `moesaic VERB ...`.
 
 Exit status: 0 success; 1 a bug, with a traceback; 2 a user error, in one sentence; 75 ended from
-outside, continue with --resume; 130 interrupted. During imports SIGINT kills the process directly,
-which a shell reports as 130.
+outside, continue with --resume; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush_stdout()
         screen.print_error(f"{message_prefix()}{user_error}")
         return EXIT_USER_ERROR
-    if status == EXIT_INTERRUPTED:
+    if status == EXIT_INTERRUPTED and is_leader():
         screen.err().print("interrupted")
     return int(status or 0)
 

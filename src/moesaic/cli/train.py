@@ -7,13 +7,9 @@ files are written.
 from __future__ import annotations
 
 import shlex
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +24,7 @@ from moesaic.api.launch import (
 from moesaic.api.prepared_run import PreparedRun
 from moesaic.api.run import Run
 from moesaic.api.start import exit_on_interrupt, import_module
-from moesaic.api.train_worker import resumed_run
+from moesaic.api.train_worker import resumed_run, stop_on_sigterm
 from moesaic.base.errors import DivergedError
 from moesaic.base.events import RUN_LOG
 from moesaic.base.units import format_bytes, format_clock
@@ -125,8 +121,9 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         import_module("moesaic.train.trainer")
         import_module(f"moesaic.train.{prepared.config.kind}")
     try:
-        with _raise_on_sigterm():
-            finished = replace(prepared, task=replace(prepared.task, is_verbose=verbose)).run()
+        with stop_on_sigterm() as stop:
+            shown = replace(prepared, task=replace(prepared.task, is_verbose=verbose))
+            finished = shown.run(stop=stop)
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
     except DivergedError as error:
@@ -134,20 +131,6 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     if is_leader():
         _write_report(finished, as_json, verbose)
     return 0
-
-
-@contextmanager
-def _raise_on_sigterm() -> Iterator[None]:
-    """Raise RunInterrupted on SIGTERM, so that every `finally` runs."""
-
-    def end(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise RunInterrupted("ended by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _with_resume_command(

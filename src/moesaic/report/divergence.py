@@ -18,6 +18,12 @@ _EXPLODED_AT_ONCE = 3.0
 """... or multiple of the very first loss, if the next ones are high too."""
 _ONSET = 1.5
 """Multiple of the loss at the start from which on an exploded loss is wrong."""
+_HIGHER = 1.1
+"""Multiple of the loss at the start that the last third exceeds if it stays high ..."""
+_FEW = 0.1
+"""... but for this part of it."""
+_WINDOW = 9
+"""Losses whose median is the usual loss."""
 _LEARNED = 0.2
 """Share by which a loss must have fallen before it can be lost again."""
 _NOISE = 8.0
@@ -62,22 +68,33 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
         return None
     first, start = float(loss[0]), float(np.median(loss[:3]))
     end = float(np.median(loss[-max(3, len(loss) // 10) :]))
-    if end > _EXPLODED * start or end > _EXPLODED_AT_ONCE * first:
-        limit = _ONSET * min(first, start)
-        return Divergence("exploded", _onset(loss, numbers, limit), first, end, 0)
-    usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, 9), axis=1)
-    low = float(usual.min())
+    usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, _WINDOW), axis=1)
+    is_high = end > _EXPLODED * start or end > _EXPLODED_AT_ONCE * first
+    if is_high or _stays_high(loss):
+        onset = _onset(loss, usual, _ONSET * min(first, start))
+        return Divergence("exploded", int(numbers[onset]), first, end, 0)
+    low, lowest = float(usual.min()), int(usual.argmin())
     fallen = start - low
     noise = float(np.median(np.abs(np.diff(loss)))) * 1.4826 / np.sqrt(2)
     if fallen > max(_LEARNED * abs(start), _NOISE * noise) and end > low + fallen / 2:
-        return Divergence("lost", _onset(loss, numbers, low + fallen / 2), low, end, 0)
+        onset = lowest + _onset(loss[lowest:], usual[lowest:], low + fallen / 2)
+        return Divergence("lost", int(numbers[onset]), low, end, 0)
     return None
 
 
-def _onset(loss: Floats, numbers: Floats, limit: float) -> int:
-    """Return the first step of the last losses, those that exceed `limit` by their median."""
-    usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, 3), axis=1)
-    below = np.flatnonzero(usual <= limit)
-    first = 0 if not len(below) else min(int(below[-1]) + 1, len(usual) - 1)
-    above = np.flatnonzero(loss[first:] > limit)
-    return int(numbers[first + (int(above[0]) if len(above) else 0)])
+def _stays_high(loss: Floats) -> bool:
+    """Return whether the last third is above the start, such as a loss that exploded and sinks
+    again with the learning rate."""
+    at_once = loss[1:3].min() > _EXPLODED_AT_ONCE * loss[0]
+    start = loss[0] if at_once else loss[:3].max()
+    return bool(np.quantile(loss[-len(loss) // 3 :], _FEW) > _HIGHER * start)
+
+
+def _onset(loss: Floats, usual: Floats, limit: float) -> int:
+    """Return the index of the first loss above `limit` that is followed by more of them; `usual` is
+    the median of each window of losses."""
+    above = np.flatnonzero((loss[: len(usual)] > limit) & (usual > limit))
+    if len(above):
+        return int(above[0])
+    late = np.flatnonzero(loss > limit)
+    return int(late[0]) if len(late) else len(loss) - 1

@@ -38,8 +38,16 @@ def train_text(
     plan: Plan | None = None,
     **tables: Any,
 ) -> RecordingProgress:
-    """Train the tiny job over `text`, with the given keys of its tables changed, or lists of tables
-    set; return its progress."""
+    """Train the job of `text_job`; return its progress."""
+    progress = RecordingProgress()
+    loaded = LoadedJob(text_job(text, **tables), "", [], plan)
+    train(loaded, out, resume, world, progress, LanguageModelKind())
+    return progress
+
+
+def text_job(text: Path, **tables: Any) -> Job:
+    """Return the tiny job over `text`, with the given keys of its tables changed, or lists of
+    tables set."""
     keys: dict[str, Any] = {
         "model": {"vocab": 260},
         "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
@@ -48,10 +56,7 @@ def train_text(
     }  # fmt: skip
     for table, changes in tables.items():
         keys[table] = {**keys.get(table, {}), **changes} if isinstance(changes, dict) else changes
-    progress = RecordingProgress()
-    loaded = LoadedJob(tiny_job(**keys), "", [], plan)
-    train(loaded, out, resume, world, progress, LanguageModelKind())
-    return progress
+    return tiny_job(**keys)
 
 
 def overflow_gradients(layer: nn.Module) -> RemovableHandle:

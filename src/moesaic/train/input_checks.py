@@ -6,8 +6,9 @@ import importlib.util
 from pathlib import Path
 
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError, UserError
-from moesaic.facts.job import CtrJob, Job
+from moesaic.base.errors import ConfigError, DataError, UserError
+from moesaic.facts.job import CtrJob, DataConfig, Job
+from moesaic.train.data.sources import COMPRESSED, TextSource
 from moesaic.train.job_file import LoadedJob, TrainingJob, blame_sets
 
 
@@ -56,6 +57,29 @@ def _check_clicks(job: CtrJob) -> None:
             find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
 
 
+def _check_size(source: TextSource, data: DataConfig) -> None:
+    """Raise if plain text is surely too short for one sample, or for its validation share.
+
+    A token takes at least a byte, and each file ends with one more.
+    """
+    if any(file.suffix.lower() in COMPRESSED for file in source.files):
+        return
+    most, needed = sum(file.stat().st_size + 1 for file in source.files), data.sequence + 1
+    share = data.validation_share if len(source.files) == 1 else 0.0
+    label = f"{source.key} = '{source.path}'"
+    takes = f"but one sample takes data.sequence + 1 = {needed}"
+    if most * (1 - share) < needed:
+        raise DataError(
+            f"{label} has at most {round(most * (1 - share))} tokens to train on, {takes}: give "
+            "more text, or shorten data.sequence"
+        )
+    if 0 < most * share < needed - 1:
+        raise DataError(
+            f"data.validation_share = {share} of {label} has at most {round(most * share)} tokens, "
+            f"{takes}: raise it, or name data.validation_path"
+        )
+
+
 def _check_data(job: Job) -> None:
     """Raise if the text, its first record, the tokenizer or the chat template of `job` is missing
     or does not fit."""
@@ -68,6 +92,8 @@ def _check_data(job: Job) -> None:
             from moesaic.train.data.text import check_first_record
 
             check_first_record(source)
+        elif source.kind == "text":
+            _check_size(source, job.data)
     has_control = job.control is not None
     if job.control is not None:
         from moesaic.train.data.control import open_control

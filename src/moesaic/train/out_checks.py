@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import shutil
 import tempfile
 from fnmatch import fnmatch
 from itertools import takewhile
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, write_error
-from moesaic.facts.job import Job
+from moesaic.base.units import format_bytes
+from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.workload import count_parameters
 from moesaic.train.job_file import TrainingJob
 from moesaic.train.resumed_job import RESOLVED_JOB, VERSIONS
 
@@ -84,6 +87,29 @@ def check_writable(out: Path) -> None:
             pass
     except OSError as error:
         raise write_error(f"'{out}'", error) from None
+
+
+def disk_warnings(out: Path, job: TrainingJob) -> list[str]:
+    """Return a warning if the disk of `out` has no room for one checkpoint of a language model."""
+    if not isinstance(job, Job):
+        return []
+    moments = {"full": 8, "bf16": 4, "8bit": 2}[job.optimizer.moments]
+    number_bytes = 2 if job.train.precision == "fp64" else 1
+    weights = sum(count_parameters(one).total for one in (job.model, *_student_models(job)))
+    is_trained = job.finetune is None and not job.distill.frozen
+    needed = weights * number_bytes * (4 + moments * is_trained)
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(nearest).free
+    if needed <= free:
+        return []
+    return [
+        f"a checkpoint takes about {format_bytes(needed)}, and the disk of '{out}' has "
+        f"{format_bytes(free)} free: name another disk with --out, or make room"
+    ]
+
+
+def _student_models(job: Job) -> list[ModelConfig]:
+    return [one.model for one in job.student]
 
 
 def check_out_is_not_data(out: Path, job: TrainingJob) -> None:

@@ -32,6 +32,7 @@ from moesaic.train.objectives.objective import Objective, StepContext, StepResul
 from moesaic.train.optim import learning_rate
 from moesaic.train.parts import Part, PartPlacement
 from moesaic.train.phases import PhaseTimer
+from moesaic.train.stop_request import StopRequest
 from moesaic.train.walk import Walk
 
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective[Any])
@@ -56,6 +57,10 @@ class Run(Generic[ObjectiveT, StatsT]):
     """Position in the run: steps, samples, and units of the objective."""
     phase_hook: Callable[[str], None] | None = None
     """Function to call with the name of each phase as it begins."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Request of this rank to end the run."""
+    is_stopping: bool = False
+    """True once any rank was asked to end the run; all ranks know it after the same step."""
     files: ExitStack = field(default_factory=ExitStack)
     """Files that are open as long as the run."""
 
@@ -176,7 +181,10 @@ class Run(Generic[ObjectiveT, StatsT]):
             part.reduce_gradients()
 
     def _grad_norms(self) -> dict[str, float]:
-        """Return the norm of the whole gradient of each part, on all ranks, by its prefix."""
+        """Return the norm of the whole gradient of each part, on all ranks, by its prefix.
+
+        The same sum tells every rank whether one was asked to end the run.
+        """
         held = {part.prefix: part for part in self.parts}
         none = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         squares = torch.cat(
@@ -185,7 +193,9 @@ class Run(Generic[ObjectiveT, StatsT]):
                 for prefix in (part.prefix for part in self.placements)
             ]
         )
-        sums = all_reduce_(squares, self.world.group).tolist()
+        stop = none.new_full((1,), float(self.stop.is_made))
+        *sums, num_stops = all_reduce_(torch.cat((squares, stop)), self.world.group).tolist()
+        self.is_stopping |= num_stops > 0
         return {
             part.prefix: math.sqrt(one) for part, one in zip(self.placements, sums, strict=True)
         }

@@ -34,6 +34,7 @@ from moesaic.train.record import RunRecord
 from moesaic.train.resume_checks import check_same_run
 from moesaic.train.run import Run
 from moesaic.train.run_directory import lock_run_directory, write_run_metadata
+from moesaic.train.stop_request import ENDED_BY_SIGTERM, StopRequest
 from moesaic.train.topology import describe_ranks
 
 J = TypeVar("J", bound=AnyJob)
@@ -147,8 +148,11 @@ def train(
     progress: Progress,
     kind: JobKind[J],
     on_step: StepCallback | None = None,
+    stop: StopRequest | None = None,
 ) -> dict[str, Any]:
     """Train `loaded.job` into `out` and return the run's last figures.
+
+    Their `reason` says why the run ended.
 
     Args:
         loaded: the job, its text, and the plan that rules it, if any.
@@ -158,11 +162,12 @@ def train(
         progress: display of progress.
         kind: kind of the job.
         on_step: callback of rank 0 after each step, given on every rank; None: none.
+        stop: request of this rank to end the run after a step, with a checkpoint; None: none.
     """
     with lock_run_directory(out, world, fresh=resume is None) as kept_try:
         if kept_try:
             progress.message(kept_try)
-        return _train(loaded, out, resume, world, progress, kind, on_step)
+        return _train(loaded, out, resume, world, progress, kind, on_step, stop or StopRequest())
 
 
 def _train(
@@ -173,6 +178,7 @@ def _train(
     progress: Progress,
     kind: JobKind[J],
     on_step: StepCallback | None,
+    stop: StopRequest,
 ) -> dict[str, Any]:
     decisions = [*loaded.decisions]
     job, plan = loaded.job, kind.plan(loaded, world, decisions)
@@ -190,6 +196,7 @@ def _train(
             _set_resume_point(checkpoint.path, out, world, progress)
         write_run_metadata(out, loaded, run.plan, world, data.files())
         record = RunRecord(out, job, world)
+        run.stop = stop
     except BaseException:
         run.close()
         raise
@@ -301,23 +308,13 @@ class _Session(Generic[J]):
             )
         self.saver.prepare(self.run.state())
         self.progress.start(train.steps, first_done)
-        rates, reason = list[float](), "finished"
-        for step in range(first_done + 1, train.steps + 1):
-            self._step()
-            rates.append(self.figures[f"{self.kind.unit}_per_s"])
-            if on_step is not None and self._is_stopped_by(on_step):
-                if step < train.steps:
-                    reason = "stopped early"
-                    self.progress.message(f"stopped early at step {step} of {train.steps}")
-                break
-            if train.validate_every and step % train.validate_every == 0 and step < train.steps:
+        rates = list[float]()
+        with self.run.stop.heard():
+            reason = self._take_steps(first_done, rates, on_step)
+            if reason != ENDED_BY_SIGTERM:
                 self._validate()
-            save_every = self.job.checkpoint.every
-            if save_every and step % save_every == 0 and step < train.steps:
-                self._save()
-        self._validate()
-        self._save()
-        self.saver.wait()
+            self._save()
+            self.saver.wait()
         peak_bytes = _max_peak_bytes(self.world)
         self.world.barrier()  # The rank that serves the store must not leave before the others.
         self.progress.done()
@@ -331,7 +328,31 @@ class _Session(Generic[J]):
             **self.figures, "seconds": seconds, "step": self.run.counters["step"],
             f"{self.kind.unit}_per_s_median": rates[len(rates) // 2] if rates else 0.0,
             "checkpoint": str(self.saver.newest), "out": str(self.record.out),
+            "reason": reason,
         }  # fmt: skip
+
+    def _take_steps(self, first_done: int, rates: list[float], on_step: StepCallback | None) -> str:
+        """Take steps, and add their speeds to `rates`; return the reason of the end."""
+        train, save_every = self.job.train, self.job.checkpoint.every
+        for step in range(first_done + 1, train.steps + 1):
+            self._step()
+            rates.append(self.figures[f"{self.kind.unit}_per_s"])
+            is_stopped = on_step is not None and self._is_stopped_by(on_step)
+            if step == train.steps:
+                break
+            if is_stopped:
+                self.progress.message(f"stopped early at step {step} of {train.steps}")
+                return "stopped early"
+            if self.run.is_stopping:
+                self.progress.message(
+                    f"{ENDED_BY_SIGTERM} after step {step} of {train.steps}: saving a checkpoint"
+                )
+                return ENDED_BY_SIGTERM
+            if train.validate_every and step % train.validate_every == 0:
+                self._validate()
+            if save_every and step % save_every == 0:
+                self._save()
+        return "finished"
 
     def __enter__(self) -> _Session[J]:
         return self

@@ -142,7 +142,7 @@ def test_every_failure_has_an_exit_status(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("moesaic.api.prepared_run.launch", fail)
     Path("job.toml").write_text(RUN_JOB)
-    Path("text.txt").write_text("text")
+    Path("text.txt").write_text("text and more of it")
     assert main(["train", "job.toml", "--nproc", "2"]) == status
     assert capfd.readouterr().err.splitlines()[-1] == last
 

@@ -62,7 +62,7 @@ batch = 2
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "text.txt").write_text("some text " * 4)
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "ctr.toml").write_text(CTR)
     return tmp_path
@@ -266,6 +266,13 @@ def test_a_dry_run_warns_of_columns_on_one_rank(
     assert main(["train", "job.toml", "--dry-run", "--nproc", str(ranks), *sets]) == 0
     warning = "layout.embedding has no effect: each stage has one rank"
     assert (warning in capfd.readouterr().err) == (ranks == 1)
+
+
+def test_a_dry_run_warns_of_a_disk_without_room(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*["train", "job.toml", "--dry-run", "--set", "model.ffn=100000000"]]) == 0
+    assert "warning: a checkpoint takes about " in capfd.readouterr().err
+    assert main([*["train", "job.toml", "--dry-run"]]) == 0
+    assert "checkpoint" not in capfd.readouterr().err
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(

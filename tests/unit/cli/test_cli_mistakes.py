@@ -79,6 +79,16 @@ VERBS = [
         "job.toml with layout.pp=2: train.micro_batches = 1 is fewer than layout.pp = 2",
     ),
     ("train job.toml --nproc 2000000", "job.toml: nproc = 2000000: give an integer from 1"),
+    (
+        "train job.toml --dry-run --set data.sequence=64",
+        "data.path = 'text.txt' has at most 47 tokens to train on, but one sample takes",
+    ),
+    (
+        "train job.toml --dry-run --set data.validation_share=0.1",
+        "data.validation_share = 0.1 of data.path = 'text.txt' has at most 5 tokens, but one",
+    ),
+    ("train job.toml --dry-run --out /proc/run", "'/proc/run' cannot be written"),
+    ("train job.toml --dry-run --out file", "'file' is a file: give"),
     ("train job.toml --set layout.ep=4096", "[layout] needs 4096 ranks, and this machine has"),
     ("train job.toml --out old", "'old' is not empty and holds no run (it has 'checkpoints')"),
     (

@@ -218,7 +218,7 @@ def test_gpu_kernels_are_refused_on_cpus_and_stay_in_the_train_command(
     commands.run([*on_cpu, "--set", "kernels.grouped_mm=torch"])
     words = 'kernels.grouped_mm = "triton" needs GPUs, but rank 0 is on 8 cores'
     assert words in commands.refusal([*on_cpu, "--set", "kernels.grouped_mm=triton"])
-    (place / "nowhere").write_text("some text")
+    (place / "nowhere").write_text("some text " * 500)
     line = [*LINE, "--nproc", "8", "--set", "train.batch=32"]
     text = commands.output([*line, "--set", "kernels.grouped_mm=triton", "--out", "triton.json"])
     (next_line,) = [x for x in text.splitlines() if x.startswith("next ")]
@@ -453,7 +453,7 @@ def test_students_are_added_up(place: Path, commands: Commands, frozen: str) -> 
     """The step is that of the parts; only a frozen teacher costs less than without students."""
     alone = predict("dp_shard=2")
     (place / "job.toml").write_text(JOB + STUDENTS)
-    (place / "nowhere").write_text("text")
+    (place / "nowhere").write_text("text " * 1000)
     items = [
         "--set",
         "layout.dp_shard=2",
@@ -487,7 +487,7 @@ def test_students_are_added_up(place: Path, commands: Commands, frozen: str) -> 
 
 def test_a_step_with_an_interval_is_the_mean_of_steps(place: Path, commands: Commands) -> None:
     """Of one with all losses and the others, which are those of an interval without end."""
-    (place / "nowhere").write_text("text")
+    (place / "nowhere").write_text("text " * 1000)
     items = ["--set", "distill.frozen=true", "--set=data.format=text", "--nproc", "16"]
     found = []
     for interval in (1, 4, 10**9):

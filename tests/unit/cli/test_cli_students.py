@@ -45,7 +45,7 @@ def test_the_example_trains_and_exports_a_student(commands: Commands) -> None:
     assert (config["model_type"], config["hidden_size"]) == ("llama", 48)
     text = commands.output(["generate", "tiny", "--prompt", "Topic", "--set", "max_tokens=2"])
     assert text.endswith("\n")
-    more = ["--resume", "--set", "distill.frozen=true", "--set", "train.steps=3"]
+    more = ["--resume", "--change", "--set", "distill.frozen=true", "--set", "train.steps=3"]
     text = commands.output(["train", str(EXAMPLE), "--out", "run", *sets, *more])
     assert "trained 3 steps in " in text
     assert ", students alone: the teacher is frozen, " in text

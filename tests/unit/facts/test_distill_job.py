@@ -172,6 +172,10 @@ def test_settings_without_effect_are_reported() -> None:
         found.ineffective_settings()
     )
     assert not any("assistant" in text for text in found.ineffective_settings())
+    explicit = job(students={SMALL: {"auxiliary_layer": False, "losses": {"hidden": 1}}})
+    assert explicit.student[SMALL].non_default_fields >= {"model", "losses"}
+    assert "auxiliary_layer" not in explicit.student[SMALL].non_default_fields
+    assert not any("small" in text for text in explicit.ineffective_settings())
 
 
 def test_the_job_of_a_student_alone() -> None:

@@ -188,6 +188,8 @@ def test_a_loss_that_explodes_or_is_lost_again_diverged() -> None:
     assert "diverged from step 301 on: it had fallen to 1.4" in found
     at_once = np.where(steps[:20] < 1, 5.8, 650.0)
     assert "from step 2 on: 5.80 at the start" in text(make_run(20, loss=at_once), "diverged")
+    sinking = np.concatenate(([5.8], 1300.0 * 0.91 ** np.arange(59)))  # The learning rate decays.
+    assert "from step 2 on: 5.80 at the start, 6.9" in text(make_run(60, loss=sinking), "diverged")
     warm = {**JOB, "schedule": {"warmup": 9}}
     for job, words in (
         ({**warm, "train": {"clip": 0}}, "train.clip = 0, so a single batch"),

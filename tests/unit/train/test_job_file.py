@@ -34,7 +34,7 @@ batch = 2
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "text.txt").write_text("some text " * 2)
     return tmp_path
 
 

@@ -50,7 +50,7 @@ class DataConfig(Section):
     """Split of `validation_path`, if it is a dataset directory with several."""
     validation_share: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the documents of `path` held out for validation, chosen by a hash of their index.
-    """
+    A text with too few documents for that, such as one file, holds out its end."""
     cache: str | None = None
     """Directory for tokenised text, safe to delete; unset: ~/.cache/moesaic/tokens."""
 

@@ -90,6 +90,11 @@ class Corpus:
         """Number of documents that are not empty."""
         return len(self.bounds) - 1
 
+    @property
+    def is_plain(self) -> bool:
+        """True if documents are text alone, which may be cut anywhere."""
+        return self.loss_mask is None and self.parts is None and self.labels is None
+
 
 def open_corpus(
     source: TextSource,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +104,7 @@ def _open(
         prompts = encoder.prompts
     samples = [
         _make_samples(config, seed, *part, log, prompts)
-        for part in _split_validation(config, seed, corpora)
+        for part in _split_validation(config, seed, corpora, log)
     ]
     validation = samples[1] if len(samples) > 1 else None
     fields = [
@@ -125,7 +125,7 @@ def _progress_callback(source: TextSource, report: Callable[[str], None]) -> Pro
 
 
 def _split_validation(
-    config: DataConfig, seed: int, corpora: list[Corpus]
+    config: DataConfig, seed: int, corpora: list[Corpus], log: Callable[[str], None]
 ) -> list[tuple[str, Corpus, NDArray[np.bool_] | None]]:
     """Return training and validation data: origin for messages, corpus, selected documents."""
     path, fraction = f"data.path = '{config.path}'", config.validation_share
@@ -137,6 +137,8 @@ def _split_validation(
     held_out = select_held_out(corpora[0].num_documents, seed, fraction)
     if corpora[0].labels is not None:
         held_out = keep_pairs(held_out, corpora[0].labels)
+    if corpora[0].is_plain and (not held_out.any() or len(held_out) == 1):
+        return _split_end(config, corpora[0], log)
     num_held_out = int(held_out.sum())
     train_origin = (
         f"{path} without {num_held_out} of its {len(held_out)} documents (data.validation_share)"
@@ -145,6 +147,24 @@ def _split_validation(
         f"data.validation_share = {fraction} ({num_held_out} of {len(held_out)} documents)"
     )
     return [(train_origin, corpora[0], ~held_out), (validation_origin, corpora[0], held_out)]
+
+
+def _split_end(
+    config: DataConfig, corpus: Corpus, log: Callable[[str], None]
+) -> list[tuple[str, Corpus, NDArray[np.bool_] | None]]:
+    """Return training and validation data as `_split_validation` does, cut near the end of a text
+    with too few documents to draw from."""
+    total = int(corpus.bounds[-1])
+    num_held_out = min(max(round(total * config.validation_share), 1), total - 1)
+    cut = total - num_held_out
+    parts = replace(corpus, bounds=np.unique(np.append(corpus.bounds, cut)))
+    held_out = parts.bounds[:-1] >= cut
+    share = f"data.validation_share = {config.validation_share}"
+    last = f"last {num_held_out:,} of {total:,} tokens"
+    documents = "1 document" if corpus.num_documents == 1 else f"{corpus.num_documents} documents"
+    log(f"{share}: the text has {documents}, so its {last} are held out")
+    path = f"data.path = '{config.path}' without its {last} (data.validation_share)"
+    return [(path, parts, ~held_out), (f"{share} (the {last})", parts, held_out)]
 
 
 def select_held_out(num_documents: int, seed: int, share: float) -> NDArray[np.bool_]:
@@ -182,8 +202,8 @@ def _make_samples(
 ) -> Samples:
     if selected is not None and not selected.any():
         raise DataError(
-            f"{origin} gives no text: documents are held out as a whole, and a text file is one; "
-            "change data.validation_share, or name data.validation_path"
+            f"{origin} gives no text: documents are held out as a whole; change "
+            "data.validation_share, or name data.validation_path"
         )
     if corpus.labels is not None:
         return _make_labelled(config, seed, origin, corpus, selected, log)

@@ -60,6 +60,33 @@ def test_training_and_validation_partition_the_documents(tmp_path: Path) -> None
     assert numbers(open_data(tmp_path, seed=1, validation_share=0.25).validation) != held
 
 
+@pytest.mark.parametrize("packing", ["documents", "stream"])
+def test_the_end_of_a_single_text_is_held_out(tmp_path: Path, packing: str) -> None:
+    """Both parts together are the text, in its order."""
+    text = "".join(chr(33 + number % 90) for number in range(400))
+    (tmp_path / "one.txt").write_text(text)
+    keys = {"path": str(tmp_path / "one.txt"), "cache": str(tmp_path / "cache"), "sequence": 8}
+    config = parse(DataConfig, {**keys, "validation_share": 0.25, "packing": packing}, "data")
+    log: list[str] = []
+    data = TextData.open(config, 0, World.solo(), log.append)
+    assert log[-1] == (
+        "data.validation_share = 0.25: the text has 1 document, so its last 100 of 401 tokens are "
+        "held out"
+    )
+    held = data.validation
+    assert held is not None
+    parts = [
+        samples.batch(range(len(samples)), shuffled=False).inputs.flatten().tolist()
+        for samples in (data.train, held)
+    ]
+    assert bytes(parts[0]).decode() == text[: len(parts[0])]
+    assert bytes(parts[1]).decode() == text[301 : 301 + len(parts[1])]
+    assert [len(part) for part in parts] == [37 * 8, 12 * 8]
+    short = config.model_copy(update={"validation_share": 0.01})
+    with pytest.raises(DataError, match=r"0\.01 \(the last 4 of 401 tokens\) gives 4 tokens, but"):
+        TextData.open(short, 0, World.solo())
+
+
 def test_a_larger_share_or_text_keeps_held_out_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = select_held_out(5000, 3, 0.1), select_held_out(6000, 3, 0.3)
     assert (small <= large[:5000]).all()
