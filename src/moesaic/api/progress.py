@@ -122,7 +122,7 @@ class RunProgress:
             self._bar.update(self._bar.task_ids[0], completed=step, figures=text)
         elif step >= self._total or self._is_due(step, now):
             self._printed_s = now
-            self._next_step = step + (self._total - self._first_step) // MAX_STEP_LINES
+            self._next_step = step - (self._first_step - self._total) // MAX_STEP_LINES
             per_step = (now - self._started_s) / max(step - self._first_step, 1)
             left = format_clock(per_step * (self._total - step))
             rest = f", {left} left" if step < self._total else ""
