@@ -103,3 +103,6 @@ class CachedEstimates:
 
     def on_cluster(self, cluster: Cluster) -> Estimates:
         return self._inner.on_cluster(cluster)
+
+    def note_bound(self) -> None:
+        self._inner.note_bound()

@@ -55,7 +55,7 @@ def lock_errors(world: World, out: Path) -> list[str]:
 
 def test_every_rank_rejects_a_run_directory_in_use(ranks: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = [f"'{out}' is in use", f"'{out}' holds a run without a checkpoint"]
+    words = [f"'{out}' is in use", f"'{out}' is not empty and holds no run (it has 'job.json')"]
     assert ranks.run(2, lock_errors, out) == [words] * 2
     assert not (tmp_path / "new").exists(), "a rejected start removes the directories that it made"
     assert [path.name for path in out.iterdir()] == ["job.json"]

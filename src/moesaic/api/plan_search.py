@@ -56,17 +56,27 @@ class SearchProgress:
     def step(self, step_s: float) -> None:
         """Count a layout whose step was simulated."""
         self._tried, self._best_s = self._tried + 1, min(self._best_s, step_s)
+        self.show()
+
+    def show(self) -> None:
+        """Show the progress, if the line is due."""
+        if not self.is_shown:
+            return
         now = time.monotonic()
+        if now < max(self._printed_s, self._began_s + _QUIET_S - 0.2) + 0.2:
+            return
         console = make_console("stderr")
         every_s = 0.2 if console.is_terminal else LINE_EVERY_S
         since_s = now - max(self._printed_s, self._began_s + _QUIET_S - every_s)
-        if not self.is_shown or since_s < every_s:
+        if since_s < every_s:
             return
         self._printed_s = now
         text = (
             f"searching{self.what}: {self._tried:,} layouts simulated in "
-            f"{now - self._began_s:.0f} s, the fastest {format_seconds(self._best_s)} a step"
+            f"{now - self._began_s:.0f} s"
         )
+        if self._tried:
+            text += f", the fastest {format_seconds(self._best_s)} a step"
         console.print(f"\r{text:<100}" if console.is_terminal else text, end=self._end(console))
 
     def clear(self) -> None:
@@ -87,7 +97,7 @@ def shown_search(facts: SearchFacts, progress: SearchProgress) -> Iterator[Estim
     from moesaic.policy.plan.found import WatchedEstimates
 
     try:
-        yield WatchedEstimates.watching(facts, progress.step)
+        yield WatchedEstimates.watching(facts, progress.step, progress.show)
     finally:
         progress.clear()
 

@@ -115,7 +115,7 @@ def _failed_saves(run: RunStats) -> Finding | None:
 
 def _diverged(run: RunStats) -> Finding | None:
     found = run.divergence
-    if found is None:
+    if found is None or (run.is_frozen and found.kind != "not finite"):
         return None
     if found.kind == "not finite":
         title = f"The loss diverged (NaN or infinite) at step {found.step:,}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import partial
 
 import pytest
@@ -89,6 +90,34 @@ def test_search_equals_exhaustive_search(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30, 300))
 def test_search_equals_exhaustive_search_at_length(seed: int) -> None:
     check_instance(instance(seed))
+
+
+@pytest.mark.parametrize(
+    ("preset", "speeds", "sizes"),
+    [
+        ("tiny-qwen3", [1e12, 1e12], {"micro_batches": 2, "layers": 3}),
+        ("tiny-deepseek", [4e12, 1e12], {"micro_batches": 4, "batch": 16, "layers": 3}),
+        ("tiny-mixtral", [1e12, 1e12], {"micro_batches": 2, "batch": 6, "layers": 2}),
+    ],
+)
+def test_bounds_hold_where_all_is_open(
+    preset: str, speeds: list[float], sizes: dict[str, int]
+) -> None:
+    """Chunks, dispatch through hosts, FSDP beside computing, and all schedules."""
+    facts = search_facts(job(preset, **sizes), cluster(speeds, 2, bandwidth=1e9))
+    estimates = SimulatedEstimates.from_facts(facts)
+    space, draw = Space(facts.job, facts.cluster, facts.ranks, facts.pins), random.Random(0)
+    trials = Trials(facts, space, estimates, Bounds(space))
+    shapes = list(space.shapes())
+    for _ in range(25):
+        shape = path = draw.choice(shapes)
+        least = max(trials.bounds.seconds(shape, level) for level in (-1, 0))
+        least = max(least, trials.bounds.matmul_seconds() or 0.0)
+        for level in range(len(Space.LEVELS)):
+            path = draw.choice(space.children(path, level))
+            least = max(least, trials.bounds.seconds(path, level + 1))
+        if trials.plan(path) is not None:
+            check_bounds(trials, path, least)
 
 
 def test_same_facts_give_the_same_result_through_json() -> None:

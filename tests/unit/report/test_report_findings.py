@@ -113,6 +113,8 @@ def test_a_frozen_teacher_gets_no_advice_on_learning() -> None:
         learning = ["dead_experts", "hot_experts", "loss_spikes", "overfitting"]
         assert sorted(kinds(run)) == sorted(["drops", *(learning * (not frozen))])
         assert ("balance_loss" in text(run, "drops")) is not frozen
+        rising = make_run(40, run.job, loss=np.linspace(2.0, 9.0, 40))
+        assert kinds(rising) == ["diverged"] * (not frozen)
         rare = make_run(
             40, {**JOB, "distill": {"frozen": frozen}}, loss=np.where(even, 2.0, np.nan)
         )

@@ -15,6 +15,10 @@ class Partition(Sequence[list[int]]):
     def __init__(self, ranks: int, size: int, stride: int = 1) -> None:
         self._ranks, self._size, self._stride = ranks, size, stride
 
+    def __repr__(self) -> str:
+        """Return the sizes: ranks compare this text when they make a subset of the world."""
+        return f"Partition({self._ranks}, {self._size}, {self._stride})"
+
     def __len__(self) -> int:
         """Return the number of groups."""
         return self._ranks // self._size

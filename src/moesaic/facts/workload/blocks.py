@@ -126,7 +126,7 @@ class BlockBuilder:
         for specs in groups.values():
             key = self._work_key(specs)
             if key not in built:
-                built[key] = self._with_fsdp([self._build_block(spec) for spec in specs])
+                built[key] = self._with_fsdp([self.build(spec) for spec in specs])
             for block, spec in zip(built[key], specs, strict=True):
                 blocks[spec.name] = replace(block, spec=spec)
         return [blocks[spec.name] for spec in self.params.blocks]
@@ -191,7 +191,7 @@ class BlockBuilder:
         assert spec.layer is not None
         return mixture_of_experts(s, spec.inner_width // s.tp, self.routed[spec.layer])
 
-    def _build_block(self, spec: BlockSpec) -> Block:
+    def build(self, spec: BlockSpec) -> Block:
         """Return a block without FSDP.
 
         With recomputation, backward of a layer starts with the forward that it needs.
@@ -214,7 +214,7 @@ class BlockBuilder:
             backward = recomputed + backward
         saved = sum(one.saved_bytes for one in operations)
         captured = sum(one.captured_bytes for one in operations)
-        update = BlockWork(_update_ops(self.params, self.sizes, spec))
+        update = BlockWork(update_ops(self.params, self.sizes, spec))
         return Block(spec, forward, backward, update, saved, captured)
 
 
@@ -230,7 +230,7 @@ def _dense_ffn(s: Sizes, ffn: int) -> list[Operation]:
     ]
 
 
-def _update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, ...]:
+def update_ops(params: RankParams, sizes: Sizes, spec: BlockSpec) -> tuple[Op, ...]:
     """Return gradient norm, clipping and AdamW for the trainable parameters of a block."""
     job, plan, element_bytes = params.job, params.plan, sizes.stored_bytes
     trained = [p for p in spec.parameters if params.is_trained(p)]

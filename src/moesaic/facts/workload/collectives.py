@@ -80,27 +80,29 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
     gradient norm, and logged values. In a pipeline, the log also needs the tokens per expert and
     the drops of every layer.
     """
-    model, calls = job.model, list[tuple[str, tuple[int, ...], int]]()
-    tables = 1 + (job.routing.router == "gshard") + (job.routing.capacity_factor is not None)
+    model, found = job.model, tuple[CollectiveCall, ...]()
     expert_blocks = {f"layers.{layer}" for layer in model.expert_layers}
-    ranks = plan.same_etp_rank_groups().of(rank)
     for names in stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]:
         layers = len(expert_blocks.intersection(names))
         if layers:
-            numbers = tables * layers * model.experts + 1
-            calls += [("expert counts", ranks, numbers)] * job.train.micro_batches
+            found += count_reduction(job, plan, rank, layers) * job.train.micro_batches
     all_ranks = tuple(range(plan.ranks))
-    calls += [
+    calls = [
         ("targets", plan.stage_groups().of(rank), 1),
         ("norm", all_ranks, 1),
         ("losses", all_ranks, 4),
         ("loads", plan.pp_groups().of(rank), model.layers * (model.experts + 1)),
     ]
-    return tuple(
-        call
-        for name, ranks, numbers in calls
-        for call in collective(name, "all_reduce", ranks, numbers * INDEX_BYTES)
-    )
+    for name, ranks, numbers in calls:
+        found += collective(name, "all_reduce", ranks, numbers * INDEX_BYTES)
+    return found
+
+
+def count_reduction(job: Job, plan: Plan, rank: int, num_layers: int) -> tuple[CollectiveCall, ...]:
+    """Return the all-reduce of the expert counts of a stage with `num_layers` expert layers."""
+    tables = 1 + (job.routing.router == "gshard") + (job.routing.capacity_factor is not None)
+    ranks, numbers = plan.same_etp_rank_groups().of(rank), tables * num_layers * job.model.experts
+    return collective("expert counts", "all_reduce", ranks, (numbers + 1) * INDEX_BYTES)
 
 
 def embedding_exchanges(s: Sizes) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:

@@ -131,6 +131,7 @@ class NetworkModel:
         networks += [link.ends for link in cluster.links if link.ends == ["*", "*"]]
         self._has_equal_pairs = networks in ([], [["*", "*"]])
         """True if the same link joins all pairs of hosts."""
+        self._has_shared_links = any(link.shared for link in cluster.links)
         self._bandwidths = {id(link): link.bandwidth for link in cluster.links}
         self._link_indices = {id(link): number for number, link in enumerate(cluster.links)}
 
@@ -138,10 +139,36 @@ class NetworkModel:
         self, operation: str, groups: Sequence[Sequence[int]]
     ) -> list[CollectiveCost]:
         """Return the cost of `operation` for each of `groups`, which run it at the same time."""
-        key = operation, self._pattern(groups)
-        if key not in self._cost_cache:
-            self._cost_cache[key] = self._group_costs(operation, groups)
-        return self._cost_cache[key]
+        found: list[CollectiveCost | None] = [None] * len(groups)
+        for members in self._independent(groups):
+            own = [groups[at] for at in members]
+            key = operation, self._pattern(own)
+            if key not in self._cost_cache:
+                self._cost_cache[key] = self._group_costs(operation, own)
+            for at, cost in zip(members, self._cost_cache[key], strict=True):
+                found[at] = cost
+        return [cost for cost in found if cost is not None]
+
+    def _independent(self, groups: Sequence[Sequence[int]]) -> Iterable[list[int]]:
+        """Return the positions of groups, apart where they have no host and so no port in common.
+
+        All stay together if some link is shared.
+        """
+        if self._has_shared_links:
+            return [list(range(len(groups)))]
+        together: dict[str, list[int]] = {}
+        """Positions of groups that are linked by hosts, by host."""
+        for at, group in enumerate(groups):
+            hosts = dict.fromkeys(self._places[rank].host for rank in group)
+            merged = list({id(one): one for host in hosts if (one := together.get(host))}.values())
+            own = merged[0] if merged else []
+            for other in merged[1:]:
+                own += other
+                moved = [host for host, one in together.items() if one is other]
+                together |= dict.fromkeys(moved, own)
+            own.append(at)
+            together |= dict.fromkeys(hosts, own)
+        return [sorted(one) for one in {id(one): one for one in together.values()}.values()]
 
     def _pattern(self, groups: Sequence[Sequence[int]]) -> object:
         """Return a key that is equal for groups on equally linked devices.

@@ -42,7 +42,7 @@ _ACCUMULATE = frozenset({"accumulate"})
 """Gradient accumulation: part of every backward, but listed once in the update."""
 _FINAL_ACTIONS = frozenset({"backward", "weight"})
 """Kinds of actions that end a micro-batch on a stage."""
-_EAGER_SCHEDULES = frozenset({"interleaved", "zero-bubble"})
+EAGER_SCHEDULES = frozenset({"interleaved", "zero-bubble"})
 """Schedules that post receives ahead of time."""
 
 
@@ -241,7 +241,7 @@ def _micro_batch_runs(
             before.append(SegmentRun(receives[one], action.micro_batch))
         if action.kind == "forward" and action == one:
             first = Segment(list(pipeline_rank.step_events(action.stage, _BEFORE_FIRST_FORWARD)))
-            before.insert(0 if schedule in _EAGER_SCHEDULES else len(before), SegmentRun(first))
+            before.insert(0 if schedule in EAGER_SCHEDULES else len(before), SegmentRun(first))
         yield from (*before, SegmentRun(segments[one], action.micro_batch))
         if action.kind in _FINAL_ACTIONS and action.micro_batch == num_micro_batches - 1:
             last = Segment(list(pipeline_rank.step_events(action.stage, _AFTER_LAST_BACKWARD)))
@@ -269,7 +269,7 @@ def _stage_transfers(
             num_bytes = [traffic.activation_bytes[rank] for rank, _ in pairs]
             seconds_by_pair[source, target] = costs.send_s(pairs, num_bytes)
         name = "activations" if one.kind == "forward" else "gradients"
-        sends[before] = StageTransfer(senders, receivers, plan.schedule in _EAGER_SCHEDULES)
+        sends[before] = StageTransfer(senders, receivers, plan.schedule in EAGER_SCHEDULES)
         seconds = seconds_by_pair[source, target]
         receives[one] = Segment([Event(name, PIPELINE, STEP, seconds, receives=sends[before])])
     return receives, sends

@@ -34,6 +34,9 @@ class Estimates(Protocol):
     def on_cluster(self, cluster: Cluster) -> Estimates:
         """Return the predictions on another cluster."""
 
+    def note_bound(self) -> None:
+        """Take note that the search goes on, with another bound."""
+
 
 class SimulatedEstimates:
     """Predictions of the cost model and the step simulator."""
@@ -63,7 +66,7 @@ class SimulatedEstimates:
         costs, parts = self.costs(job, plan), job_parts(job, plan)
         if job.memory is not None:
             return tightest_rank(costs).used_fraction <= 1
-        for rank in costs.equal_ranks():
+        for rank in costs.equal_ranks(in_memory=True):
             device, stage = costs.device(rank), plan.pp_rank(rank)
             if stages is not None and stage not in stages:
                 continue
@@ -75,6 +78,9 @@ class SimulatedEstimates:
     def on_cluster(self, cluster: Cluster) -> SimulatedEstimates:
         """Return the predictions on another cluster."""
         return SimulatedEstimates(cluster, self._loads)
+
+    def note_bound(self) -> None:
+        """Take note that the search goes on, with another bound."""
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step, with all students."""

@@ -40,6 +40,13 @@ class WatchedEstimates(SimulatedEstimates):
 
     on_step: Callable[[float], None] | None = None
     """Function of the seconds of a step."""
+    on_bound: Callable[[], None] | None = None
+    """Function to call with every bound of the search."""
+
+    def note_bound(self) -> None:
+        """Take note that the search goes on, with another bound."""
+        if self.on_bound is not None:
+            self.on_bound()
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step."""
@@ -49,17 +56,19 @@ class WatchedEstimates(SimulatedEstimates):
         return found
 
     @classmethod
-    def watching(cls, facts: SearchFacts, on_step: Callable[[float], None]) -> WatchedEstimates:
-        """Return the predictions for `facts` that call `on_step`."""
+    def watching(
+        cls, facts: SearchFacts, on_step: Callable[[float], None], on_bound: Callable[[], None]
+    ) -> WatchedEstimates:
+        """Return the predictions for `facts` that call `on_step` and `on_bound`."""
         loads = None if facts.loads is None else [np.asarray(one) for one in facts.loads]
         found = cls(facts.cluster, loads)
-        found.on_step = on_step
+        found.on_step, found.on_bound = on_step, on_bound
         return found
 
     def on_cluster(self, cluster: Cluster) -> WatchedEstimates:
         """Return the predictions on another cluster."""
         found = WatchedEstimates(cluster, self._loads)
-        found.on_step = self.on_step
+        found.on_step, found.on_bound = self.on_step, self.on_bound
         return found
 
 

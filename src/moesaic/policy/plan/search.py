@@ -13,7 +13,7 @@ proven to be the best of the space.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
@@ -30,6 +30,8 @@ _MAX_FAILS = 4
 """Plans in a row that are no faster, before the search turns from likely plans to all of them."""
 _SHAPES_TIME = 0.5
 """Fraction of the time limit for bounds of shapes; the rest is for their plans."""
+_DIVE_TIME = 0.7
+"""Fraction of the time limit after which no more likely plans are tried."""
 
 
 def search_facts(
@@ -80,61 +82,99 @@ def _run(facts: SearchFacts, estimates: Estimates) -> tuple[Trials, bool, float 
     for plan in facts.seeds:
         trials.try_plan(plan)
     if facts.method in ("best-first", "milp"):
-        return trials, *_best_first(trials)
+        return trials, *_BestFirst(trials).run()
     is_proven = search_methods.run(facts.method, trials, facts.seed)
     return trials, is_proven, trials.best_s if is_proven and trials.found else None
 
 
-def _best_first(trials: Trials) -> tuple[bool, float | None]:
-    """Try candidates by their bound; return whether the best is proven, and the final bound."""
-    space, bounds = trials.space, trials.bounds
-    queue: list[tuple[float, int, int, Candidate]] = []
-    number = 0
+class _BestFirst:
+    """Queue of partly decided candidates by their bound."""
 
-    def push(candidate: Candidate, level: int, least_s: float) -> None:
-        nonlocal number
-        if bounds.exceeds_memory(candidate, level):
-            trials.too_large += 1
+    def __init__(self, trials: Trials) -> None:
+        self._trials, self._space, self._bounds = trials, trials.space, trials.bounds
+        self._queue: list[_Entry] = []
+        self._number = 0
+
+    def run(self) -> tuple[bool, float | None]:
+        """Try candidates; return whether the best is proven, and a bound for all of them."""
+        trials = self._trials
+        first = search_methods.rule_of_thumb(trials)
+        if first is not None:
+            trials.try_candidate(first)
+        is_whole = self._push_shapes()
+        self._dive()
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            if entry.least_s >= trials.best_s or trials.is_over:
+                trials.cut_off += 1 + len(self._queue)
+                is_best = is_whole and entry.least_s >= trials.best_s
+                return is_best, self._bound(min(entry.least_s, trials.best_s), is_whole)
+            self._expand(entry)
+        return is_whole, self._bound(trials.best_s, is_whole) if trials.found else None
+
+    def _bound(self, queued_s: float, is_whole: bool) -> float | None:
+        """Return a bound for all plans, from that of the queued shapes."""
+        if is_whole:
+            return queued_s
+        rest_s = self._bounds.matmul_seconds()
+        return None if rest_s is None else min(rest_s, queued_s)
+
+    def _push(self, candidate: Candidate, level: int, least_s: float) -> None:
+        self._trials.estimates.note_bound()
+        if self._bounds.exceeds_memory(candidate, level):
+            self._trials.too_large += 1
             return
-        number += 1
-        own_s = max(least_s, bounds.seconds(candidate, level))
-        heapq.heappush(queue, (own_s, -level, number, candidate))
+        self._number += 1
+        own_s = max(least_s, self._bounds.seconds(candidate, level))
+        heapq.heappush(self._queue, _Entry(own_s, -level, self._number, candidate))
 
-    first = search_methods.rule_of_thumb(trials)
-    if first is not None:
-        trials.try_candidate(first)
-    is_whole = True
-    for shape in space.shapes():
-        push(shape, 0, 0.0)
-        if trials.used_time(_SHAPES_TIME):
-            is_whole = False
-            break
-    _dive(trials, [(least_s, shape) for least_s, _, _, shape in sorted(queue)])
-    while queue:
-        least_s, level, _, candidate = heapq.heappop(queue)
-        if least_s >= trials.best_s or trials.is_over:
-            trials.cut_off += 1 + len(queue)
-            is_best = is_whole and least_s >= trials.best_s
-            return is_best, min(least_s, trials.best_s) if is_whole else None
-        if -level == len(Space.LEVELS):
-            trials.try_candidate(candidate, skips_slow=True)
-            continue
-        for child in space.children(candidate, -level):
-            push(child, 1 - level, least_s)
-    return is_whole, trials.best_s if is_whole and trials.found else None
+    def _push_shapes(self) -> bool:
+        """Queue the shapes by quick bounds; return whether time sufficed for all of them."""
+        for shape in self._space.shapes():
+            self._push(shape, -1, 0.0)
+            if self._trials.used_time(_SHAPES_TIME):
+                return False
+        return True
 
-
-def _dive(trials: Trials, shapes: Sequence[tuple[float, Candidate]]) -> None:
-    """Try one plan of each promising shape that may fit, until some in a row are no faster."""
-    fails = 0
-    for least_s, shape in shapes:
-        if fails >= _MAX_FAILS or least_s >= trials.best_s or trials.is_over:
+    def _expand(self, entry: _Entry) -> None:
+        level, candidate = -entry.depth, entry.candidate
+        if level == len(Space.LEVELS):
+            self._trials.try_candidate(candidate, skips_slow=True)
             return
-        leaf = _likely_leaf(trials, shape)
-        if leaf is not None:
-            before_s = trials.best_s
-            trials.try_candidate(leaf, skips_slow=True)
-            fails = 0 if trials.best_s < before_s else fails + 1
+        children = [candidate] if level < 0 else self._space.children(candidate, level)
+        for child in children:
+            self._push(child, level + 1, entry.least_s)
+
+    def _dive(self) -> None:
+        """Try one plan of each promising shape that may fit, until some in a row are no faster."""
+        trials, fails, done = self._trials, 0, list[_Entry]()
+        while self._queue and fails < _MAX_FAILS and not trials.used_time(_DIVE_TIME):
+            entry = heapq.heappop(self._queue)
+            if entry.depth > 0:
+                self._expand(entry)
+                continue
+            done.append(entry)
+            if entry.least_s >= trials.best_s or trials.is_over:
+                break
+            leaf = _likely_leaf(trials, entry.candidate)
+            if leaf is not None:
+                before_s = trials.best_s
+                trials.try_candidate(leaf, skips_slow=True)
+                fails = 0 if trials.best_s < before_s else fails + 1
+        for entry in done:
+            heapq.heappush(self._queue, entry)
+
+
+class _Entry(NamedTuple):
+    """Candidate in the queue."""
+
+    least_s: float
+    """Seconds of a step that no plan below it can beat."""
+    depth: int
+    """Its level, negative: candidates with more decisions come first."""
+    number: int
+    """Number of its entry, which keeps the order of equal ones."""
+    candidate: Candidate
 
 
 def _likely_leaf(trials: Trials, shape: Candidate) -> Candidate | None:
