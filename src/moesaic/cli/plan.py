@@ -77,14 +77,14 @@ Ssd = Annotated[
     str | None,
     typer.Option(
         "--ssd", metavar="SIZE", show_default=False,
-        help="For --fit model with [memory]: space on the drive of each host, such as 500GB.",
+        help="For --fit model with \\[memory]: space on the drive of each host, such as 500GB.",
     ),
 ]  # fmt: skip
 Search = Annotated[
     bool,
     typer.Option(
         "--search", metavar="",
-        help="To find the fastest layout that fits; keys of [layout] that the job writes stay.",
+        help="To find the fastest layout that fits; keys of \\[layout] that the job writes stay.",
     ),
 ]  # fmt: skip
 Method = Annotated[

@@ -19,7 +19,7 @@ _MAX_EVENTS = 12
 
 def print_verdict(planned: PlannedJob) -> None:
     """Print whether the plan fits, how good it is, and what the job pins."""
-    from moesaic.policy.plan.found import proof_text, settings_text
+    from moesaic.policy.plan.found import chosen_text, proof_text, settings_text
 
     figures, result = planned.figures, planned.found
     assert result is not None
@@ -39,6 +39,8 @@ def print_verdict(planned: PlannedJob) -> None:
                 f"({format_bytes(need['peak_bytes'])} of {format_bytes(need['device_bytes'])})"
             )
     pins = figures["search"]["pins"]
+    if result.best is not None:
+        screen.print_line(f"chosen: {chosen_text(result.best, pins)}")
     kept = settings_text(pins) if pins else "nothing"
     screen.print_line(f"pinned by the job: {kept}")
     screen.print_line("")
@@ -200,7 +202,8 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
 
 
 def _part_text(ranks: int, hosts: Sequence[str]) -> str:
-    many = f"{len(hosts)} hosts ({hosts[0]} to {hosts[-1]})"
+    names = ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, ..., {hosts[-1]}"
+    many = f"{len(hosts)} hosts ({names})"
     return f"{ranks} rank{'s' * (ranks > 1)} on {hosts[0] if len(hosts) == 1 else many}"
 
 

@@ -28,7 +28,9 @@ from moesaic.policy.plan.trials import Trials
 
 _MAX_FAILS = 4
 """Plans in a row that are no faster, before the search turns from likely plans to all of them."""
-_USUAL_TIME, _SHAPES_TIME = 0.25, 0.6
+_MAX_DISPATCHES = 6
+"""Dispatch methods of a usual layout that are tried, at most."""
+_USUAL_TIME, _SHAPES_TIME = 0.3, 0.6
 """Fractions of the time limit after which usual layouts, and bounds of shapes, must end."""
 _DIVE_TIME = 0.7
 """Fraction of the time limit after which no more likely plans are tried."""
@@ -116,16 +118,20 @@ class _BestFirst:
     def _try_usual(self) -> None:
         """Try usual layouts of large runs, those with the least bounds first."""
         trials, bounds, fails = self._trials, self._bounds, 0
-        leaves = [
-            (bounds.seconds(leaf, len(Space.LEVELS)), number, leaf)
-            for number, leaf in enumerate(search_methods.usual_layouts(trials))
-        ]
-        for least_s, _, leaf in sorted(leaves):
-            if least_s >= trials.best_s or fails == _MAX_FAILS or trials.used_time(_USUAL_TIME):
+        shapes = {one: bounds.seconds(one, -1) for one in search_methods.usual_shapes(trials)}
+        for shape in sorted(shapes, key=shapes.__getitem__):
+            if shapes[shape] >= trials.best_s or fails == _MAX_FAILS or self._is_over(_USUAL_TIME):
                 break
-            before_s, before = trials.best_s, trials.tried
-            trials.try_candidate(leaf, skips_slow=True)
-            fails += trials.tried > before and trials.best_s == before_s
+            before, before_s = trials.tried, trials.best_s
+            for leaf in search_methods.likely_leaves(trials, shape)[:_MAX_DISPATCHES]:
+                if bounds.seconds(leaf, len(Space.LEVELS)) < trials.best_s:
+                    for cuts in self._space.children(leaf, 3)[::-1]:
+                        trials.try_candidate(cuts, skips_slow=True)
+            if trials.tried > before:
+                fails = 0 if trials.best_s < before_s else fails + 1
+
+    def _is_over(self, fraction: float) -> bool:
+        return self._trials.is_over or self._trials.used_time(fraction)
 
     def _bound(self, queued_s: float, is_whole: bool) -> float | None:
         """Return a bound for all plans, from that of the queued shapes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from moesaic.facts.plan import RankPlace
@@ -22,6 +22,8 @@ from moesaic.policy.plan.trials import Trials
 MAX_FAILS = 5
 """Moves in a row that do not help, before hill climbing stops."""
 _MOVES_PER_PLAN = 2
+_WIDTHS = 4
+"""Widths of expert parallelism that a usual layout may have, the widest ones."""
 _TEMPERATURES = 0.1, 0.001
 """Relative temperature of MCMC at the begin and the end."""
 
@@ -75,11 +77,11 @@ def rule_of_thumb(trials: Trials) -> Candidate | None:
     return current
 
 
-def usual_layouts(trials: Trials) -> Iterator[Candidate]:
-    """Yield layouts that large runs start from, as far as pins allow.
+def usual_shapes(trials: Trials) -> Iterator[Candidate]:
+    """Yield shapes that large runs start from, as far as pins allow.
 
-    They have a pipeline of any length with at least as many micro-batches, the widest expert
-    parallelism beside it, dense parameters sharded over all replicas, and no tensor parallelism.
+    They have a pipeline of any length with at least as many micro-batches, no tensor parallelism,
+    and the widest expert parallelism beside it, or a few halves of it.
     """
     space, first = trials.space, _simplest(trials)
     if first is None:
@@ -87,31 +89,28 @@ def usual_layouts(trials: Trials) -> Iterator[Candidate]:
     numbers = space.values("train.micro_batches", space.micro_batches())
     for pp in space.values("layout.pp", divisors(space.ranks)):
         enough = [one for one in numbers if one >= pp] or numbers
+        widths = space.values("layout.ep", divisors(max(space.ranks // pp, 1))[::-1])
         for micro_batches, recompute in product(
             enough, space.values("train.recompute", (False, True))
         ):
             shape = first._replace(micro_batches=micro_batches, recompute=recompute, pp=pp)
-            shape = _with_most_experts(space, shape)
-            if shape is not None:
-                yield from _sharded(trials, shape)
+            shapes = (space.pinned(shape._replace(ep=ep)) for ep in widths)
+            yield from islice((one for one in shapes if space.plan(one) is not None), _WIDTHS)
 
 
-def _with_most_experts(space: Space, shape: Candidate) -> Candidate | None:
-    """Return `shape` with the widest expert parallelism that is valid."""
-    widths = range(max(space.ranks // shape.pp, 1), 0, -1)
-    for ep in space.values("layout.ep", [one for one in widths if space.ranks % one == 0]):
-        own = space.pinned(shape._replace(ep=ep))
-        if space.plan(own) is not None:
-            return own
-    return None
+def likely_leaves(trials: Trials, shape: Candidate) -> list[Candidate]:
+    """Return plans of a shape that may fit, one a dispatch method, those with the least bounds
+    first.
 
-
-def _sharded(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
-    """Yield `shape` with its likely best dispatch, and dense parameters sharded the most."""
-    space, bounds = trials.space, trials.bounds
-    dispatched = min(space.children(shape, 0), key=lambda one: bounds.seconds(one, 1))
-    for one in space.children(dispatched, 1)[-1:]:
-        yield from space.children(one, 2)[:1]
+    Stages are even, and dense parameters sharded no more than memory asks for.
+    """
+    space, bounds, last = trials.space, trials.bounds, len(Space.LEVELS)
+    for sharded in space.children(shape, 1):
+        leaf = next(iter(space.children(sharded, 2)), None)
+        if leaf is not None and not bounds.exceeds_memory(leaf, last):
+            leaves = space.children(leaf, 0)
+            return sorted(leaves, key=lambda one: bounds.seconds(one, last))
+    return []
 
 
 def _simplest(trials: Trials) -> Candidate | None:
