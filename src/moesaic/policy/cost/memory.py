@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
         if costs.job.memory is None:
-            needs = memory_of_parts(parts, rank, costs.loads, on_cpu=on_cpu)
+            needs = memory_of_parts(parts, rank, costs.loads, on_cpu=on_cpu, threads=device.threads)
         else:
             needs = _with_budget(costs.job, costs.plan, rank, int(device.memory_bytes))
         candidates.append(RankMemory(rank, needs, device))
@@ -53,8 +54,8 @@ def highest_memory(job: Job, plan: Plan) -> Memory:
     if job.memory is not None:
         found = [_with_budget(job, plan, rank, free_memory_bytes() // plan.ranks) for rank in ranks]
     else:
-        parts = job_parts(job, plan)
-        found = [memory_of_parts(parts, rank) for rank in ranks]
+        parts, threads = job_parts(job, plan), max((os.cpu_count() or 1) // plan.ranks, 1)
+        found = [memory_of_parts(parts, rank, threads=threads) for rank in ranks]
     return max(found, key=lambda one: one.peak_bytes)
 
 
