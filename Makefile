@@ -34,7 +34,7 @@ CODE := src tests benchmarks examples docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo fix check test test-all bench docs env clean
+.PHONY: help demo fix check test test-all wheel bench docs env clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z%][a-zA-Z%-]*\):.*##/  make \1@/p' Makefile | awk -F@ '{printf "%-20s%s\n", $$1, $$2}'
@@ -62,6 +62,16 @@ test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: about nine minute
 
 test-all: $(HAS_TOOLS)  ## long runs too
 	$(TEST) $(BOTH)
+
+wheel: $(HAS_TORCH)  ## build/wheel/moesaic-*.whl, installed alone into a fresh environment and imported
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	@$(BIN)/python -m venv --without-pip build/wheel/fresh
+	@$(BIN)/python -m pip --python build/wheel/fresh/bin/python install -qq \
+	  --disable-pip-version-check --no-deps build/wheel/*.whl
+	@cd build/wheel && env -u PYTHONPATH fresh/bin/python -c \
+	  'import moesaic; print("moesaic", moesaic.__version__, "installs from its wheel")'
+	@test -x build/wheel/fresh/bin/moesaic && ls build/wheel/*.whl
 
 bench: $(HAS_TOOLS)  ## every benchmark; one of them: make bench-foundation
 	$(BIN)/python -m benchmarks

@@ -46,9 +46,9 @@ class Commands:
         """Return what a command prints on stdout."""
         return self.run(line, *more).out
 
-    def facts(self, line: str | Sequence[str], *more: str) -> Any:
+    def facts(self, line: str | Sequence[str], *more: str, status: int = 0) -> Any:
         """Return what a command prints with `--json`."""
-        return json.loads(self.output(line, "--json", *more))
+        return json.loads(self.run(line, "--json", *more, status=status).out)
 
     def refusal(self, line: str | Sequence[str], *more: str) -> str:
         """Return the sentence with which a command refuses, and which is all that it prints."""

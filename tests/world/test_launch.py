@@ -75,7 +75,7 @@ def gone(pid: int) -> bool:
 
 
 def test_ranks_train_and_the_parent_tells(place: Path) -> None:
-    process = start(place, "--nproc", "2", "--out", "run", "--json")
+    process = start(place, "--nproc", "2", "--out", "run", "--json", "--verbose")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     facts = json.loads(out)
@@ -93,14 +93,14 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
         events = read_events(place / "run" / "events" / f"rank-{rank}.jsonl")
         assert sum(event["event"] == "rank_step" for event in events) == 3
     command = json.loads((place / "run" / "versions.json").read_text())["command"]
-    assert command[-5:] == ["--nproc", "2", "--out", "run", "--json"]
+    assert command[-6:] == ["--nproc", "2", "--out", "run", "--json", "--verbose"]
 
 
 def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
     costs = "{expert_tokens_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, overlaps = true}"
     told = ['policy="eplb"', "as_published=true", f"costs={costs}"]
     sets = [word for one in told for word in ("--set", f"balance.{one}")]
-    process = start(place, "--nproc", "2", "--out", "run", *sets)
+    process = start(place, "--nproc", "2", "--out", "run", "--verbose", *sets)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert "balance: eplb, as published; experts 1 tokens/s" in out

@@ -317,6 +317,9 @@ class VectorsKind:
         source.fill(run.state().shards)
         return run
 
+    def details(self, run: Any) -> Iterator[str]:
+        return iter(())
+
     def describe(self, run: Any) -> Iterator[str]:
         """Yield the parts."""
         yield f"{len(run.placements)} parts"

@@ -38,7 +38,11 @@ def fit_calibration(
     by_kind = dict(zip(KINDS, factors.tolist(), strict=True))
     calibration = Calibration(runs=len(steps), devices=sorted(models), **by_kind)
     held_out_factors = fit_leave_one_out(steps) if len(steps) > 1 else [None]
-    return calibration, _summarize(calibration, steps, factors, held_out_factors)
+    summary = _summarize(calibration, steps, factors, held_out_factors)
+    errors = [abs(run["held_out"]) for run in summary["runs"] if run["held_out"] is not None]
+    error = round_digits(max(errors)) if errors else None
+    calibration = calibration.model_copy(update={"error": error})
+    return calibration, {**summary, "calibration": calibration.model_dump()}
 
 
 def _check_unique(runs: Sequence[Path]) -> Sequence[Path]:

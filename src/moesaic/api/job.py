@@ -160,7 +160,7 @@ class Job:
             plan: plan to predict as it is; None: choose the settings that the job leaves open.
             loads: directory of a run whose last expert loads are assumed; None: even loads.
             search: find the fastest layout that fits; keys that the job writes stay. If none fits,
-                `figures["fits"]` is False, and `figures["search"]["shortfall"]` says what helps.
+                `figures["fits"]` is False, and `figures["remedy"]` says what helps.
             method: method of the search, as in `moesaic plan --method`.
             limit_s: seconds after which the search stops; None: when it ends.
             is_shown: show the progress of a long search on stderr.
@@ -173,7 +173,7 @@ class Job:
             searched = self._search_facts(loaded, cluster, nproc, method, limit_s, recorded)
             with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
                 planned = search_job(searched, is_shown=is_shown)
-            return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
+            return self._with_remedy(planned, loaded, cluster, recorded)
         if loaded.has_open_micro_batches and loaded.plan is None:
             raise ConfigError(
                 f'{loaded.origin}: train.micro_batches = "auto" needs a search: add --search '
@@ -189,6 +189,24 @@ class Job:
                 device = facts.tightest_rank(choices.plan).device
                 tiers = forecast(loaded.job, choices.plan, int(device.memory_bytes))
             planned = predict_plan(choices, facts, tiers)
+        return self._with_remedy(planned, loaded, cluster, recorded)
+
+    def _with_remedy(
+        self,
+        planned: PlannedJob,
+        loaded: LoadedJob[LanguageModelJob],
+        cluster: Cluster,
+        loads: RecordedLoads | None,
+    ) -> PlannedJob:
+        """Return a planned job with the warnings of its file and, if it does not fit, a remedy."""
+        remedy = planned.figures["remedy"]
+        if not planned.figures["fits"] and (remedy is None or not remedy["fits"]):
+            from moesaic.policy.plan.remedy import with_remedy
+
+            facts = self._search_facts(
+                loaded, cluster, planned.plan.ranks, "best-first", None, loads
+            )
+            planned = with_remedy(planned, facts)
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
 
     def cheapest_part(

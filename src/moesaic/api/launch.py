@@ -27,7 +27,9 @@ from moesaic.base import errors
 from moesaic.base.errors import ConfigError, MoesaicError, UserError, as_user_error
 from moesaic.base.files import atomic_replace
 
-EXIT_RELAUNCH, EXIT_INTERRUPTED = 75, 130
+EXIT_USER_ERROR, EXIT_RELAUNCH, EXIT_INTERRUPTED = 2, 75, 130
+SILENCE_S = 5.0
+"""Seconds that a rank waits for another one to report their mistake."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torch's agent: path for the report of a failure."""
 RANK_MODULE = "moesaic.api.start"
@@ -68,6 +70,21 @@ def is_leader() -> bool:
 def message_prefix() -> str:
     """Return the prefix of messages: `rank 1: ` under torchrun, empty for rank 0."""
     return "" if is_leader() else f"rank {os.environ['RANK']}: "
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Let one rank of each machine report a mistake that all of its ranks find.
+
+    The others wait meanwhile and exit, since torchrun ends all ranks when the first one ends.
+    """
+    try:
+        yield
+    except UserError:
+        if not is_torchrun() or os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        time.sleep(SILENCE_S)
+        raise SystemExit(EXIT_USER_ERROR) from None
 
 
 def num_ranks(nproc: int | None) -> int | None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 10.0
 """Seconds between two lines without a terminal."""
+MAX_MESSAGES, MAX_STEP_LINES = 8, 8
+"""Messages that a run shows by default, and parts of it between two lines about steps."""
 Output = Literal["stdout", "stderr"] | None
 """Stream for progress; None for none."""
 
@@ -72,10 +74,16 @@ def _discard_stdout() -> None:
 
 
 class RunProgress:
-    """Progress of a run: a bar on a terminal; else the first step, the last, and some between."""
+    """Progress of a run: a bar on a terminal; else the first step, the last, and some between.
 
-    def __init__(self, output: Output, every_s: float = LINE_EVERY_S) -> None:
-        self._console, self._every_s = make_console(output), every_s
+    Without `is_verbose` a run prints few lines, however long it is.
+    """
+
+    def __init__(
+        self, output: Output, every_s: float | None = None, *, is_verbose: bool = False
+    ) -> None:
+        self._console = make_console(output)
+        self._every_s = LINE_EVERY_S if every_s is None else every_s
         self._has_bar = self._console.is_terminal and output is not None
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -86,10 +94,18 @@ class RunProgress:
         )  # fmt: skip
         self._total = self._first_step = 0
         self._started_s = self._printed_s = 0.0
+        self._is_verbose, self._num_messages, self._next_step = is_verbose, 0, 0
 
     def message(self, text: str) -> None:
-        """Print a line."""
-        self._console.print(text)
+        """Print a line, unless there were many."""
+        self._num_messages += 1
+        if self._is_verbose or self._num_messages <= MAX_MESSAGES:
+            self._console.print(text)
+
+    def detail(self, text: str) -> None:
+        """Print a line if the user wants every one."""
+        if self._is_verbose:
+            self._console.print(text)
 
     def start(self, total: int, done: int) -> None:
         """Draw the bar and start the clock."""
@@ -104,17 +120,26 @@ class RunProgress:
         text = format_figures(figures)
         if self._has_bar:
             self._bar.update(self._bar.task_ids[0], completed=step, figures=text)
-        elif step >= self._total or now - self._printed_s >= self._every_s:
+        elif step >= self._total or self._is_due(step, now):
             self._printed_s = now
+            self._next_step = step - (self._first_step - self._total) // MAX_STEP_LINES
             per_step = (now - self._started_s) / max(step - self._first_step, 1)
             left = format_clock(per_step * (self._total - step))
             rest = f", {left} left" if step < self._total else ""
             self._console.print(f"step {step}/{self._total}: {text}{rest}")
 
+    def _is_due(self, step: int, now_s: float) -> bool:
+        is_late = now_s - self._printed_s >= self._every_s
+        return is_late and (self._is_verbose or step >= self._next_step)
+
     def done(self) -> None:
-        """Stop the bar."""
+        """Stop the bar, and count the messages that were not shown."""
         if self._has_bar:
             self._bar.stop()
+        hidden, self._num_messages = self._num_messages - MAX_MESSAGES, 0
+        if hidden > 0 and not self._is_verbose:
+            lines = f"{hidden:,} more message{'s'[: hidden > 1]}"
+            self._console.print(f"{lines}: with --verbose, and in the run's events")
 
 
 def format_figures(figures: Mapping[str, float]) -> str:
@@ -126,6 +151,8 @@ def format_figures(figures: Mapping[str, float]) -> str:
     for name, value in figures.items():  # Those of students are "NAME/loss".
         if name.endswith("/loss") and not name.startswith("validation_"):
             text += f", {name.removesuffix('/loss')} {value:.4f}"
+    if "validation_loss" in figures:
+        text += f", validation {figures['validation_loss']:.4f}"
     text += f", {figures[speed]:,.0f} {unit}/s"
     if "memory_hit_rate" in figures:
         stall = figures["memory_stall_s"] / max(figures["step_s"], 1e-9)

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from moesaic.train.trainer import JobKind, StepCallback
 
 MEMORY_HINT = (
-    "use smaller batches or sequences, or more ranks (moesaic train JOB.toml --dry-run shows the "
-    "memory of a rank)"
+    "raise train.micro_batches or set train.recompute = true, which keep the batch (auxiliary "
+    "losses are taken over each micro-batch, so their number changes them); else use a smaller "
+    "batch, shorter samples or more ranks (moesaic train JOB.toml --dry-run names the smallest "
+    "change that fits)"
 )
 
 
@@ -61,6 +63,8 @@ class TrainTask:
     """True if the ranks search for the layout before they train."""
     cluster: dict[str, Any] | None = None
     """Cluster to search on, as plain data; None: the ranks measure their machines."""
+    is_verbose: bool = False
+    """True to show every message."""
 
 
 def resumed_run(out: str | None, resume: str | None) -> Path | None:
@@ -92,7 +96,9 @@ def run_train_task(
         on_step = remote_callback(task.callback)
     try:
         out = Path(world.run_on_rank_zero(lambda: task.out or str(default_out(job))))
-        progress = RunProgress(task.output if world.is_rank_zero else None)
+        progress = RunProgress(
+            task.output if world.is_rank_zero else None, is_verbose=task.is_verbose
+        )
         try:
             if task.search:
                 loaded = _search_layout(loaded, task, world, progress.message)

@@ -33,6 +33,8 @@ class Section(BaseModel):
 
     file_keys: ClassVar[type[BaseModel] | None] = None
     """Further keys that a file may use in this table; they are resolved before parsing."""
+    other_names: ClassVar[Mapping[str, str] | None] = None
+    """Keys of this section by the names that other frameworks give them."""
     resolved_keys: ClassVar[frozenset[str]] = frozenset()
     """Fields that the resolution fills in; no file may use them."""
 
@@ -196,8 +198,8 @@ def _parse_value(text: str) -> Any:
 def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str] = ()) -> S:
     """Return `raw` parsed as a section of `kind`.
 
-    Error messages start with `origin` (such as a file), or with the item of `sets` that set the
-    key.
+    The error has every mistake, each on a line of its own if there are several. It starts with
+    `origin` (such as a file), or with the item of `sets` that set the key.
     """
     try:
         return kind.model_validate(dict(raw), by_alias=True, by_name=False)
@@ -213,11 +215,20 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
             if reason != "default_factory_not_called" and not is_misspelt:
                 key, sentence = _describe_mistake(kind, detail)
                 by_key.setdefault(key, sentence)
-    (key, sentence), *others = by_key.items()
-    more = f" (and {len(others)} more mistake{'s'[: len(others) > 1]})" if others else ""
-    culprits = [item for item in sets if sets_key(item, key)]
-    where = culprits[-1] if culprits else error_origin(origin, sets, sentence)
-    raise ConfigError(f"{where}: {sentence}{more}")
+    raise ConfigError(_list_mistakes(by_key, origin, sets))
+
+
+def _list_mistakes(by_key: Mapping[str, str], origin: str, sets: Sequence[str]) -> str:
+    """Return one sentence for a single mistake, else a heading with a line for each one."""
+    lines = list[str]()
+    for key, sentence in by_key.items():
+        culprits = [item for item in sets if sets_key(item, key)]
+        where = culprits[-1] if culprits else error_origin(origin, sets, sentence)
+        lines.append(f"{where}: {sentence}")
+    if len(lines) == 1:
+        return lines[0]
+    plain = [line.removeprefix(f"{origin}: ") for line in lines]
+    return "\n  ".join([f"{origin}: {len(lines)} mistakes", *plain])
 
 
 def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:

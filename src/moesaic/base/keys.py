@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from pathlib import Path
@@ -190,25 +190,41 @@ def unknown_key_message(root: type[BaseModel], parts: Sequence[str | int]) -> st
     if hint:
         return f"unknown key '{dotted_key(parts)}': did you mean '{hint}'?"
     siblings = [name for name, parent in _names_and_parents(root) if parent == above]
+    siblings.sort(key=lambda name: -difflib.SequenceMatcher(None, name, names[-1]).ratio())
     where = f"'{above}' has the keys" if above else "the keys at the top are"
     known = f"{where} {', '.join(siblings)}" if siblings else "there are no keys"
     return f"unknown key '{dotted_key(parts)}': {known}"
 
 
+def meant_keys(root: type[BaseModel], parts: Sequence[str]) -> list[str]:
+    """Return the keys that have this name in another table, or in another framework.
+
+    Keys of lists of tables count only if no other key has the name. None are meant if a key of the
+    same table is nearly the same word.
+    """
+    *_, word = parts
+    siblings = [name for name, at in _names_and_parents(root) if at == ".".join(parts[:-1])]
+    if difflib.get_close_matches(word, siblings, n=1, cutoff=0.85):
+        return []
+    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
+    same = [f"{at}.{name}".strip(".") for name, at in _names_and_parents(root) if name == word]
+    other_names: Mapping[str, str] = getattr(root, "other_names", None) or {}
+    found = [key for key in same if not f"{key}.".startswith(lists)] or same
+    return found or ([other_names[word]] if word in other_names else [])
+
+
 def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:
-    """Return the key that was probably meant: the same name elsewhere, or a similar one."""
+    """Return the key that was probably meant: the same name elsewhere, another framework's name, or
+    a similar one."""
     *_, word = parts
     above, known = ".".join(parts[:-1]), _names_and_parents(root)
     siblings = {name: parent for name, parent in known if parent == above}
     lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
     # A key of a list of tables is meant only if no other key has its name.
-    known = sorted(known, key=lambda one: not f"{one[1]}.".startswith(lists))
-    elsewhere = dict(known)
-    same = [parent for name, parent in known if name == word]
-    outside = [parent for parent in same if not f"{parent}.".startswith(lists)]
-    same = outside or same
-    if len(same) == 1 and not difflib.get_close_matches(word, siblings, n=1, cutoff=0.85):
-        return f"{same[0]}.{word}".removeprefix(".")
+    elsewhere = dict(sorted(known, key=lambda one: not f"{one[1]}.".startswith(lists)))
+    meant = meant_keys(root, parts)
+    if len(meant) == 1:
+        return meant[0]
     for places, cutoff in ((siblings, 0.6), (elsewhere, 0.8)):
         for name in difflib.get_close_matches(word, places, n=1, cutoff=cutoff):
             return f"{places[name]}.{name}".removeprefix(".")
@@ -249,6 +265,11 @@ def check_choice(where: str, value: object, words: Sequence[str]) -> str:
 def join_words(words: Sequence[str], last: str = "or") -> str:
     """Join words: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def assignments(values: Mapping[str, Any]) -> str:
+    """Return values by key in words: `layout.ep = 8 and train.recompute = true`."""
+    return join_words([f"{key} = {toml(value)}" for key, value in values.items()], "and")
 
 
 def list_divisors(total: int) -> str:

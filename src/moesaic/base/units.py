@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _MINUTES_S, _LONG_S = 180.0, 2 * 3600.0
@@ -15,6 +16,33 @@ def format_bytes(num_bytes: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def format_used_bytes(used: float, total: float) -> str:
+    """Return used and available bytes as text, in the unit of the latter: 12.1 of 24 GiB."""
+    power = min(max(int(math.log2(max(total, 1))) // 10, 0), 4)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{round_text(used / 1024**power, 3)} of {round_text(total / 1024**power, 3)} {unit}"
+
+
+def round_text(value: float, digits: int = 2) -> str:
+    """Return a value with as many significant digits: 0.015, 1.3, 4,700."""
+    if not value:
+        return "0"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places)
+    text = f"{rounded:,.{max(places, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
+
+
+def about_seconds(seconds: float) -> str:
+    """Return predicted seconds as text with two significant digits: 12 ms, 3.5 hours."""
+    for least, unit_s, unit in (
+        (_LONG_S, 3600.0, "hours"), (_MINUTES_S, 60.0, "minutes"), (1.0, 1.0, "s"),
+    ):  # fmt: skip
+        if seconds >= least:
+            return f"{round_text(seconds / unit_s)} {unit}"
+    return f"{round_text(seconds * 1e3)} ms"
 
 
 def format_larger_bytes(num_bytes: int) -> str:

@@ -106,14 +106,21 @@ def load_cluster(name: str | None) -> Cluster:
 
 
 def print_explanation(kind: type[BaseModel], key: str, as_json: bool) -> None:
-    """Print the meaning of `key`, or of all keys."""
-    if key != "all" and not as_json:
-        screen.print_line(keys.explain(kind, key))
-        return
+    """Print the meaning of `key`, or of all keys.
+
+    A name without its table, or of another framework, stands for the keys that it means.
+    """
     entries = list(keys.walk(kind))
     if key != "all":
-        keys.locate(kind, key)
-        entries = [entry for entry in entries if f"{entry.path}.".startswith(f"{key}.")]
+        is_known = any(entry.path == key for entry in entries)
+        meant = [key] if is_known else keys.meant_keys(kind, key.split(".")) or [key]
+        if not as_json:
+            screen.print_line("\n".join(keys.explain(kind, one) for one in meant))
+            return
+        for one in meant:
+            keys.locate(kind, one)
+        tables = tuple(f"{one}." for one in meant)
+        entries = [entry for entry in entries if f"{entry.path}.".startswith(tables)]
     if as_json:
         screen.print_json([entry._asdict() for entry in entries])
         return

@@ -17,6 +17,7 @@ from moesaic import __version__
 from moesaic.api import start
 from moesaic.api.launch import (
     EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
     RankFailed,
     RunInterrupted,
     is_leader,
@@ -32,7 +33,6 @@ VERBS = (
     "probe", "plan", "calibrate", "trace", "bench",
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
-EXIT_USER_ERROR = 2
 MEMORY_HINTS = {
     "train": MEMORY_HINT, "generate": "lower cache_tokens or tokens_per_pass",
     "serve": "lower cache_tokens or tokens_per_pass",
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.print_error(f"{message_prefix()}{error}")
         return EXIT_USER_ERROR
     except typer.TyperException as error:
-        screen.print_error(_usage_error(error, given[0]))
+        _print_usage_error(error, given[0])
         return EXIT_USER_ERROR
     except RunInterrupted as error:
         screen.print_error(str(error))
@@ -128,9 +128,11 @@ def expand_resume(arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def _usage_error(error: typer.TyperException, verb: str) -> str:
-    """Return an error of the parser as one sentence."""
+def _print_usage_error(error: typer.TyperException, verb: str) -> None:
+    """Print an error of the parser as one sentence; all ranks have the same one."""
+    if not is_leader():
+        return
     sentence = " ".join(error.format_message().split()).rstrip(".")
     where = "moesaic --help" if verb.startswith("-") else f"moesaic {verb} --help"
     where = "moesaic --help" if sentence.startswith("No such command") else where
-    return f"{sentence[:1].lower()}{sentence[1:]} (see {where})"
+    screen.print_error(f"{sentence[:1].lower()}{sentence[1:]} (see {where})")

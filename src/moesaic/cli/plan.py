@@ -14,6 +14,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, prediction, screen, searched
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
 from moesaic.cli.questions import (
+    EXIT_DOES_NOT_FIT,
     Question,
     check_questions,
     choose_part,
@@ -147,7 +148,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
 ) -> int:
     """Predict memory, time, speed and price of a job on a cluster, or search for its best layout.
 
-    Nothing is measured and no rank starts.
+    Nothing is measured and no rank starts. The job needs no [data]. The exit status is 3 if it does
+    not fit.
     """
     if explain is not None:
         flags.print_job_explanation(explain, as_json)
@@ -185,8 +187,11 @@ def _print(
 ) -> None:
     """Print warnings and the prediction, or the reasons for one block; write the `files` of `--out`
     and `--trace`."""
+    from moesaic.policy.plan.predict import DOES_NOT_FIT
+
     for warning in planned.warnings:
-        screen.print_warning(warning)
+        if question.as_json or why is not None or not warning.startswith(DOES_NOT_FIT):
+            screen.print_warning(warning)
     if why is not None:
         print_block(planned, why, question.as_json)
         return
@@ -231,7 +236,7 @@ def _plan_workload(
         screen.print_json(figures)
     else:
         prediction.print_traced_model(figures)
-    return 0
+    return 0 if figures["fits"] else EXIT_DOES_NOT_FIT
 
 
 def _check_outputs(out: Path | None, trace: Path | None) -> None:

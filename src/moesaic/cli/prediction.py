@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moesaic.base.keys import join_words
-from moesaic.base.units import format_bytes, format_seconds
+from moesaic.base.keys import assignments, join_words
+from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
 from moesaic.cli import screen
 from moesaic.facts.plan import Plan, describe_plan, dispatch_summary
 from moesaic.facts.workload import STEP
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 18
 """Width of the names of rows; block names may be longer."""
+_WITHOUT_SPEED = ("parameters", "memory per rank", "memory budget", "expert state")
+"""Rows about a plan that does not fit, besides memory by kind."""
 _EMBEDDING_TEXTS = {
     "whole": "whole table on every rank", "columns": "a column shard on each rank",
 }  # fmt: skip
@@ -24,6 +26,8 @@ _EMBEDDING_TEXTS = {
 def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
     """Print the predictions for a job, and what was `written`."""
     plan, figures = planned.plan, planned.figures
+    if planned.found is None:
+        print_verdict(figures)
     total, active = figures["parameters"]["total"], figures["parameters"]["active"]
     run_s, tiers = figures["steps"] * figures["step_s"], figures["memory_tiers"]
     its_device = "its device" if len(figures["devices"]) == 1 else "the slowest rank's device"
@@ -33,9 +37,10 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
         "pipeline": _describe_pipeline(figures),
         "balance": _describe_replicas(figures),
         "parameters": f"{total:,}" + (f", {active:,} active per token" if active < total else ""),
-        "whole run": f"{figures['steps']:,} steps in {format_seconds(run_s)}",
-        "tokens": f"{figures['tokens_per_s']:,.0f} per second",
-        "utilisation": f"{figures['utilisation']:.1%} of the peak matmul rate of {its_device}",
+        "whole run": f"{figures['steps']:,} steps in {about_seconds(run_s)}",
+        "tokens": f"{round_text(figures['tokens_per_s'])} per second",
+        "utilisation": f"{round_text(100 * figures['utilisation'])}% of the peak matmul rate of "
+        f"{its_device}",
         "overlapped": _describe_overlap(figures),
         "checkpoint": _describe_checkpoint(figures),
         **({} if tiers is None else describe_tiers(tiers, figures["step_s"])),
@@ -45,6 +50,34 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
     _print_prediction(_describe_layout(plan, figures), figures, rows)
     print_parts(figures["parts"])
     _print_rows(list(written.items()), _WIDTH)
+
+
+def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
+    """Print whether the fullest rank fits, and if not, the smallest change with which it would;
+    `advice` stands for a change where none is known."""
+    used, total = figures["memory_per_rank"]["peak_bytes"], figures["device_memory_bytes"]
+    if figures["fits"] is None:
+        screen.print_line(
+            f"fits: unknown, {format_bytes(used)} per rank; this machine has no GPU of the job "
+            "(moesaic plan JOB.toml --cluster h100-8 takes another)"
+        )
+        return
+    sizes = f"{format_used_bytes(used, total)} per rank"
+    if figures["fits"]:
+        screen.print_line(f"fits: {sizes}")
+        return
+    remedy = figures.get("remedy")
+    if remedy is None:
+        advice = advice or "no layout fits: use a smaller model, or devices with more memory"
+    else:
+        learns = " (auxiliary losses are taken over smaller micro-batches)"
+        told = assignments(remedy["changes"])
+        size = f" ({format_used_bytes(remedy['peak_bytes'], total)})"
+        advice = f"the smallest change that fits: {told}{size}"
+        if not remedy["fits"]:
+            advice = f"no layout fits; {told} comes nearest{size}"
+        advice += learns * ("train.micro_batches" in remedy["changes"])
+    screen.print_line(f"DOES NOT FIT: {sizes}; {advice}")
 
 
 def print_parts(parts: Sequence[Mapping[str, Any]]) -> None:
@@ -62,7 +95,7 @@ def _part_row(part: Mapping[str, Any]) -> list[str]:
     auxiliary = part["auxiliary_parameters"]
     numbers = f"{part['parameters']:,}" + f" + {auxiliary:,} auxiliary" * bool(auxiliary)
     row = [f"  {part['name']}", teacher, numbers, format_bytes(part["memory_bytes"])]
-    return [*row, format_seconds(part["step_s"])] if "step_s" in part else row
+    return [*row, about_seconds(part["step_s"])] if "step_s" in part else row
 
 
 def print_traced_model(figures: Mapping[str, Any]) -> None:
@@ -71,9 +104,9 @@ def print_traced_model(figures: Mapping[str, Any]) -> None:
         f"{figures['model']}, a replica on each of {figures['ranks']} ranks on "
         f"{figures['cluster']} ({figures['device']})"
     )
-    remark = "" if figures["fits"] else " (too much: trace a smaller batch)"
-    samples = f"{figures['samples_per_s']:,.1f} per second"
-    _print_prediction(opening, figures, {"samples": samples}, remark)
+    print_verdict(figures, "trace a smaller batch")
+    samples = f"{round_text(figures['samples_per_s'])} per second"
+    _print_prediction(opening, figures, {"samples": samples})
 
 
 def print_largest_model(figures: Mapping[str, Any]) -> None:
@@ -113,7 +146,7 @@ def describe_tiers(tiers: Mapping[str, Any], step_s: float | None) -> dict[str, 
     """Return rows about expert state on a drive, by name; `step_s` is the predicted step time."""
     read, written = tiers["read_bytes_per_step"], tiers["written_bytes_per_step"]
     per_day = 86400 / (step_s or 1.0)
-    steps = "a second" if step_s is None else format_seconds(step_s)
+    steps = "a second" if step_s is None else about_seconds(step_s)
     per_step = (
         f"{format_bytes(read)} read and {format_bytes(written)} written per step and rank; "
         f"{format_bytes(per_day * read)} read and {format_bytes(per_day * written)} written per "
@@ -131,7 +164,7 @@ def describe_tiers(tiers: Mapping[str, Any], step_s: float | None) -> dict[str, 
 
 
 def _print_prediction(
-    opening: str, figures: Mapping[str, Any], extra_rows: Mapping[str, str | None], remark: str = ""
+    opening: str, figures: Mapping[str, Any], extra_rows: Mapping[str, str | None]
 ) -> None:
     """Print the time of a step by phase and by block, memory by kind, and the bottleneck.
 
@@ -139,16 +172,15 @@ def _print_prediction(
         opening: Model, ranks and cluster of the prediction.
         figures: The prediction.
         extra_rows: More rows of text by name; rows that do not apply are None.
-        remark: Remark on the memory of a rank.
     """
     needs = figures["memory_per_rank"]
     kinds = {name: num_bytes for name, num_bytes in needs.items() if name != "peak_bytes"}
     rows = [
-        ("step", f"{format_seconds(figures['step_s'])}, of which"),
-        *((f"  {name}", format_seconds(seconds)) for name, seconds in figures["phases_s"].items()),
+        ("step", f"{about_seconds(figures['step_s'])}{error_text(figures)}, of which"),
+        *((f"  {name}", about_seconds(seconds)) for name, seconds in figures["phases_s"].items()),
         *((name, text) for name, text in extra_rows.items() if text is not None),
         ("memory per rank", f"peak {format_bytes(needs['peak_bytes'])} of "
-         f"{format_bytes(figures['device_memory_bytes'])}{remark}, of which"),
+         f"{format_bytes(figures['device_memory_bytes'])}, of which"),
         *((f"  {name.removesuffix('_bytes')}", format_bytes(num_bytes))
           for name, num_bytes in kinds.items() if num_bytes),
     ]  # fmt: skip
@@ -156,16 +188,35 @@ def _print_prediction(
         rows.append(("bottleneck", figures["bottleneck"]))
     blocks = _block_rows({name: s for name, s in figures["blocks_s"].items() if name != STEP})
     if figures["blocks_s"].get(STEP):
-        blocks.append(("  outside blocks", format_seconds(figures["blocks_s"][STEP])))
-    calibration, basis = figures["calibration"], ""
-    if calibration:
-        num_runs = calibration["runs"]
-        basis = f", calibrated by {num_runs} run{'s' if num_runs > 1 else ''}"
-        if figures["device"] not in calibration["devices"]:
-            basis += " on other devices"
-    screen.print_line(f"{opening}; predicted{basis}, not measured\n")
+        blocks.append(("  outside blocks", about_seconds(figures["blocks_s"][STEP])))
+    screen.print_line(f"{opening}; predicted{_basis(figures)}, not measured\n")
+    if not figures["fits"]:  # Its speed is hypothetical.
+        rows = [row for row in rows if row[0] in _WITHOUT_SPEED or row[0] in _kinds(kinds)]
+        blocks = []
     _print_rows(rows, _WIDTH)
-    _print_rows(blocks, max(_WIDTH, *(len(name) for name, _ in blocks)))
+    _print_rows(blocks, max(_WIDTH, *(len(name) for name, _ in blocks)) if blocks else 0)
+
+
+def _kinds(kinds: Mapping[str, Any]) -> set[str]:
+    """Return the names of the rows of memory by kind."""
+    return {f"  {name.removesuffix('_bytes')}" for name in kinds}
+
+
+def _basis(figures: Mapping[str, Any]) -> str:
+    """Return what a prediction is calibrated by."""
+    calibration = figures["calibration"]
+    if not calibration:
+        return ", not calibrated"
+    num_runs = calibration["runs"]
+    basis = f", calibrated by {num_runs} run{'s' if num_runs > 1 else ''}"
+    return basis + " on other devices" * (figures["device"] not in calibration["devices"])
+
+
+def error_text(figures: Mapping[str, Any]) -> str:
+    """Return the error that calibration has seen, or that it is unknown."""
+    calibration = figures["calibration"]
+    error = calibration["error"] if calibration else None
+    return " (error unknown)" if error is None else f" ± {round_text(100 * error)}%"
 
 
 def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:
@@ -181,7 +232,7 @@ def _block_rows(blocks_s: Mapping[str, float]) -> list[tuple[str, str]]:
     rows = [("blocks", "forward, backward and update of a step, with waiting")]
     for kind, times in kinds.items():
         number = f", {len(times)} blocks" if len(times) > 1 else ""
-        rows.append((f"  {kind}", f"{format_seconds(sum(times))}{number}"))
+        rows.append((f"  {kind}", f"{about_seconds(sum(times))}{number}"))
     return rows
 
 
@@ -208,7 +259,7 @@ def _describe_dispatch(figures: Mapping[str, Any]) -> str:
         for setting in (plan, *others)
     )  # fmt: skip
     alternatives = [
-        f"{text} +{format_seconds(other['extra_s'])}"
+        f"{text} +{about_seconds(other['extra_s'])}"
         for text, other in zip(rest, others, strict=True)
     ]
     return f"tokens {chosen}" + f"; alternatives: {', '.join(alternatives)}" * bool(others)
@@ -219,7 +270,7 @@ def _describe_embedding(figures: Mapping[str, Any]) -> str | None:
     if other is None:
         return None
     extra_s = other["extra_s"]
-    extra = f"{'-' if extra_s < 0 else '+'}{format_seconds(abs(extra_s))}"
+    extra = f"{'-' if extra_s < 0 else '+'}{about_seconds(abs(extra_s))}"
     if not other["fits"]:
         extra += ", does not fit in memory"
     chosen = _EMBEDDING_TEXTS[figures["plan"]["embedding"]]
@@ -252,8 +303,8 @@ def _describe_overlap(figures: Mapping[str, Any]) -> str | None:
     seconds = figures["overlapped_s"]
     if not seconds["collectives"]:
         return None
-    exposed = f"of which {format_seconds(seconds['exposed'])} are exposed"
-    return f"{format_seconds(seconds['collectives'])} of collectives, {exposed}"
+    exposed = f"of which {about_seconds(seconds['exposed'])} are exposed"
+    return f"{about_seconds(seconds['collectives'])} of collectives, {exposed}"
 
 
 def _describe_drive(figures: Mapping[str, Any]) -> str:
@@ -261,8 +312,8 @@ def _describe_drive(figures: Mapping[str, Any]) -> str:
     if drive is None:
         return "unknown and not in the step: the cluster file has no disk for some host"
     return (
-        f"{format_seconds(drive['busy_s'])} of transfers beside computing, of which "
-        f"{format_seconds(drive['wait_s'])} are waited for"
+        f"{about_seconds(drive['busy_s'])} of transfers beside computing, of which "
+        f"{about_seconds(drive['wait_s'])} are waited for"
     )
 
 
@@ -271,11 +322,12 @@ def _describe_checkpoint(figures: Mapping[str, Any]) -> str:
     written = f"{format_bytes(figures['checkpoint']['host_bytes'])} on the host that writes most"
     if seconds is None:
         return f"{written}; time unknown: the cluster file has no disk for some host"
-    return f"{written}, {format_seconds(seconds)} until the slowest disk is done"
+    return f"{written}, {about_seconds(seconds)} until the slowest disk is done"
 
 
 def _describe_price(figures: Mapping[str, Any]) -> str:
     return (
-        f"{figures['price_per_million_tokens']:,.4g} per million tokens, {figures['price']:,.2f} "
-        f"for the whole run, {figures['price_per_hour']:,.2f} per hour"
+        f"{round_text(figures['price_per_million_tokens'])} per million tokens, "
+        f"{round_text(figures['price'])} for the whole run, {figures['price_per_hour']:,.2f} per "
+        "hour"
     )

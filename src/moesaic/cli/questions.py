@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moesaic.policy.plan.predict import PlannedJob
 
 EXIT_DOES_NOT_FIT = 3
-"""Exit status of a search without a plan that fits, or that reaches the floor."""
+"""Exit status of a plan that does not fit, or does not reach the floor."""
 _EXCLUDED = {
     "--compare": (
         "--search", "--plan", "--why", "--min-cost", "--floor", "--fit", "--out", "--trace",
@@ -66,7 +66,7 @@ class Question:
             self.cluster, nproc=self.nproc, plan=plan, loads=self.loads, search=search,
             method=self.method or "best-first", is_shown=not self.as_json,
         )  # fmt: skip
-        return planned, EXIT_DOES_NOT_FIT if search and not planned.figures["fits"] else 0
+        return planned, 0 if planned.figures["fits"] else EXIT_DOES_NOT_FIT
 
 
 def check_questions(flags: Mapping[str, object]) -> None:

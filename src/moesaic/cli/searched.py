@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moesaic.base.keys import toml
-from moesaic.base.units import format_bytes, format_seconds
+from moesaic.base.units import about_seconds, format_bytes, round_text
 from moesaic.cli import prediction, screen
 
 if TYPE_CHECKING:
@@ -23,18 +23,14 @@ def print_verdict(planned: PlannedJob) -> None:
 
     figures, result = planned.figures, planned.found
     assert result is not None
-    needs, has = figures["memory_per_rank"]["peak_bytes"], figures["device_memory_bytes"]
-    sizes = f"{format_bytes(needs)} of {format_bytes(has)} per rank"
+    prediction.print_verdict(figures)
     if figures["fits"]:
-        screen.print_line(f"fits: {sizes}")
         too_large = f", {result.too_large:,} too large" * bool(result.too_large)
         screen.print_line(
             f"search: {result.tried:,} layouts simulated{too_large}; {proof_text(result)} "
             f"({result.method})"
         )
     else:
-        screen.print_line(f"DOES NOT FIT: {sizes} with the layout that comes nearest")
-        screen.print_line(figures["bottleneck"].partition("; ")[2])
         for one in figures["search"]["shortfall"]["changes"][1:4]:
             need = one["memory"]
             verdict = "fits" if one["fits"] else "does not fit yet"
@@ -61,9 +57,9 @@ def print_runners_up(figures: Mapping[str, Any]) -> None:
         [
             (
                 settings_text(one["differs"]) or "another order of stages",
-                format_seconds(one["step_s"]),
+                about_seconds(one["step_s"]),
                 f"{one['loses_s'] / step_s:+.1%}",
-                f"{one['phase']} {format_seconds(one['phase_loses_s'])}",
+                f"{one['phase']} {about_seconds(one['phase_loses_s'])}",
                 format_bytes(one["memory"]["peak_bytes"]),
             )
             for one in others
@@ -86,17 +82,17 @@ def print_why(facts: Mapping[str, Any]) -> None:
     screen.print_line(
         f"{facts['block']} on rank {facts['rank']}: {facts['place']}; {facts['parameters']:,} "
         f"parameters there, {format_bytes(facts['saved_bytes'])} saved for backward in a "
-        f"micro-batch\n{format_seconds(facts['seconds'])} of a step of "
-        f"{format_seconds(facts['step_s'])} ({share:.1%}); predicted, not measured\n"
+        f"micro-batch\n{about_seconds(facts['seconds'])} of a step of "
+        f"{about_seconds(facts['step_s'])} ({share:.1%}); predicted, not measured\n"
     )
     rows = sorted(facts["events"], key=lambda one: -(one["busy_s"] + one["waiting_s"]))
     screen.print_table(
         ["event", "phase", "runs", "waits", "overlapped"],
         [
             (
-                one["name"], one["phase"], format_seconds(one["busy_s"]),
-                format_seconds(one["waiting_s"]) if one["waiting_s"] else "-",
-                format_seconds(one["overlapped_s"]) if one["overlapped_s"] else "-",
+                one["name"], one["phase"], about_seconds(one["busy_s"]),
+                about_seconds(one["waiting_s"]) if one["waiting_s"] else "-",
+                about_seconds(one["overlapped_s"]) if one["overlapped_s"] else "-",
             )
             for one in rows[:_MAX_EVENTS]
         ],
@@ -105,8 +101,8 @@ def print_why(facts: Mapping[str, Any]) -> None:
     for one in facts["others"]:
         change = one["seconds"] - facts["seconds"]
         screen.print_line(
-            f"with {settings_text(one['differs'])}: {format_seconds(one['seconds'])} in this block "
-            f"({_signed(change)}), and the step loses {format_seconds(one['loses_s'])}"
+            f"with {settings_text(one['differs'])}: {about_seconds(one['seconds'])} in this block "
+            f"({_signed(change)}), and the step loses {about_seconds(one['loses_s'])}"
         )
 
 
@@ -117,7 +113,7 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     table: list[Sequence[str]] = [("settings",), *rows] if rows else []
     table.append(("seconds",))
     table += [
-        (name, *map(format_seconds, pair), _signed(pair[1] - pair[0])) for name, pair in seconds
+        (name, *map(about_seconds, pair), _signed(pair[1] - pair[0])) for name, pair in seconds
     ]
     table.append(("figures",))
     peaks = [
@@ -125,10 +121,10 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
         for size, fits in zip(facts["peak_bytes"], facts["fits"], strict=True)
     ]
     table.append(("  memory per rank", *peaks))
-    table.append(("  tokens per second", *(f"{one:,.0f}" for one in facts["tokens_per_s"])))
+    table.append(("  tokens per second", *map(round_text, facts["tokens_per_s"])))
     prices = facts["price_per_million_tokens"]
     if None not in prices:
-        table.append(("  price per million tokens", *(f"{one:,.4g}" for one in prices)))
+        table.append(("  price per million tokens", *map(round_text, prices)))
     screen.print_table(["", *names, "difference"], table)
     differences = {name: pair[1] - pair[0] for name, pair in facts["phases_s"].items()}
     ratio = facts["speedup"]
@@ -158,8 +154,8 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
         rows.append((
             _part_text(part["ranks"], part["hosts"]),
             "unknown" if price is None else f"{price:,.2f}",
-            f"{part['tokens_per_s']:,.0f}" if part["fits"] else "does not fit",
-            "-" if million is None else f"{million:,.4g}",
+            round_text(part["tokens_per_s"]) if part["fits"] else "does not fit",
+            "-" if million is None else round_text(million),
         ))  # fmt: skip
     goal = "the least price on which the job fits" if floor is None else (
         f"the least price per token from {floor:,.0f} tokens/s"
@@ -172,8 +168,8 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
         screen.print_line(f"no part of the cluster fits the job; {chosen} comes nearest")
     else:
         screen.print_line(
-            f"no part reaches {floor:,.0f} tokens/s; the most is {own['tokens_per_s']:,.0f} with "
-            f"{chosen}"
+            f"no part reaches {floor:,.0f} tokens/s; the most is "
+            f"{round_text(own['tokens_per_s'])} with {chosen}"
         )
     screen.print_table(["part", "price per hour", "tokens/s", "price per million tokens"], rows)
     screen.print_line("")
@@ -209,4 +205,4 @@ def _part_text(ranks: int, hosts: Sequence[str]) -> str:
 
 
 def _signed(seconds: float) -> str:
-    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
+    return f"{'-' if seconds < 0 else '+'}{about_seconds(abs(seconds))}"

@@ -7,13 +7,20 @@ files are written.
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from moesaic.api.job import Job
-from moesaic.api.launch import EXIT_INTERRUPTED, RunInterrupted, is_leader, is_torchrun
+from moesaic.api.launch import (
+    EXIT_INTERRUPTED,
+    RunInterrupted,
+    is_leader,
+    is_torchrun,
+    said_once,
+)
 from moesaic.api.prepared_run import PreparedRun
 from moesaic.api.run import Run
 from moesaic.api.start import exit_on_interrupt, import_module
@@ -69,6 +76,13 @@ DryRun = Annotated[
     ),
 ]  # fmt: skip
 
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", metavar="", help="To see kernels, balance, validations and each message."
+    ),
+]  # fmt: skip
+
 
 def train(  # noqa: PLR0913 - a parameter for each flag
     job: JobPath = None,
@@ -80,6 +94,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     sets: Sets = None,
     out: Out = None,
     dry_run: DryRun = False,
+    verbose: Verbose = False,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int | None:
@@ -90,7 +105,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     if resume is None:
         flags.require(job, "JOB.toml", "train")
     run = resumed_run(None if out is None else str(out), resume)
-    with exit_on_interrupt():
+    with exit_on_interrupt(), said_once():
         prepared = Job.load(job, sets=sets or (), run=run).prepare(
             out=out, nproc=nproc, resume=resume, change=change, plan=plan,
             output="stderr" if as_json else "stdout", is_started=not dry_run,
@@ -99,7 +114,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     for warning in prepared.warnings if is_leader() else ():
         screen.print_warning(warning)
     if dry_run:
-        _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, as_json)
+        _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
         return 0
     with exit_on_interrupt():
         prepared.check_machine()
@@ -107,13 +122,14 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         import_module(f"moesaic.train.{prepared.config.kind}")
     try:
         with stop_on_sigterm() as stop:
-            finished = prepared.run(stop=stop)
+            shown = replace(prepared, task=replace(prepared.task, is_verbose=verbose))
+            finished = shown.run(stop=stop)
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
     except DivergedError as error:
         raise DivergedError(f"{error}{_reported(prepared)}") from None
     if is_leader():
-        _write_report(finished, as_json)
+        _write_report(finished, as_json, verbose)
     return 0
 
 
@@ -145,13 +161,13 @@ def _reported(prepared: PreparedRun) -> str:
     return f" (report: {Run(Path(out)).report()})"
 
 
-def _write_report(run: Run, as_json: bool) -> None:
+def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
     """Write the report and print a summary of the run."""
     page, facts = run.report(), run.summary()
     if as_json:
         screen.print_json({**facts, "report": str(page)})
     else:
-        _print_summary(run, facts, page)
+        _print_summary(run, facts, page, verbose)
     if facts["skipped"] and facts["skipped"] == facts["step"]:
         raise DivergedError(
             f"all {facts['step']:,} steps were skipped because fp16 overflowed, so nothing was "
@@ -165,7 +181,7 @@ def _write_report(run: Run, as_json: bool) -> None:
         raise DivergedError(f"{title}. {worst['text']}")
 
 
-def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
+def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -> None:
     is_frozen = run.job["kind"] == "lm" and run.job["distill"]["frozen"]
     screen.print_line(_headline(facts, is_frozen))
     if facts["prediction"] is not None:
@@ -174,7 +190,7 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path) -> None:
             f"  a step took {ratio:.2f} times the predicted time (median without the first three "
             "steps)"
         )
-    for finding in facts["findings"]:
+    for finding in facts["findings"] if verbose else ():
         if finding["kind"].startswith("replicas_"):
             screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
     for name, figures in facts["students"].items():
@@ -223,13 +239,14 @@ def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
     return text
 
 
-def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
-    """Print the resolved job, the plan, and the memory of a rank or of rows."""
+def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_json: bool) -> None:
+    """Print whether the ranks fit, the resolved job, the plan, and the memory of a rank or of
+    rows."""
     job = prepared.config
     if isinstance(job, CtrJob):
         facts, lines = _describe_recommender(job, prepared.plan)
     else:
-        facts, lines = _describe_language_model(job, prepared.plan)
+        facts, lines = _describe_language_model(job, prepared.plan, cluster)
     if as_json:
         screen.print_json(
             {
@@ -238,12 +255,13 @@ def _print_dry_run(path: Path, prepared: PreparedRun, as_json: bool) -> None:
             }
         )  # fmt: skip
         return
+    from moesaic.cli.prediction import print_parts, print_verdict
+
+    if "fits" in facts:
+        print_verdict(facts)
     for line in (f"# {path}, resolved\n", job.to_toml(), *lines):
         screen.print_line(line)
-    if facts.get("parts"):
-        from moesaic.cli.prediction import print_parts
-
-        print_parts(facts["parts"])
+    print_parts(facts.get("parts", ()))
 
 
 def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:
@@ -257,19 +275,23 @@ def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list
     ]
 
 
-def _describe_language_model(job: LanguageModelJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+def _describe_language_model(
+    job: LanguageModelJob, plan: Plan, cluster: str | None
+) -> tuple[dict[str, Any], list[str]]:
     """Return the parameters and the memory of a rank, as facts and as lines."""
+    from moesaic.api.memory_here import memory_here
     from moesaic.api.memory_replay import forecast
     from moesaic.base.host_memory import free_memory_bytes
     from moesaic.cli.prediction import describe_tiers
-    from moesaic.policy.cost.memory import highest_memory
 
     counts = count_parameters(job.model)
-    memory = highest_memory(job, plan)
+    where = None if cluster is None else flags.load_cluster(cluster).facts
+    rank, room = memory_here(job, plan, where)
+    memory = rank.memory
     tiers = forecast(job, plan, free_memory_bytes() // plan.ranks)
     facts = {
         "parameters": {"total": counts.total, "active": counts.active},
-        "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
+        **room,
         "memory_tiers": tiers,
         "parts": [
             part.describe(part.memory()) for part in (job_parts(job, plan) if job.student else ())

@@ -21,6 +21,10 @@ class RecordingProgress:
         """Record a message."""
         self.messages.append(text)
 
+    def detail(self, text: str) -> None:
+        """Record a message."""
+        self.messages.append(text)
+
     def start(self, total: int, done: int) -> None:
         """Do nothing."""
 

@@ -99,6 +99,10 @@ class CtrKind:
             raise
         return run
 
+    def details(self, run: CtrRun) -> Iterator[str]:
+        """Yield nothing."""
+        return iter(())
+
     def describe(self, run: CtrRun) -> Iterator[str]:
         """Yield the network, the table, and where its rows are."""
         job, passes = run.objective.job, run.objective.passes

@@ -14,6 +14,12 @@ from moesaic.train.job_file import LoadedJob, TrainingJob, blame_sets
 
 def check_inputs(loaded: LoadedJob[TrainingJob]) -> None:
     """Raise for a path, vocabulary or package that the job needs and this machine lacks."""
+    if loaded.missing_data:
+        raise ConfigError(
+            f"{loaded.origin}: {' and '.join(f'data.{key}' for key in loaded.missing_data)} "
+            f"{'is' if len(loaded.missing_data) == 1 else 'are'} missing: add [data] with path "
+            "(the training text) and sequence (tokens per sample)"
+        )
     with blame_sets(loaded.origin, loaded.sets):
         _check_inputs(loaded.job, loaded.origin)
 

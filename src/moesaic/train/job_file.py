@@ -28,6 +28,7 @@ from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import CtrJob, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
+from moesaic.facts.job.data import fill_for_plan, missing_keys
 from moesaic.facts.job.distill import TEACHER, logits_warnings
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import (
@@ -74,6 +75,8 @@ class LoadedJob(Generic[J]):
     """True if `train.micro_batches` is "auto", so that a search or a plan chooses it."""
     decisions: tuple[Decision[Any, Any], ...] = ()
     """Decisions that led to the plan."""
+    missing_data: tuple[str, ...] = ()
+    """Keys of [data] that the file lacks: plans assume them, training refuses the job."""
 
     @property
     def warnings(self: LoadedJob[TrainingJob]) -> list[str]:
@@ -102,13 +105,14 @@ def load_job(
         sets = began.merged_sets(raw, sets)
     with blame_sets(origin, sets):
         raw, has_open_micro_batches = _fill_micro_batches(apply_sets(raw, sets))
+        missing_data = missing_keys(raw)
         job, notes = _resolve(raw, origin, sets, run)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
     loaded = LoadedJob(
         job, text, notes, origin=origin, sets=tuple(sets),
-        has_open_micro_batches=has_open_micro_batches,
+        has_open_micro_batches=has_open_micro_batches, missing_data=missing_data,
     )  # fmt: skip
     return loaded if plan is None else apply_plan(loaded, plan)
 
@@ -171,7 +175,12 @@ def _resolve(
     notes: list[str] = []
     raw = fill_tokenizer(raw, origin, notes, run)
     raw = _fill_students(fill_pretrained(raw, origin, notes, run), origin, notes, run)
-    job = parse(Job, fill_labels(fill_preset(raw, origin)), origin, sets)
+    job = parse(Job, fill_for_plan(fill_labels(fill_preset(raw, origin))), origin, sets)
+    if "sequence" in missing_keys(raw):
+        notes.append(
+            f"{origin} has no data.sequence: {job.data.sequence} tokens a sample are assumed; for "
+            "another length: --set data.sequence=N"
+        )
     if job.finetune is not None and job.source is None:
         raise ConfigError(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
@@ -220,7 +229,7 @@ def blame_sets(origin: str, sets: Sequence[str]) -> Iterator[None]:
         sentence = str(error).removeprefix(f"{origin}: ")
         named = sentence.split(maxsplit=1)[0].rstrip(":")
         items = [item for item in sets if item.partition("=")[0].strip() == named]
-        if sentence == str(error):
+        if sentence == str(error) or "\n" in sentence:  # Several mistakes have names already.
             raise
         where = items[-1] if items else error_origin(origin, sets, sentence)
         raise ConfigError(f"{where}: {sentence}") from None

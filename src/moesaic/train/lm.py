@@ -97,12 +97,8 @@ class LanguageModelKind:
         return run
 
     def describe(self, run: LMRun) -> Iterator[str]:
-        """Yield kernels, transports, balance policy, a warning about the drive, trained weights,
-        and settings without effect."""
+        """Yield a warning about the drive, trained weights, and settings without effect."""
         job = run.objective.job
-        for line in (_describe_backends(run), _describe_balance(run)):
-            if line is not None:
-                yield line
         tiers = run.objective.part.tiers
         if tiers is not None and not tiers.is_direct:
             assert job.memory is not None
@@ -116,6 +112,12 @@ class LanguageModelKind:
         if is_pinned and run.world.device.type == "cpu":
             yield "kernels.grouped_mm has no effect on a CPU"
         yield from map(_describe_student, students_in_order(job.student))
+
+    def details(self, run: LMRun) -> Iterator[str]:
+        """Yield kernels, transports and the balance policy."""
+        for line in (_describe_backends(run), _describe_balance(run)):
+            if line is not None:
+                yield line
 
     def start_fields(self, run: LMRun) -> dict[str, Any]:
         """Return numbers of parameters, the kernels of this rank, and the students, if any."""

@@ -48,6 +48,9 @@ class Progress(Protocol):
     def message(self, text: str) -> None:
         """Show a message."""
 
+    def detail(self, text: str) -> None:
+        """Show a message to a user who wants every one."""
+
     def start(self, total: int, done: int) -> None:
         """Begin a display of `total` steps, `done` of which are behind it."""
 
@@ -129,6 +132,9 @@ class JobKind(Protocol[J]):
 
     def describe(self, run: Any) -> Iterator[str]:
         """Yield what the user should know before the first step."""
+
+    def details(self, run: Any) -> Iterator[str]:
+        """Yield what only a user who wants every message should see before the first step."""
 
     def start_fields(self, run: Any) -> dict[str, Any]:
         """Return the kind's own fields of the event `run_start`."""
@@ -291,6 +297,8 @@ class _Session(Generic[J]):
         train, began = self.job.train, time.perf_counter()
         first_done = self.run.counters["step"]
         self._write_run_start(origin, decisions)
+        for line in self.kind.details(self.run):
+            self.progress.detail(line)
         for line in self.kind.describe(self.run):
             self.progress.message(line)
         if train.precision in LOW_PRECISION and self.world.device.type == "cpu":
@@ -443,7 +451,7 @@ class _Session(Generic[J]):
             for name, value in more.items()
             if "/" in name or round(value, 4) != round(loss, 4)
         ]
-        self.progress.message(f"step {self.run.counters['step']}: {', '.join(words)}")
+        self.progress.detail(f"step {self.run.counters['step']}: {', '.join(words)}")
 
     def _save(self) -> None:
         self.record.flush()

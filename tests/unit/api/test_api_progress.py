@@ -14,18 +14,26 @@ from moesaic.api.progress import LoadingProgress, Output, RunProgress
 
 
 def train(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, output: Output = "stdout", every_s: float = 9.0
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+    output: Output = "stdout",
+    every_s: float = 9.0,
+    *,
+    steps: int = 10,
+    is_verbose: bool = False,
 ) -> str:
     file = io.StringIO()
     console = Console(
         file=file, force_terminal=terminal, width=100, color_system=None, quiet=output is None
     )
     monkeypatch.setattr(progress, "make_console", lambda _: console)
-    watched = RunProgress(output, every_s)
+    watched = RunProgress(output, every_s, is_verbose=is_verbose)
     watched.message("resuming from somewhere")
-    watched.start(10, 3)
-    for step in range(4, 11):
+    watched.detail("the kernels")
+    watched.start(steps, 3)
+    for step in range(4, steps + 1):
         watched.step({"step": step, "loss": 3.0 / step, "tokens_per_s": 12345.6})
+        watched.message(f"step {step}: something")
     watched.done()
     return file.getvalue()
 
@@ -37,8 +45,19 @@ def test_lines_come_at_the_first_step_the_last_and_rarely_between(
     assert lines[0] == "resuming from somewhere"
     assert lines[1].startswith("step 4/10: loss 0.7500, 12,346 tokens/s, ")
     assert lines[1].endswith(" left")
-    assert lines[2:] == ["step 10/10: loss 0.3000, 12,346 tokens/s"]
-    assert len(train(monkeypatch, terminal=False, every_s=0.0).splitlines()) == 1 + 7
+    shown = [line for line in lines[2:] if not line.endswith("something")]
+    assert shown == ["step 10/10: loss 0.3000, 12,346 tokens/s"]
+
+
+def test_the_lines_of_a_long_run_are_few_unless_all_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = train(monkeypatch, terminal=False, every_s=0.0, steps=1003).splitlines()
+    assert len(few) == 8 + 9 + 1
+    assert few[-1] == "993 more messages: with --verbose, and in the run's events"
+    assert "the kernels" not in few
+    every = train(monkeypatch, terminal=False, every_s=0.0, steps=1003, is_verbose=True)
+    assert len(every.splitlines()) == 2 + 2 * 1000
 
 
 def test_a_terminal_gets_a_bar_and_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:

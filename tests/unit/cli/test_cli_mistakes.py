@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands import Commands
+from moesaic.api import launch
 from moesaic.cli.main import main
 from moesaic.testing.jobs import RUN_JOB
 
@@ -176,3 +177,21 @@ def test_an_interrupt_prints_one_word(monkeypatch: pytest.MonkeyPatch, commands:
 
     monkeypatch.setattr("moesaic.api.job.load_job", interrupted)
     assert commands.run("train job.toml", status=130).err == "interrupted\n"
+
+
+def test_under_torchrun_one_rank_reports_a_mistake(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "SILENCE_S", 0.0)
+    line = ["train", "job.toml", "--set", "train.stepz=5"]
+    for rank in range(2):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
+            monkeypatch.setenv(name, str(value))
+        if rank == 0:
+            assert "did you mean 'train.steps'?" in commands.refusal(line)
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main(line)
+        assert ended.value.code == 2
+        assert main(["train", "--frob"]) == 2
+        assert capfd.readouterr() == ("", "")

@@ -76,8 +76,12 @@ def test_output_names_the_bottleneck_and_a_timeline_is_written(
 ) -> None:
     (place / "cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
     text = commands.output([*LINE, "--trace", "step.json"])
-    assert text.startswith("two nodes (32 x NVIDIA H100 SXM5): 32 ranks, experts over 8, ")
-    assert "predicted, not measured" in text
+    verdict, layout, *_ = text.splitlines()
+    assert re.fullmatch(r"fits: [0-9.]+ of 74.5 GiB per rank", verdict)
+    assert layout.startswith("two nodes (32 x NVIDIA H100 SXM5): 32 ranks, experts over 8, ")
+    assert layout.endswith("; predicted, not calibrated, not measured")
+    assert re.search(r"\nstep +[0-9.]+ m?s \(error unknown\), of which\n", text)
+    assert re.search(r"\ntokens +[1-9][0-9],?[0-9]?0,?000 per second\n", text)
     assert "bottleneck         elementwise: " in text
     assert "parameters         6,919,161,856, 1,282,017,280 active per token\n" in text
     assert "whole run          10 steps in " in text
@@ -195,7 +199,8 @@ BEYOND = (
 def test_warnings(layout: str, sets: str, words: str, commands: Commands) -> None:
     """On stderr, with JSON output too."""
     flags = [f"--set={item}" for item in sets.split()]
-    captured = commands.run([*LINE, "--json", *layout_sets(layout), *flags])
+    status = 3 if layout.startswith("ep=1,") else 0
+    captured = commands.run([*LINE, "--json", *layout_sets(layout), *flags], status=status)
     assert json.loads(captured.out)["plan"]["ranks"] == 16
     assert words in captured.err
 
@@ -321,27 +326,57 @@ def test_json_has_every_figure(commands: Commands) -> None:
 
 
 def test_a_job_that_does_not_fit_gets_a_remedy(commands: Commands) -> None:
-    captured = commands.run([*LINE, "--json", "--set", "layout.ep=1"])
+    line = [*LINE, *layout_sets("ep=1")]
+    captured = commands.run([*line, "--json"], status=3)
     facts = json.loads(captured.out)
-    assert facts["fits"] is False
+    assert (facts["fits"], facts["price"]) == (False, None)
     assert facts["bottleneck"].startswith("memory: rank 0 needs ")
-    assert "; it fits with layout." in facts["bottleneck"]
     assert captured.err == f"warning: the plan does not fit: {facts['bottleneck']}\n"
-    facts = commands.facts([*LINE, "--set", "train.batch=1024", *layout_sets("ep=4")])
-    bottleneck = facts["bottleneck"]
-    remedies = re.search(r"; it fits with (.*) \(([0-9.]+) GiB\)$", bottleneck)
-    assert remedies is not None
-    sets = {"train.batch": "1024", "layout.ep": "4"}
-    sets |= dict(change.replace('"', "").split(" = ") for change in remedies[1].split(" and "))
-    facts = commands.facts([*LINE, *(f"--set={key}={value}" for key, value in sets.items())])
-    assert facts["fits"]
-    needed = facts["memory_per_rank"]["peak_bytes"] / 2**30
-    assert needed == pytest.approx(float(remedies[2]), abs=0.05)
+    remedy = facts["remedy"]
+    assert remedy["fits"]
+    needed = remedy["peak_bytes"] / 2**30
+    assert remedy["changes"].keys() == {"layout.ep"}
+    change = f"layout.ep = {remedy['changes']['layout.ep']}"
+    assert f"; it fits with {change} ({needed:.1f} GiB)" in facts["bottleneck"]
+    captured = commands.run(line, status=3)
+    assert captured.err == ""
+    verdict, _, _, *rows = captured.out.splitlines()
+    change = rf"{change} \({needed:.3g} of 74.5 GiB\)"
+    sizes = r"DOES NOT FIT: [0-9.]+ of 74.5 GiB per rank; the smallest change that fits: "
+    assert re.fullmatch(sizes + change, verdict)
+    assert [row.split()[0] for row in rows[:2]] == ["parameters", "memory"]
+    changes = [f"--set={key}={value}" for key, value in remedy["changes"].items()]
+    assert (
+        commands.facts([*LINE, *changes])["memory_per_rank"]["peak_bytes"] == remedy["peak_bytes"]
+    )
+
+
+def test_a_job_that_never_fits(commands: Commands) -> None:
     sharded = [*layout_sets("ep=16,dp_shard=all"), "--set", "train.recompute=true"]
-    long = [f"--set={key}=100000000" for key in ("data.sequence", "model.max_positions")]
-    text = commands.output([*LINE, *sharded, *long, "--out", "plan.json"])
-    assert "; use devices with more memory, or more ranks with a larger layout.pp" in text
+    long = [f"--set={key}=99999999" for key in ("data.sequence", "model.max_positions")]
+    text = commands.run([*LINE, *sharded, *long, "--out", "plan.json"], status=3).out
+    assert re.match(r"DOES NOT FIT: .* per rank; no layout fits", text)
     assert "\nnext" not in text
+
+
+def test_a_plan_needs_no_data_and_names_every_mistake(place: Path, commands: Commands) -> None:
+    (place / "job.toml").write_text(JOB.replace('[data]\npath = "nowhere"\nsequence = 4096\n', ""))
+    captured = commands.run([*LINE, "--json", "--nproc", "8", *layout_sets(PLAIN)])
+    assert json.loads(captured.out)["fits"]
+    assert captured.err == (
+        "warning: job.toml has no data.sequence: 4096 tokens a sample are assumed; for another "
+        "length: --set data.sequence=N\n"
+    )
+    words = "job.toml: data.path and data.sequence are missing: add [data] with path"
+    assert words in commands.refusal("train job.toml --dry-run --set layout.ep=1")
+    sets = ["--set", "model.experts_per_token=2", "--set", "train.steps=x"]
+    captured = commands.run([*LINE, *sets], status=2)
+    assert captured.err.splitlines() == [
+        "error: job.toml: 2 mistakes",
+        "  model.experts_per_token=2: unknown key 'model.experts_per_token': did you mean "
+        "'model.top_k'?",
+        '  train.steps=x: train.steps = "x": give an integer from 1 and below 2^31',
+    ]
 
 
 def test_implausible_units_cause_warnings(place: Path, commands: Commands) -> None:
@@ -363,7 +398,7 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
     link = CLUSTER[CLUSTER.index("[[links]]") :]
     (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}\n{link}')
     line = ["plan", "job.toml", "--cluster", "unlike.toml", *layout_sets("ep=2")]
-    facts = commands.facts(line)
+    facts = commands.facts(line, status=3)
     assert (facts["fits"], facts["memory_rank"], facts["device_memory_bytes"]) == (False, 1, 1e9)
     assert "rank 1 needs" in facts["bottleneck"]
 

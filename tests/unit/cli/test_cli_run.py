@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from commands import Commands
+from moesaic.api import progress
 from moesaic.base.config import parse
 from moesaic.base.events import read_events
 from moesaic.cli.main import main
@@ -59,6 +60,20 @@ def test_training_prints_a_summary(commands: Commands) -> None:
     assert "  checkpoint  fresh/checkpoints/step-00000002\n" in text
     assert "  report      fresh/report.html\n" in text
     assert '  next        moesaic generate fresh --prompt "..."\n' in text
+
+
+def test_a_run_prints_few_lines(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps, validations and messages it has; `--verbose` shows them all."""
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    sets = ["train.steps=30", "train.validate_every=1", "data.validation_share=0.3"]
+    flags = [f"--set={one}" for one in sets]
+    lines = commands.output("train job.toml --out few", *flags).splitlines()
+    assert len(lines) <= 25
+    assert sum(line.startswith("step ") for line in lines) in range(5, 11)
+    assert ", validation " in lines[3]
+    many = commands.output("train job.toml --out many --verbose", *flags)
+    assert many.count(": validation loss ") == 30
+    assert "step 30: validation loss" not in "".join(lines)
 
 
 def test_training_chooses_a_directory_and_prints_json(commands: Commands) -> None:

@@ -196,7 +196,7 @@ def test_flags_that_do_not_go_together(flags: str, words: str, commands: Command
 
 def test_presets_name_clusters(commands: Commands) -> None:
     text = commands.output(["plan", "job.toml", "--cluster", "2xcpu", "--nproc", "2"])
-    assert text.startswith("2 x cpu (2 x Xeon")
+    assert text.splitlines()[1].startswith("2 x cpu (2 x Xeon")
     missing = commands.refusal(["plan", "job.toml"])
     assert "--cluster is missing: give a cluster file" in missing
     assert "h100-8" in missing

@@ -87,7 +87,9 @@ def test_a_model_becomes_a_file_and_the_file_a_prediction(place: Path, commands:
     assert facts["samples_per_s"] == pytest.approx(4 * 32 / facts["step_s"])
     assert facts["memory_per_rank"]["moments_bytes"] == 2 * 9610 * 4
     text = commands.output(line)
-    assert text.startswith("Sequential, a replica on each of 8 ranks on a node (NVIDIA H100")
+    verdict, opening, *_ = text.splitlines()
+    assert verdict == "fits: 0.000166 of 74.5 GiB per rank"
+    assert opening.startswith("Sequential, a replica on each of 8 ranks on a node (NVIDIA H100")
     assert "blocks " in text
 
 
@@ -101,7 +103,7 @@ def test_replicas_must_fit_the_smallest_device(place: Path, commands: Commands) 
     link = '[[links]]\nends = ["*", "*"]\nkind = "wire"\nlatency_s = 1e-5\nbandwidth = 1e9\n'
     (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}{link}')
     commands.run(named("trace nets:make --out workload.json", place))
-    facts = commands.facts("plan --workload workload.json --cluster unlike.toml")
+    facts = commands.facts("plan --workload workload.json --cluster unlike.toml", status=3)
     assert (facts["fits"], facts["device_memory_bytes"]) == (False, 1e3)
 
 

@@ -14,6 +14,7 @@ from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset
 from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.job.job import _available_targets, fill_preset
 from moesaic.facts.job.model import PRESETS
+from moesaic.facts.job.other_names import OTHER_NAMES
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import adapters, describe_trainable
 
@@ -305,3 +306,15 @@ def test_trainable_parameters_are_listed_by_name() -> None:
         *(f"layers.*.attention.{part}.lora_*" for part in "qkvo"),
         *(f"layers.*.moe.experts.*.{part}.lora_*" for part in ("gate", "up", "down")),
     ]
+
+
+def test_names_of_other_frameworks_are_known_and_are_no_keys() -> None:
+    known = {entry.path for entry in keys.walk(Job)}
+    assert set(OTHER_NAMES.values()) <= known
+    assert not {f"{key.rpartition('.')[0]}.{name}" for name, key in OTHER_NAMES.items()} & known
+    for name, key in (
+        ("model.experts_per_token", "model.top_k"), ("train.lr", "optimizer.lr"),
+        ("model.num_experts", "model.experts"), ("global_batch_size", "train.batch"),
+        ("optimizer.learning_rate", "optimizer.lr"), ("tensor_parallel_size", "layout.tp"),
+    ):  # fmt: skip
+        assert keys.nearest_key(Job, name.split(".")) == key

@@ -307,8 +307,11 @@ def predictions(**change: Any) -> dict[str, Any]:
         ({"pp": 2, "stages": [["embed", "head"]]}, "stages lists 1 stages where pp = 2 and"),
         ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages where pp = 1: spread the names"),
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
-        ({"places": [PLACE, {}]}, "places[1].host is missing"),
-        ({"homes": [[0, 1], [2, 3]]}, "unknown key 'homes': the keys at the top are ranks,"),
+        (
+            {"places": [PLACE, {"device": "A CPU", "kind": "cpu"}]},
+            "places[1].host is missing",
+        ),
+        ({"homes": [[0, 1], [2, 3]]}, "unknown key 'homes': the keys at the top are "),
         ({"ranks": 1 << 60}, "ranks = 1152921504606846976: give an integer from 1"),
         (
             predictions(phases_s={"forward": -1}),

@@ -9,10 +9,11 @@ import pytest
 
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.cluster.places import device_at, place_ranks
+from moesaic.facts.cluster.presets import PRESETS
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory
 from moesaic.facts.workload.loads import expert_counts
-from moesaic.policy.cost.memory import highest_memory, tightest_rank
+from moesaic.policy.cost.memory import tightest_rank
 from moesaic.policy.cost.step import JobCosts
 from moesaic.testing.jobs import tiny_job
 
@@ -29,13 +30,17 @@ from moesaic.testing.jobs import tiny_job
         (8, {"pp": 2, "tp": 2, "dp_shard": 2}, {"batch": 6, "micro_batches": 2}),
     ],
 )
-def test_highest_memory_is_that_of_all_ranks(
+def test_the_tightest_of_equal_devices_is_the_fullest_rank(
     ranks: int, layout: Mapping[str, object], train: Mapping[str, int]
 ) -> None:
     job = tiny_job(model={"vocab": 60}, layout=layout, train=train)
     plan = plan_from_layout(job.layout, job.model, ranks)
     peaks = [memory(job, plan, rank).peak_bytes for rank in range(ranks)]
-    assert highest_memory(job, plan).peak_bytes == max(peaks) > min(peaks)
+    shares = [{**PRESETS["cpu"]["devices"][0], "count": ranks}]
+    host = {"name": "n", "preset": "cpu", "devices": shares}
+    cluster = resolve_cluster({"name": "here", "hosts": [host]}, "here")
+    needs = tightest_rank(JobCosts.from_job(job, plan, cluster))
+    assert needs.memory.peak_bytes == max(peaks) > min(peaks)
 
 
 def test_tightest_rank_depends_on_device_memory() -> None:

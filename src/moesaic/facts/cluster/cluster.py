@@ -218,6 +218,9 @@ class Calibration(Section):
     """Factor on times of elementwise kernels."""
     collectives: float = Field(ge=MIN_FACTOR, le=MAX_FACTOR)
     """Factor on times of collectives."""
+    error: float | None = Field(default=None, ge=0)
+    """Largest error of a run's step predicted by factors of the other runs, as a fraction; unset:
+    unknown, as after a single run."""
 
 
 class Cluster(Section):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from moesaic.base import keys
 from moesaic.base.config import Section
+
+PLANNED_SEQUENCE = 4096
+"""Tokens of a sample that a plan assumes, at most, if the job does not say."""
+NO_TEXT = "no text"
+"""Path of the text of a job that is only planned."""
 
 
 class DataConfig(Section):
@@ -85,3 +91,22 @@ class DataConfig(Section):
                 'data.packing = "stream" cuts one long text, and data.format = "chat" keeps '
                 "conversations whole: remove data.packing"
             )
+
+
+def missing_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the required keys of [data] that the tables of a language model's job lack."""
+    data = raw.get("data", {})
+    if raw.get("kind", "lm") != "lm" or not isinstance(data, dict):
+        return ()
+    return tuple(key for key in ("path", "sequence") if key not in data)
+
+
+def fill_for_plan(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a job with the keys of [data] that a plan assumes where it has none."""
+    missing, model = missing_keys(raw), raw.get("model")
+    if not missing:
+        return raw
+    positions = model.get("max_positions") if isinstance(model, dict) else None
+    length = min(positions, PLANNED_SEQUENCE) if isinstance(positions, int) else PLANNED_SEQUENCE
+    assumed = {"path": NO_TEXT, "sequence": length}
+    return {**raw, "data": {**{key: assumed[key] for key in missing}, **raw.get("data", {})}}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from moesaic.base.host_memory import free_memory_bytes
 from moesaic.facts.cluster import Cluster, Device, Place
 from moesaic.facts.expert_blocks import MIN_BLOCKS
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, job_parts, memory, memory_of_parts
-from moesaic.policy.cost.step import JobCosts, equal_ranks
+from moesaic.policy.cost.step import JobCosts
 from moesaic.policy.plan.budget import budget_bytes, budget_facts, divide_budget
 
 
@@ -46,17 +44,6 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
             needs = _with_budget(costs.job, costs.plan, rank, int(device.memory_bytes))
         candidates.append(RankMemory(rank, needs, device))
     return max(candidates, key=lambda one: one.used_fraction)
-
-
-def highest_memory(job: Job, plan: Plan) -> Memory:
-    """Return the memory of the CPU rank with the highest peak, under even routing."""
-    ranks = equal_ranks(job, plan, [0] * plan.ranks, in_memory=True)
-    if job.memory is not None:
-        found = [_with_budget(job, plan, rank, free_memory_bytes() // plan.ranks) for rank in ranks]
-    else:
-        parts, threads = job_parts(job, plan), max((os.cpu_count() or 1) // plan.ranks, 1)
-        found = [memory_of_parts(parts, rank, threads=threads) for rank in ranks]
-    return max(found, key=lambda one: one.peak_bytes)
 
 
 def _with_budget(job: Job, plan: Plan, rank: int, free_bytes: int) -> Memory:

@@ -29,7 +29,7 @@ from moesaic.facts.plan.search import (
 from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, with_balance_costs
 from moesaic.policy.plan.estimates import Estimates, SimulatedEstimates
-from moesaic.policy.plan.predict import PlannedJob, predict_plan
+from moesaic.policy.plan.predict import DOES_NOT_FIT, PlannedJob, predict_plan
 from moesaic.policy.plan.search import search_plans
 
 Search = Decision[SearchFacts, SearchResult]
@@ -96,10 +96,12 @@ def predict_found(
     figures = {**planned.figures, "search": describe_search(facts, result)}
     warnings = planned.warnings
     if result.shortfall is not None:
-        figures |= {"fits": False, "bottleneck": shortfall_text(result.shortfall)}
-        unwanted = "the plan does not fit: "
-        warnings = [one for one in warnings if not one.startswith(unwanted)]
-        warnings = [f"{unwanted}{figures['bottleneck']}", *warnings]
+        figures |= {
+            "fits": False, "bottleneck": shortfall_text(result.shortfall),
+            "remedy": _describe_change(result.shortfall.change),
+        }  # fmt: skip
+        warnings = [one for one in warnings if not one.startswith(DOES_NOT_FIT)]
+        warnings = [f"{DOES_NOT_FIT}{figures['bottleneck']}", *warnings]
     return planned._replace(figures=figures, warnings=warnings, found=result)
 
 
@@ -142,6 +144,14 @@ def describe_search(facts: SearchFacts, result: SearchResult) -> dict[str, Any]:
         ],
         "shortfall": None if result.shortfall is None else _describe_shortfall(result.shortfall),
     }  # fmt: skip
+
+
+def _describe_change(change: Change | None) -> dict[str, Any] | None:
+    """Return a single change as a remedy."""
+    if change is None:
+        return None
+    peak_bytes, values = change.memory.peak_bytes, {change.key: change.value}
+    return {"changes": values, "peak_bytes": peak_bytes, "fits": change.fits}
 
 
 def _describe_shortfall(shortfall: Shortfall) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_bytes, format_seconds
 from moesaic.facts.cluster import (
@@ -25,7 +24,6 @@ from moesaic.facts.plan import (
     RankTimeline,
     complete_plan,
     idle_ranks_warning,
-    job_under_plan,
     placement_mismatch,
     plan_from_job,
     prediction_digest,
@@ -57,8 +55,9 @@ from moesaic.policy.plan.budget import check_rank_device
 from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, choose_open_settings
 from moesaic.policy.plan.dispatch import dispatch_hosts_warning
 from moesaic.policy.plan.mapping import assign_places, max_ranks
-from moesaic.policy.plan.memory_advice import suggest_memory_changes
 
+DOES_NOT_FIT = "the plan does not fit: "
+"""Opening of the warning about a plan that does not fit."""
 _HOUR_S = 3600.0
 _SPAN_KINDS = ("computing_s", "collectives_s", "waiting_s")
 
@@ -158,7 +157,7 @@ def predict_plan(
         phases, blocks = timeline.seconds_by_phase(0), timeline.max_seconds_by_block()
     bottleneck = _bottleneck(seconds_by_kind, timeline.step_s, drive)
     if memory.used_fraction > 1:
-        bottleneck = _missing_memory(plan, facts, memory)
+        bottleneck = _missing_memory(memory)
     matmul_flops_per_s = device.matmul_speed(job.train.precision).flops
     figures = {
         **_step_figures(cluster, device, timeline, memory.memory, memory.device.memory_bytes),
@@ -179,10 +178,10 @@ def predict_plan(
         "memory_tiers": tiers, "drive": None if drive is None else drive._asdict(),
         "checkpoint": checkpoint_cost(job, plan, cluster, facts.places)._asdict(),
         **price,
-        "bottleneck": bottleneck,
+        "bottleneck": bottleneck, "remedy": None,
     }  # fmt: skip
     warnings = [
-        None if figures["fits"] else f"the plan does not fit: {bottleneck}",
+        None if figures["fits"] else f"{DOES_NOT_FIT}{bottleneck}",
         idle_ranks_warning(plan, job), *unit_warnings(cluster), dispatch_hosts_warning(plan),
     ]  # fmt: skip
     predicted = plan.model_copy(
@@ -378,21 +377,9 @@ def _bottleneck(seconds_by_kind: dict[str, float], step_s: float, drive: DriveTi
     return f"{largest}: {seconds_by_kind[largest] / step_s:.0%} of a step ({', '.join(others)})"
 
 
-def _missing_memory(plan: Plan, facts: PlanFacts, memory: RankMemory) -> str:
-    """Return which rank lacks memory, and changes with which the job fits or comes nearer."""
-    advice = suggest_memory_changes(
-        job_under_plan(facts.job, plan), plan.ranks, facts.cluster, memory
-    )
-    changes = " and ".join(f"{key} = {keys.toml(value)}" for key, value in advice.changes.items())
-    size = format_bytes(advice.memory.memory.peak_bytes)
-    if advice.memory.used_fraction <= 1:
-        remedy = f"it fits with {changes} ({size})"
-    else:
-        more = "" if facts.job.student else ", or more ranks with a larger layout.pp"
-        remedy = f"use devices with more memory{more}"
-        if changes:
-            remedy = f"with {changes} it needs {size}; {remedy}"
+def _missing_memory(memory: RankMemory) -> str:
+    """Return which rank lacks memory."""
     return (
         f"memory: rank {memory.rank} needs {format_bytes(memory.memory.peak_bytes)}, but "
-        f"{memory.device.model} has {format_bytes(memory.device.memory_bytes)}; {remedy}"
+        f"{memory.device.model} has {format_bytes(memory.device.memory_bytes)}"
     )

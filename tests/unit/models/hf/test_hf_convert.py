@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from moesaic.base import direct_io
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
+from moesaic.cli.main import main
 from moesaic.dist.checkpoint import Checkpoint, Saver
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, State, TensorShard
 from moesaic.dist.world import World
@@ -32,6 +34,7 @@ from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import write_model
+from moesaic.testing.jobs import RUN_JOB
 from moesaic.testing.states import live_values
 
 TINY = ModelConfig(
@@ -328,3 +331,28 @@ def test_killed_conversion_leaves_no_target(to: str, large: Path, tmp_path: Path
     assert not target.exists()
     assert run_script(large, target, to, -1).returncode == 0
     assert target.is_dir()
+
+
+def test_the_program_of_the_page_runs_on_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Train with a tokenizer file, export, load and generate with transformers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    monkeypatch.chdir(tmp_path)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save("tokenizer.json")
+    Path("text.txt").write_text("words and more words " * 20)
+    Path("job.toml").write_text(RUN_JOB)
+    sets = ["train.steps=1", "data.tokenizer=tokenizer.json", 'data.end_token="<|end|>"']
+    assert main(["train", "job.toml", "--out", "run", *(f"--set={one}" for one in sets)]) == 0
+    assert main(["convert", "run", "--out", "exported"]) == 0
+    capsys.readouterr()
+    page = Path(__file__).parents[4] / "docs" / "export.md"
+    (program,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out.startswith("Once upon a time")

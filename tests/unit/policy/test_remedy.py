@@ -1,0 +1,83 @@
+"""Remedies for jobs that do not fit, compared with plans of the changed job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moesaic.base.config import parse
+from moesaic.facts.cluster import Cluster
+from moesaic.facts.cluster.file import resolve_cluster
+from moesaic.facts.job import Job
+from moesaic.facts.job.model import PRESETS
+from moesaic.policy.plan.predict import choose_plan
+from moesaic.policy.plan.remedy import Remedy, find_remedy
+from moesaic.policy.plan.search import search_facts
+
+
+def cluster(nodes: int, **device: float) -> Cluster:
+    host = {"name": "n", "preset": "h100-8", "replicas": nodes, "devices": device}
+    link = {"ends": ["*", "*"], "kind": "ethernet", "latency_s": 1e-5, "bandwidth": 1e10}
+    links = [link] if nodes > 1 else []
+    return resolve_cluster({"name": "some", "hosts": [host], "links": links}, "here")
+
+
+def job(model: str, train: dict[str, Any], changes: dict[str, Any]) -> Job:
+    tables: dict[str, Any] = {
+        "model": PRESETS[model], "layout": {}, "data": {"path": "x", "sequence": 1024},
+        "train": {"steps": 1, "precision": "bf16", **train},
+    }  # fmt: skip
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        tables[table] = {**tables[table], name: value}
+    return parse(Job, tables, "job")
+
+
+def used(one: Job, where: Cluster, ranks: int) -> float:
+    """Return the memory that the plan of a job says, as a fraction of the device's."""
+    choices, facts = choose_plan(one, where, ranks)
+    return facts.tightest_rank(choices.plan).used_fraction
+
+
+def remedy_for(one: Job, where: Cluster, ranks: int) -> Remedy | None:
+    return find_remedy(search_facts(one, where, ranks))
+
+
+@pytest.mark.parametrize(("memory", "keys"), [(7e10, 1), (2e10, 2)])
+def test_the_smallest_change_fits(memory: float, keys: int) -> None:
+    train, where, changes = (
+        {"batch": 32},
+        cluster(2, count=4, memory_bytes=memory),
+        dict[str, Any](),
+    )
+    found = remedy_for(job("olmoe-1b-7b", train, changes), where, 8)
+    assert found is not None
+    assert found.fits
+    assert len(found.changes) == keys
+    assert used(job("olmoe-1b-7b", train, changes), where, 8) > 1
+    wanted = {**changes, **found.changes}
+    fraction = used(job("olmoe-1b-7b", train, wanted), where, 8)
+    assert found.peak_bytes == pytest.approx(fraction * memory)
+    assert fraction <= 1
+    for key in found.changes:
+        fewer = {name: value for name, value in wanted.items() if name != key}
+        assert used(job("olmoe-1b-7b", train, fewer), where, 8) > 1
+
+
+def test_micro_batches_help_where_no_layout_fits() -> None:
+    """Their number changes what a run learns, so it comes last."""
+    train, where = {"batch": 8, "recompute": True}, cluster(1, count=1, memory_bytes=8e7)
+    alone = job("tiny-mixtral", train, {})
+    found = remedy_for(alone, where, 1)
+    assert found is not None
+    assert found.fits
+    assert set(found.changes) == {"train.micro_batches"}
+    assert used(job("tiny-mixtral", train, found.changes), where, 1) <= 1
+
+
+def test_what_comes_nearest_is_named_if_nothing_fits() -> None:
+    where = cluster(1, count=1, memory_bytes=1e5)
+    found = remedy_for(job("tiny-dense", {"batch": 2}, {}), where, 1)
+    assert found is not None
+    assert not found.fits
