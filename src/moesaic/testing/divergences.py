@@ -49,11 +49,11 @@ def relations_by_whole(
     for first, second, number in zip(teacher[:2], student[:2], heads, strict=True):
         assert first is not None
         assert second is not None
-        sides = (
+        p, q = (
             x.transpose(1, 2).flatten(2).unflatten(2, (number, -1)).transpose(1, 2)
             for x in (first, second)
         )
-        both = [AttentionReport(x, x) for x in sides]
+        both = AttentionReport(p, p), AttentionReport(q, q)
         relations.append(attention_by_whole(*both, visible, weights))
     return torch.stack(relations).mean()
 
