@@ -255,8 +255,7 @@ def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) 
     figures = planned.figures
     runner = result.runners_up[0] if result.runners_up else None
     return [
-        f"plan: chosen {chosen_text(best, facts.pins)}; "
-        f"{pins_text(facts, best.settings)}",
+        f"plan: chosen {chosen_text(best, facts.pins)}; {pins_text(facts, best.settings)}",
         f"plan: predicted {format_seconds(figures['step_s'])} a step, "
         f"{figures['tokens_per_s']:,.0f} tokens/s, {memory_text(best.memory)} per rank; "
         f"bottleneck {figures['bottleneck']}",

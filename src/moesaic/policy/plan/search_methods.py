@@ -80,8 +80,8 @@ def rule_of_thumb(trials: Trials) -> Candidate | None:
 def usual_shapes(trials: Trials) -> Iterator[Candidate]:
     """Yield shapes that large runs start from, as far as pins allow.
 
-    They have a pipeline of any length with at least as many micro-batches, no tensor parallelism,
-    and the widest expert parallelism beside it, or a few halves of it.
+    They have no tensor parallelism, and a pipeline of any length with as many micro-batches or
+    more. Expert parallelism is the widest beside it, or one of the next widths.
     """
     space, first = trials.space, _simplest(trials)
     if first is None:
