@@ -19,9 +19,14 @@ from moesaic.dist.state import EXPERT_TOKENS, FIRST_MOMENT, SECOND_MOMENT
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.divergence import attention_divergence, hidden_distance, relation_divergence
 from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.nn.reports import BlockReport
+from moesaic.testing.divergences import (
+    attention_by_whole,
+    hidden_by_whole,
+    relations_by_whole,
+    visible_keys,
+)
 from moesaic.testing.jobs import TINY, RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.testing.runs import start_run
@@ -196,22 +201,19 @@ def whole_losses(
     log_p, log_q = (one.log_softmax(-1) for one in (target, logits))
     text = -log_q.gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
     tempered = [(one / config.temperature).log_softmax(-1) for one in (log_p, log_q)]
-    inputs = make_inputs(student.part.model, batch, student.job, 0)
     found = {
         "text": (text * present).sum(),
         "logits": (compare_logits(*tempered, config.divergence) * present).sum(),
     }
     if config.losses.needs_attention:
-        queries_keys = student.auxiliary.attend(last, inputs)
-        for name, divergence in (
-            ("attention", attention_divergence), ("relations", relation_divergence)
-        ):  # fmt: skip
-            found[name] = divergence(
-                target_last.attention, [queries_keys], inputs.attention, present
-            )[0]
+        inputs = make_inputs(student.part.model, batch, student.job, 0)
+        both = target_last.attention, student.auxiliary.attend(last, inputs)
+        visible = visible_keys(batch.documents)
+        found["attention"] = attention_by_whole(*both, visible, present)
+        found["relations"] = relations_by_whole(*both, visible, present, (4, 2))
     if config.losses.hidden:
         states = student.auxiliary.project(last.hidden_states)
-        found["hidden"] = hidden_distance(target_last.hidden_states, states, present)
+        found["hidden"] = hidden_by_whole(target_last.hidden_states, states, present)
     return found
 
 
@@ -417,25 +419,45 @@ def test_weights_without_a_loss_skip_the_update(ranks: RankPool) -> None:
     np.testing.assert_allclose(after[f"parameter/{name}"], expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("others", [[], [SMALL | {"teacher": "model"}]])
-def test_a_frozen_teacher_runs_only_where_it_teaches(others: list[dict[str, Any]]) -> None:
-    """A student keeps its bits in steps without the teacher."""
-    assistant = {**SELDOM, "name": "text", "losses": {"text": 1.0}}
-    below = {**SELDOM, "name": "below", "teacher": "text", "interval": 1}
-    students = [SELDOM | {"interval": 3}, assistant, below, *others]
-    job = tiny_job(student=students, distill={"frozen": True}, **BUSY)
-    run = start_run(job)
-    count, numbers, figures = CountForwards(run.objective.part.model), [], []
+def count_passes(world: World, job: Job) -> tuple[Figures, list[int], list[Any]]:
+    """Train four steps; return their figures, the teacher's passes after each, and the state."""
+    run = start_run(job, world)
+    count, numbers, figures = CountForwards(run.objective.part.model), list[int](), []
     for _ in range(4):
         figures.append(run.step(SAMPLES).figures(1.0))
         numbers.append(count.number)
-    assert numbers == ([2, 4, 6, 8] if others else [2, 2, 2, 4])
-    assert ["loss" in one for one in figures] == [True, bool(others), bool(others), True]
-    assert all(one["seldom/loss"] > 0 and one["below/attention"] > 0 for one in figures)
+    state = [plain(shard) for shard in run.state().shards]
     run.close()
-    if not others:
-        more = train_alone([*students, SMALL | {"teacher": "model"}], distill={"frozen": True})
-        assert own_figures(more[0], "seldom/") == own_figures(figures[:STEPS], "seldom/")
+    return figures, numbers, state
+
+
+SPLIT: dict[str, Any] = {"layout": {"ep": 2, "dp_shard": 2}}
+
+
+@pytest.mark.parametrize(
+    ("size", "tables"),
+    [(1, {}), (1, {"train": {"micro_batches": 2, "precision": "bf16"}}), (2, SPLIT)],
+)
+def test_a_frozen_teacher_runs_only_where_it_teaches(
+    ranks: RankPool, size: int, tables: dict[str, Any]
+) -> None:
+    """A student keeps its bits in steps without the teacher."""
+    assistant = {**SELDOM, "name": "text", "losses": {"text": 1.0}}
+    below = {**SELDOM, "name": "below", "teacher": "text", "interval": 1}
+    logits = {**below, "name": "lower", "losses": {"text": 0.5, "logits": 1.0}}
+    students = [SELDOM | {"interval": 3}, assistant, below, logits]
+    runs = []
+    for others in ([], [SMALL | {"teacher": "model"}]):
+        job = tiny_job(student=[*students, *others], **{**BUSY, **FROZEN, **tables})
+        results = (
+            ranks.run(size, count_passes, job) if size > 1 else [count_passes(World.solo(), job)]
+        )
+        figures, numbers, _ = results[0]
+        assert numbers == ([2, 4, 6, 8] if others else [2, 2, 2, 4])
+        assert ["loss" in one for one in figures] == [True, bool(others), bool(others), True]
+        runs.append((figures, None, put_together([state for *_, state in results])))
+    for name in ("seldom", "text", "below", "lower"):
+        assert_same_bits(*runs, name)
 
 
 def test_a_student_equal_to_its_teacher_has_neither_loss_nor_gradient() -> None:

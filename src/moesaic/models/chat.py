@@ -130,7 +130,7 @@ class ChatTemplate:
         _, answer, rest = text.rpartition(_SAMPLE_ANSWER)
         tokens = tokenizer.added_token_texts() if answer else []
         closing = max((end for end in tokens if rest.lstrip().startswith(end)), key=len, default="")
-        ids = tokenizer.encode(closing, with_special_tokens=True)
+        ids = tokenizer.encode(closing, has_special_tokens=True)
         return ids[0] if len(ids) == 1 else None
 
     def _check_nothing_lost(self, messages: Messages, tools: Tools) -> None:

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.facts.job import ModelConfig
-from moesaic.facts.job.distill import StudentConfig
+from moesaic.facts.job.distill import AUXILIARY, StudentConfig
 from moesaic.models.lm import auxiliary_layer
 from moesaic.models.state import LocalParam
 from moesaic.nn.attention import Linear
 from moesaic.nn.inputs import Inputs
 from moesaic.nn.reports import AttentionReport, BlockReport
-
-AUXILIARY = "auxiliary"
-"""Block of these weights, with which their logical names start."""
 
 
 class Auxiliary(nn.Module):

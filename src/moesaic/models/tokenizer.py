@@ -52,11 +52,11 @@ class Tokenizer(Protocol):
     digest: str
     """Hash of everything that determines the ids of a text."""
 
-    def encode(self, text: str, with_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
         """Return the ids of a prompt: with the template's start tokens, without an end token.
 
-        A text `with_special_tokens`, such as a rendered chat, already contains them: no token is
-        added or removed.
+        With `has_special_tokens` the text already contains them, as a rendered chat does: no token
+        is added or removed.
         """
 
     def decode(self, ids: Sequence[int], with_special_tokens: bool = False) -> str:
@@ -120,9 +120,9 @@ class ByteTokenizer:
     end_id = 256
     digest = "bytes-1"
 
-    def encode(self, text: str, with_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
         """Return the UTF-8 bytes of `text`; lone surrogates become question marks."""
-        del with_special_tokens  # There are none to add.
+        del has_special_tokens  # There are none to add.
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Sequence[int], with_special_tokens: bool = False) -> str:
@@ -183,12 +183,12 @@ class FileTokenizer:
         self.end_id = end_id
         self.digest = hashlib.sha256(content + b"\0" + self._end_token.encode()).hexdigest()
 
-    def encode(self, text: str, with_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, has_special_tokens: bool = False) -> list[int]:
         """See `Tokenizer`."""
         ids: list[int] = self._tokenizer.encode(
-            replace_surrogates(text), add_special_tokens=not with_special_tokens
+            replace_surrogates(text), add_special_tokens=not has_special_tokens
         ).ids
-        return ids[:-1] if ids and ids[-1] == self.end_id and not with_special_tokens else ids
+        return ids[:-1] if ids and ids[-1] == self.end_id and not has_special_tokens else ids
 
     def decode(self, ids: Sequence[int], with_special_tokens: bool = False) -> str:
         """See `Tokenizer`; ids outside the vocabulary are dropped."""

@@ -109,7 +109,7 @@ class HarnessModel(TemplateLM):
         if add_special_tokens is None:
             start = tokenizer.decode([self.prefix_token_id], with_special_tokens=True)
             add_special_tokens = not string.startswith(start)
-        return tokenizer.encode(string, with_special_tokens=not add_special_tokens)
+        return tokenizer.encode(string, has_special_tokens=not add_special_tokens)
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True

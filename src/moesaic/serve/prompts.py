@@ -120,7 +120,7 @@ class PromptEncoder:
             return list(context), list(continuation)
         encode, stripped = self.tokenizer.encode, context.rstrip()
         if not stripped:
-            return [self.start_id], encode(context + continuation, with_special_tokens=True)
+            return [self.start_id], encode(context + continuation, has_special_tokens=True)
         before = encode(stripped)
         return before, encode(context + continuation)[len(before) :]
 
@@ -183,7 +183,7 @@ class PromptEncoder:
             if system is not None and parts[0].get("role") != "system":
                 parts = [{"role": "system", "content": system}, *parts]
             text = self.template.render(parts)
-            return self.tokenizer.encode(text, with_special_tokens=True)
+            return self.tokenizer.encode(text, has_special_tokens=True)
         if system is not None:
             raise ConfigError(
                 f"system = {keys.show(system)} needs a chat: ask for a chat, or remove system"

@@ -159,7 +159,7 @@ def _make_student(
         buffers=list(router_biases(model, own_plan, world.rank)),
     )  # fmt: skip
     objective = StudentObjective(own_job, world, part, config, auxiliary)
-    part.losses_at = objective.losses_at
+    part.trained_losses_at = objective.trained_losses_at
     return objective
 
 

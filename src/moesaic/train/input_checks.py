@@ -98,7 +98,7 @@ def _check_data(job: Job) -> None:
     if job.control is not None:
         from moesaic.train.data.control import open_control
 
-        tokenizer, encoder = open_control(job.data, job.control)
+        tokenizer, encoder = open_control(job.data, job.control, sources[0])
         encoder.check_source(sources[0])
     else:
         tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)

@@ -12,14 +12,18 @@ from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import PARAMETER, Source, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import BalanceCosts, Job
-from moesaic.facts.job.distill import StudentConfig, student_prefix, students_in_order
+from moesaic.facts.job.distill import (
+    AUXILIARY,
+    StudentConfig,
+    student_prefix,
+    students_in_order,
+)
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import SCORE, A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend, describe_backend
 from moesaic.models.hf.reader import PretrainedSource
 from moesaic.models.init import InitialSource
-from moesaic.models.student import AUXILIARY
 from moesaic.models.tokenizer import check_vocabulary
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.policy.balance import reason_not_to_balance

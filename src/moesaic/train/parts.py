@@ -129,7 +129,7 @@ class Part(Generic[M]):
     """Expert state on a drive; None if all state is in memory."""
     external_snapshot: ExternalSnapshot | None = None
     """Snapshot of state outside the shards, which a checkpoint waits for."""
-    losses_at: Callable[[int], Collection[str]] | None = None
+    trained_losses_at: Callable[[int], Collection[str]] | None = None
     """Function that returns the names of the losses that count after so many finished steps; None:
     all losses count in every step."""
 
@@ -244,9 +244,9 @@ class Part(Generic[M]):
 
     def _losses_without_update(self, step: int) -> list[frozenset[str]]:
         """Return the `losses` of parameters of which none counts after `step` finished steps."""
-        if self.losses_at is None:
+        if self.trained_losses_at is None:
             return []
-        counting = frozenset(self.losses_at(step))
+        counting = frozenset(self.trained_losses_at(step))
         kinds = {one.losses for one in self.trainable if one.losses is not None}
         return sorted((one for one in kinds if not one & counting), key=sorted)
 
@@ -263,7 +263,7 @@ class Part(Generic[M]):
         self.buffers.clear()
         self.optimizer.close()
         self.buckets.close()
-        self.losses_at = None
+        self.trained_losses_at = None
         if self.tiers is not None:
             self.tiers.close()
         del self.model

@@ -69,7 +69,7 @@ def test_greedy_text_equals_full_recomputation(
     encode = model.tokenizer.encode
     prompts: dict[str, list[int]] = {text: encode(text) for text in PROMPTS}
     given = [*PROMPTS, [65, 66, 67], chat]
-    ids = [*prompts.values(), [65, 66, 67], encode(rendered, with_special_tokens=True)]
+    ids = [*prompts.values(), [65, 66, 67], encode(rendered, has_special_tokens=True)]
     answers = engine.generate(given, **GREEDY)
     for prompt, row, answer in zip(given, ids, answers, strict=True):
         new = slow_greedy(model.module, row)

@@ -61,6 +61,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trained_head_rejects_generated_text(commands: Commands) -> None:
+    """The path works end to end; the figures say nothing about quality.
+
+    A bias on four tokens shapes the generated text, so counts of single tokens tell it apart.
+    """
     for name in ("train", "held-out"):
         files = ["--input", f"{name}.txt", "--output", f"{name}.jsonl"]
         facts = commands.facts(["generate", "model", "--adversarial", *files, *SAMPLING])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ from moesaic.facts.plan import plan_from_job
 from moesaic.facts.workload import Part, job_parts, memory, memory_of_parts, workload
 from moesaic.facts.workload.parts import relation_heads
 from moesaic.facts.workload.rank_params import RankParams
+from moesaic.facts.workload.sizes import FOLLOWER_CHUNK_TOKENS, Sizes
 from moesaic.models.student import auxiliary_params, build_auxiliary
+from moesaic.nn.inputs import HeadFollower
+from moesaic.nn.loss import head_loss
 from moesaic.testing.flops import CUSTOM_FLOPS
 from moesaic.testing.jobs import TINY, RandomSamples
+from moesaic.testing.memory import peak_allocated
 from moesaic.testing.runs import start_run
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 12}
@@ -49,7 +54,10 @@ def test_parts_stand_behind_their_teachers() -> None:
     assert parts["last"].teacher == parts["first"].job.model
     assert [part.prefix for part in parts.values()][:2] == ["", "students.first."]
     # The first of two students computes the scores of their teacher's attention.
-    assert [name for name, part in parts.items() if part.pays_for_teacher] == ["first", "last"]
+    assert [name for name, part in parts.items() if part.computes_teacher_scores] == [
+        "first",
+        "last",
+    ]
 
 
 def test_a_job_without_students_is_one_part() -> None:
@@ -116,6 +124,53 @@ def test_memory_adds_up() -> None:
     assert each["last"].staging_bytes == alone.staging_bytes + 3 * weights // 4
 
 
+def test_each_student_that_teaches_logits_keeps_a_chunk() -> None:
+    """Allocations of the head, of chains with two students and with four."""
+    vocab, tokens, width = 4000, FOLLOWER_CHUNK_TOKENS, 4
+    dense = {**LLAMA, "vocab": vocab}
+    predicted, found = list[int](), list[int]()
+
+    def run(number: int) -> None:
+        x, weight = torch.randn(tokens, width), torch.randn(vocab, width)
+        followers = [
+            HeadFollower(x.clone().requires_grad_(), weight, 0.5, 0.5, teacher=index - 1)
+            for index in range(number)
+        ]
+        head_loss(x, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, followers=followers)
+
+    for number in (2, 4):
+        chain = [
+            {"name": f"s{i}", "model": dense, "teacher": f"s{i - 1}" if i else "model",
+             "losses": {"text": 1, "logits": 1}}
+            for i in range(number)
+        ]  # fmt: skip
+        job = make_job(
+            model={**TINY["model"], "vocab": vocab}, student=chain, layout={},
+            data={"path": "x", "sequence": tokens},
+            train={"steps": 4, "batch": 1, "precision": "fp32"},
+        )  # fmt: skip
+        predicted.append(memory_of_parts(list(parts_of(job, 1).values())).working_bytes)
+        found += peak_allocated(partial(run, number))
+    assert predicted[1] - predicted[0] == 2 * tokens * vocab * 4
+    assert found[1] - found[0] == pytest.approx(predicted[1] - predicted[0], rel=0.1)
+
+
+def test_each_thread_compares_scores_of_other_rows() -> None:
+    """Up to as many threads as there are samples, and only on a CPU."""
+    job = make_job(
+        layout={}, data={"path": "x", "sequence": 4096},
+        train={"steps": 4, "batch": 3, "precision": "fp32"},
+    )  # fmt: skip
+    part = parts_of(job, 1)["first"]
+    on_cpu, on_gpu = (Sizes(part.job, part.plan, 0, on_cpu) for on_cpu in (True, False))
+    one, two, many = (part.score_bytes(on_cpu, threads) for threads in (1, 2, 64))
+    assert one == 4 * 4 * 64 * 4096 * 4, "tensors, heads, queries, keys and bytes of a number"
+    assert (two, many) == (2 * one, 3 * one)
+    assert part.score_bytes(on_gpu, 64) == part.score_bytes(on_gpu, 1)
+    parts = list(parts_of(job, 1).values())
+    assert memory_of_parts(parts, threads=2).working_bytes >= 2 * one
+
+
 @pytest.mark.parametrize("intervals", [[1], [3], [2, 4], [2, 3], [4, 6, 10], [5, 1], []])
 def test_blocks_compute_in_a_share_of_the_steps(intervals: list[int]) -> None:
     """The shares are those of a count of the steps."""
@@ -136,10 +191,10 @@ def test_blocks_compute_in_a_share_of_the_steps(intervals: list[int]) -> None:
         assert parts[f"s{n}"].share_of_steps("head") == 1.0
 
 
-def test_the_student_with_the_shortest_interval_pays_for_scores() -> None:
+def test_the_student_with_the_shortest_interval_computes_the_scores() -> None:
     last, twin = ({**one, "teacher": "model"} for one in (STUDENTS[0], STUDENTS[3]))
     parts = parts_of(make_job(student=[last | {"interval": 4}, twin]))
-    assert [one.name for one in parts.values() if one.pays_for_teacher] == ["twin"]
+    assert [one.name for one in parts.values() if one.computes_teacher_scores] == ["twin"]
 
 
 def test_a_frozen_teacher_computes_forward_alone() -> None:

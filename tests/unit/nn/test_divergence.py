@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.facts.workload import sizes
@@ -20,6 +19,12 @@ from moesaic.nn.divergence import (
     relation_divergence,
 )
 from moesaic.nn.reports import AttentionReport
+from moesaic.testing.divergences import (
+    attention_by_whole,
+    hidden_by_whole,
+    relations_by_whole,
+    visible_keys,
+)
 from moesaic.testing.memory import peak_allocated
 
 BATCH, SEQUENCE = 3, 150
@@ -46,33 +51,6 @@ def report(heads: Heads, seed: int, scale: float | None = None) -> AttentionRepo
         for number in heads[:2]
     )
     return AttentionReport(*(x.transpose(1, 2).requires_grad_() for x in (q, k)), scale)
-
-
-def probabilities(one: AttentionReport, seen: Tensor) -> Tensor:
-    """Return the attention of whole sequences, [batch, heads, queries, keys]."""
-    assert one.queries is not None
-    assert one.keys is not None
-    q, k = one.queries, one.keys
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scale = q.shape[-1] ** -0.5 if one.scale is None else one.scale
-    scores = q @ k.transpose(2, 3) * scale
-    return scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
-
-
-def divergence(
-    teacher: AttentionReport, student: AttentionReport, seen: Tensor, weights: Tensor
-) -> Tensor:
-    """Return the divergence by the whole attention of both."""
-    p, q = probabilities(teacher, seen).detach(), probabilities(student, seen)
-    values = F.kl_div(q.clamp(min=1e-300).log(), p, reduction="none").sum(dim=-1).mean(dim=1)
-    return (values * weights).sum()
-
-
-def seen_keys(window: int | None) -> Tensor:
-    position = torch.arange(SEQUENCE)
-    distance = position[:, None] - position
-    near = (distance >= 0) & (distance < (window or SEQUENCE))
-    return near & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None])
 
 
 def token_weights() -> Tensor:
@@ -112,9 +90,8 @@ def test_attention_equals_whole_probabilities(
     students = [report(Heads(4, 4, 3), 1), report(Heads(4, 1, 8), 2, scale=0.5)]
     factors = torch.tensor([2.0, -0.7], dtype=torch.float64)
     actual = attention_divergence(teacher, students, metadata, weights)
-    expected = torch.stack(
-        [divergence(teacher, one, seen_keys(window), weights) for one in students]
-    )
+    visible = visible_keys(DOCUMENTS, window)
+    expected = torch.stack([attention_by_whole(teacher, one, visible, weights) for one in students])
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(
         gradients((actual * factors).sum(), *students),
@@ -187,23 +164,14 @@ def test_relations_equal_whole_probabilities() -> None:
     """Heads differ; queries have 4 relation heads, and keys 2."""
     metadata, weights = AttentionMetadata.packed(DOCUMENTS), token_weights()
     teacher, students = report(TEACHER, 0), [report(Heads(2, 1, 8), 1), report(Heads(8, 4, 5), 2)]
-    expected = []
-    for student in students:
-        relations = []
-        for first, second, heads in zip(teacher[:2], student[:2], (4, 2), strict=True):
-            assert first is not None
-            assert second is not None
-            sides = (
-                x.transpose(1, 2).reshape(BATCH, SEQUENCE, heads, -1).transpose(1, 2)
-                for x in (first, second)
-            )
-            both = [AttentionReport(x, x) for x in sides]
-            relations.append(divergence(*both, seen_keys(None), weights))
-        expected.append(sum(relations) / 2)
+    visible = visible_keys(DOCUMENTS)
+    expected = torch.stack(
+        [relations_by_whole(teacher, one, visible, weights, (4, 2)) for one in students]
+    )
     actual = relation_divergence(teacher, students, metadata, weights)
-    torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(
-        gradients(actual.sum(), *students), gradients(sum(expected), *students),
+        gradients(actual.sum(), *students), gradients(expected.sum(), *students),
         rtol=1e-9, atol=1e-9,
     )  # fmt: skip
 
@@ -211,8 +179,7 @@ def test_relations_equal_whole_probabilities() -> None:
 def test_hidden_distance() -> None:
     teacher, student = (torch.randn(BATCH, SEQUENCE, 10).double().requires_grad_() for _ in "ab")
     weights = token_weights()
-    normed = [x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() for x in (teacher, student)]
-    expected = (weights * (normed[1] - normed[0].detach()).square().mean(dim=-1)).sum()
+    expected = hidden_by_whole(teacher, student, weights)
     actual = hidden_distance(teacher, student, weights)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     assert torch.autograd.grad(actual, teacher, allow_unused=True, retain_graph=True) == (None,)

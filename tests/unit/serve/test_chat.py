@@ -48,7 +48,7 @@ def test_text_and_ids_match_transformers(template: str, messages: Messages, tmp_
     text = ChatTemplate(tmp_path).render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert open_tokenizer(str(tmp_path)).encode(text, with_special_tokens=True) == expected
+    assert open_tokenizer(str(tmp_path)).encode(text, has_special_tokens=True) == expected
 
 
 @pytest.mark.parametrize("form", ["list", "file", "both", "older tokens", "newer tokens"])

@@ -32,7 +32,7 @@ class ControlConfig(Section):
     """Labeller of the topic, any text: a column, or `module:function`."""
     keywords: str | None = None
     """Labeller of the keywords: a column (a list of texts, or one with commas), `tf-idf` (three
-    words that are frequent in the text and rare elsewhere), or `module:function`."""
+    words that are frequent in the text and rare in `data.path`), or `module:function`."""
     sentiment: str | None = None
     """Labeller of the sentiment, any text: a column, or `module:function`."""
     length: str | None = None

@@ -23,9 +23,12 @@ m of p and q.
 """
 
 
-AUXILIARY_PREFIX = "auxiliary."
-"""Start of the logical names of a student's auxiliary weights, behind its own prefix; exports leave
-them out."""
+AUXILIARY = "auxiliary"
+"""Block of a student's auxiliary weights, and of the losses against its teacher.
+
+Logical names of these weights start with it, behind the student's own prefix; exports leave them
+out.
+"""
 
 
 def student_prefix(name: str) -> str:
@@ -131,7 +134,7 @@ class StudentConfig(Section):
             )
         return self
 
-    def losses_at(self, step: int) -> dict[str, float]:
+    def weights_at(self, step: int) -> dict[str, float]:
         """Return the weights of the losses that count after `step` finished steps, by name."""
         is_between = step % self.interval > 0
         return {
@@ -140,14 +143,19 @@ class StudentConfig(Section):
             if name == "text" or not is_between
         }
 
+    def learns_from_model_at(self, step: int) -> bool:
+        """Return whether the student learns from the job's own model after `step` finished steps,
+        and so needs its forward pass."""
+        return self.teacher == TEACHER and bool(self.weights_at(step).keys() - {"text"})
+
     def trained_by(self, weight: str) -> frozenset[str] | None:
         """Return the names of the losses with a gradient in `weight`, a logical name without the
         student's prefix; None if all have one."""
         top, last = frozenset({"text", "logits"}), f"layers.{self.model.layers - 1}."
         pairwise = frozenset({"attention", "relations"})
-        if weight.startswith(f"{AUXILIARY_PREFIX}layer."):
+        if weight.startswith(f"{AUXILIARY}.layer."):
             return pairwise
-        if weight.startswith(f"{AUXILIARY_PREFIX}projection."):
+        if weight.startswith(f"{AUXILIARY}.projection."):
             return frozenset({"hidden"})
         if weight.startswith("head."):
             return top

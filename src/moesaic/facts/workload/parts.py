@@ -21,7 +21,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from moesaic.facts.job import Job, ModelConfig, StudentConfig, students_in_order, teacher_job
-from moesaic.facts.job.distill import AUXILIARY_PREFIX, TEACHER, student_prefix
+from moesaic.facts.job.distill import AUXILIARY, TEACHER, student_prefix
 from moesaic.facts.plan import Plan, student_plan
 from moesaic.facts.workload import ops
 from moesaic.facts.workload.attention import banded_blocks
@@ -40,8 +40,6 @@ from moesaic.facts.workload.sizes import (
 )
 from moesaic.facts.workload.spec import BlockSpec
 
-AUXILIARY_BLOCK = AUXILIARY_PREFIX.rstrip(".")
-"""Block of a student's auxiliary weights, and of the losses against its teacher."""
 _TEACHER_PASSES, _STUDENT_PASSES = 7, 14
 """Elements read and written for each score of a teacher, and of a student with its gradient."""
 _SCORE_COPIES = 4
@@ -71,7 +69,7 @@ class Part:
     running_share: float = 1.0
     """Share of the steps in which the model computes; less than 1 for a frozen teacher from which
     students learn at intervals."""
-    pays_for_teacher: bool = False
+    computes_teacher_scores: bool = False
     """True for one student of those that compare attention with this teacher, the one with the
     shortest interval; the teacher's scores are computed once."""
     teaches_logits: bool = False
@@ -98,7 +96,7 @@ class Part:
         """Return the share of the steps in which `block`, without the prefix, computes."""
         if block == STEP:
             return 1.0
-        is_auxiliary = self.student is not None and block == AUXILIARY_BLOCK
+        is_auxiliary = self.student is not None and block == AUXILIARY
         interval = self.student.interval if self.student is not None and is_auxiliary else 1
         return self.running_share / interval
 
@@ -141,16 +139,21 @@ class Part:
             activations_bytes=found.activations_bytes + self._auxiliary_block(sizes).saved_bytes,
         )
 
-    def score_bytes(self, s: Sizes) -> int:
-        """Return the most bytes that scores of attention need while they are compared."""
+    def score_bytes(self, s: Sizes, threads: int) -> int:
+        """Return the most bytes that scores of attention need while they are compared.
+
+        Each of a CPU's `threads` compares other rows.
+        """
         if self.student is None or self.teacher is None or not self.student.losses.needs_attention:
             return 0
         length, window = s.job.data.sequence, self.teacher.window
         heads = max(s.model.heads, self.teacher.heads)
         queries = min(divergence_queries(heads, length, window, s.stored_bytes), length)
         row_bytes = heads * queries * min(length, (window or length) + queries) * s.stored_bytes
-        rows = divergence_rows(row_bytes, max(s.tokens // length, 1), on_cpu=s.on_cpu)
-        return _SCORE_COPIES * rows * row_bytes
+        samples = max(s.tokens // length, 1)
+        rows = divergence_rows(row_bytes, samples, on_cpu=s.on_cpu)
+        blocks = min(threads, math.ceil(samples / rows)) if s.on_cpu else 1
+        return _SCORE_COPIES * blocks * rows * row_bytes
 
     def describe(self, needs: Memory) -> dict[str, Any]:
         """Return the part with the memory of a rank, without temporaries, as plain data."""
@@ -200,7 +203,7 @@ class Part:
         updates = [norm, clip, update] if self.job.train.clip else [norm, update]
         reduction = collective("reduce", "all_reduce", s.stage_ranks, num_bytes)
         return Block(
-            BlockSpec(AUXILIARY_BLOCK, "other"),
+            BlockSpec(AUXILIARY, "other"),
             BlockWork(forward),
             BlockWork(backward),
             BlockWork(tuple(updates), reduction) if self.auxiliary else BlockWork(),
@@ -220,7 +223,7 @@ class Part:
             yield ops.linear("auxiliary q", s, q_width, hidden, casts_input=True)
             yield ops.linear("auxiliary k", s, kv_width, hidden, casts_input=True)
         if losses.attention:
-            widths = self.pays_for_teacher * teacher.head_dim, own.head_dim
+            widths = self.computes_teacher_scores * teacher.head_dim, own.head_dim
             both = heads.heads, heads.kv_heads
             yield _divergence(s, "attention", both, widths, teacher.window)
         if losses.relations:
@@ -253,21 +256,18 @@ def job_parts(job: Job, plan: Plan) -> list[Part]:
     first = Part(TEACHER, teacher_job(job) if job.student else job, plan)
     parts, students = [first], students_in_order(job.student)
     if job.distill.frozen:
-        learning = [
-            one.interval for one in students
-            if one.teacher == TEACHER and one.losses.given.keys() - {"text"}
-        ]  # fmt: skip
+        learning = [one.interval for one in students if one.learns_from_model_at(0)]
         parts = [replace(first, is_frozen=True, running_share=_share_of_multiples(learning))]
     for student in students:
         siblings = [
             one for one in students if one.losses.attention and one.teacher == student.teacher
         ]
-        pays = bool(siblings) and min(siblings, key=lambda one: one.interval) is student
+        is_first = bool(siblings) and min(siblings, key=lambda one: one.interval) is student
         alone, own_plan = student_plan(plan, job, student)
         parts.append(
             Part(
                 student.name, alone, own_plan, student, job.model_of(student.teacher),
-                pays_for_teacher=pays,
+                computes_teacher_scores=is_first,
                 teaches_logits=any(
                     one.losses.logits and one.teacher == student.name for one in job.student
                 ),
@@ -293,12 +293,14 @@ def memory_of_parts(
     loads: Sequence[ArrayLike] | None = None,
     *,
     on_cpu: bool = True,
+    threads: int = 1,
 ) -> Memory:
     """Return the memory of `rank` (None: the last) for parts that train together.
 
     All keep their state and activations until the one backward pass of all. Temporaries are those
-    of one part at a time, except for the losses: the teacher's logits, or its scores of attention,
-    stand beside a student's.
+    of one part at a time, except for the losses. The teacher's logits, or its scores of attention,
+    stand beside a student's, and so do log-probabilities of each student that teaches logits. A CPU
+    compares scores in `threads` threads.
     """
     each = [part.memory(rank, loads, on_cpu=on_cpu) for part in parts]
     if len(each) == 1:
@@ -307,11 +309,10 @@ def memory_of_parts(
         Sizes(part.job, part.plan, part.plan.ranks - 1 if rank is None else rank, on_cpu)
         for part in parts
     ]
-    followers = [
-        2 * min(FOLLOWER_CHUNK_TOKENS, s.tokens) * s.vocab * s.stored_bytes for s in sizes[1:]
-    ]
-    at_loss = logits_bytes(sizes[0]) + max(followers)
-    at_scores = max(part.score_bytes(s) for part, s in zip(parts, sizes, strict=True))
+    chunks = [min(FOLLOWER_CHUNK_TOKENS, s.tokens) * s.vocab * s.stored_bytes for s in sizes]
+    taught = sum(chunk for part, chunk in zip(parts, chunks, strict=True) if part.teaches_logits)
+    at_loss = logits_bytes(sizes[0]) + 2 * max(chunks[1:]) + taught
+    at_scores = max(part.score_bytes(s, threads) for part, s in zip(parts, sizes, strict=True))
     total = {kind: sum(getattr(one, kind) for one in each) for kind in each[0].by_kind()}
     working = max(at_loss, at_scores, *(one.working_bytes for one in each))
     return Memory(**total | {"working_bytes": working})
@@ -322,7 +323,7 @@ def auxiliary_parameters(student: StudentConfig, teacher: ModelConfig) -> Iterat
     own = student.model
     q_width, kv_width = teacher.heads * own.head_dim, teacher.kv_heads * own.head_dim
     if student.auxiliary_layer:
-        layer = f"{AUXILIARY_PREFIX}layer."
+        layer = f"{AUXILIARY}.layer."
         yield Parameter(f"{layer}norm.weight", (own.hidden,), "norm")
         for name, width in (("q", q_width), ("k", kv_width)):
             yield Parameter(f"{layer}{name}.weight", (width, own.hidden), "dense")
@@ -331,7 +332,7 @@ def auxiliary_parameters(student: StudentConfig, teacher: ModelConfig) -> Iterat
                 yield Parameter(f"{layer}{name}_norm.weight", (normed,), "norm")
     if student.losses.hidden and own.hidden != teacher.hidden:
         shape = teacher.hidden, own.hidden
-        yield Parameter(f"{AUXILIARY_PREFIX}projection.weight", shape, "dense")
+        yield Parameter(f"{AUXILIARY}.projection.weight", shape, "dense")
 
 
 def relation_heads(width: int, teacher_width: int, max_heads: int) -> int:

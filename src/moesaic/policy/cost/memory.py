@@ -39,7 +39,7 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
         if costs.job.memory is None:
-            needs = memory_of_parts(parts, rank, costs.loads, on_cpu=on_cpu)
+            needs = memory_of_parts(parts, rank, costs.loads, on_cpu=on_cpu, threads=device.threads)
         else:
             needs = _with_budget(costs.job, costs.plan, rank, int(device.memory_bytes))
         candidates.append(RankMemory(rank, needs, device))

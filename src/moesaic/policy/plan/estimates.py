@@ -70,7 +70,9 @@ class SimulatedEstimates:
             device, stage = costs.device(rank), plan.pp_rank(rank)
             if stages is not None and stage not in stages:
                 continue
-            needs = memory_of_parts(parts, rank, self._loads, on_cpu=device.kind == "cpu")
+            needs = memory_of_parts(
+                parts, rank, self._loads, on_cpu=device.kind == "cpu", threads=device.threads
+            )
             if needs.peak_bytes > device.memory_bytes:
                 return False
         return True

@@ -129,7 +129,7 @@ class ApiModel:
             text = self.template.render([message.rendered() for message in body.messages])
         except DataError as error:
             raise ApiError(str(error), param="messages", code="invalid_value") from None
-        return tuple(self.tokenizer.encode(text, with_special_tokens=True))
+        return tuple(self.tokenizer.encode(text, has_special_tokens=True))
 
     def _max_tokens(
         self, num_prompt: int, body: CompletionRequest | ChatRequest, param: str

@@ -15,6 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -34,10 +35,10 @@ from moesaic.train.data.corpus import (
     Extra,
     split_batches,
 )
-from moesaic.train.data.sources import TextSource
+from moesaic.train.data.sources import TextSource, fingerprint
 from moesaic.train.data.text import read_records, read_texts_with_records
 
-ENCODING_VERSION = 2
+ENCODING_VERSION = 3
 """Version of the encoding, to raise whenever the same text gives other tokens or an error."""
 
 _WORD = re.compile(r"[^\W\d_]{3,}")
@@ -68,16 +69,22 @@ Labeller = Callable[[Sequence[LabelledText]], Sequence[Any]]
 class ControlEncoder:
     """Encoder of texts and their attributes; see `DocumentEncoder`."""
 
-    extra: ClassVar[Extra] = "parts"
+    extra: ClassVar[Extra] = "segments"
 
-    def __init__(self, control: ControlConfig, prompts: ControlPrompts, end_id: int) -> None:
+    def __init__(
+        self, control: ControlConfig, prompts: ControlPrompts, end_id: int, train: TextSource
+    ) -> None:
+        """Create the encoder; keywords are words that are rare in the training text `train`."""
         self._control, self.prompts, self._end_id = control, prompts, end_id
+        self._train = train
         self._functions = {
             name: _import_function(name, labeller)
             for name, labeller in control.labellers.items()
             if ":" in labeller
         }
         sources = [_read_module(function) for function in self._functions.values()]
+        if control.keywords == BUILT_IN["keywords"]:
+            sources += fingerprint(train)
         identity = f"{ENCODING_VERSION} {prompts.genres} {control.labellers} {sources}"
         self.digest = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
         """Hash of everything besides files and tokenizer that determines the documents."""
@@ -134,8 +141,10 @@ class ControlEncoder:
 
     def check(self, corpus: Corpus) -> None:
         """Raise if a genre or another attribute labels no text of `corpus`."""
-        assert corpus.parts is not None, "a corpus of texts behind prompts"
-        found = {self.prompts.genres[i] for i in np.unique(corpus.parts[:, 0]).tolist() if i >= 0}
+        assert corpus.segments is not None, "a corpus of texts behind prompts"
+        found = {
+            self.prompts.genres[i] for i in np.unique(corpus.segments[:, 0]).tolist() if i >= 0
+        }
         for name, labeller in self._control.labellers.items():
             missing = [genre for genre in self._control.genres if genre not in found]
             if name == "genre" and missing:
@@ -143,14 +152,14 @@ class ControlEncoder:
                     f"control.genres: no text is of genre {keys.show(missing[0])}: add texts of "
                     "it, or remove it"
                 )
-            if name != "genre" and not corpus.parts[:, 1 + _SEGMENTS.index(name)].any():
+            if name != "genre" and not corpus.segments[:, 1 + _SEGMENTS.index(name)].any():
                 raise DataError(
                     f"control.{name} = {keys.show(labeller)} labels no text: name a column that "
                     "the records have, or remove the key"
                 )
 
     def _make_labeller(self, attribute: str, labeller: str, source: TextSource) -> Labeller:
-        """Return the function of a labeller; it may read `source` first."""
+        """Return the function of a labeller for `source`."""
         if function := self._functions.get(attribute):
             return lambda texts: _call(function, attribute, labeller, texts)
         if labeller != BUILT_IN.get(attribute):
@@ -158,16 +167,21 @@ class ControlEncoder:
         if attribute == "length":
             return lambda texts: [len(one.ids) for one in texts]
         if attribute == "keywords":
-            return KeywordFinder(text for _, _, text, _ in read_texts_with_records(source, ()))
+            return self._keyword_finder
         root = Path(source.path).expanduser()
         return lambda texts: [_directory_below(root, one) for one in texts]
+
+    @cached_property
+    def _keyword_finder(self) -> KeywordFinder:
+        """Labeller of keywords, fitted on the training text; validation text has the same one."""
+        return KeywordFinder(text for _, _, text, _ in read_texts_with_records(self._train, ()))
 
     def _join(
         self, texts: Sequence[LabelledText], labellers: dict[str, Labeller]
     ) -> EncodedDocuments:
         """Return texts behind the segments of their prompts."""
-        parts = np.zeros((len(texts), len(ATTRIBUTES) + 2), "<i4")
-        parts[:, 0] = -1
+        table = np.zeros((len(texts), len(ATTRIBUTES) + 2), "<i4")
+        table[:, 0] = -1
         segments: list[list[list[int]]] = []
         for index, attribute in enumerate(ATTRIBUTES):
             labels: list[Label] = [None] * len(texts)
@@ -178,19 +192,19 @@ class ControlEncoder:
                 ]
             if attribute == "genre":
                 genres = list(self.prompts.genres)
-                parts[:, 0] = [-1 if one is None else genres.index(str(one)) for one in labels]
+                table[:, 0] = [-1 if one is None else genres.index(str(one)) for one in labels]
             else:
                 segments.append(self.prompts.encode_values(attribute, labels))
-                parts[:, index] = [len(ids) for ids in segments[-1]]
+                table[:, index] = [len(ids) for ids in segments[-1]]
         starts = [_split_starts(one.ids, one.start_ids) for one in texts]
-        parts[:, len(ATTRIBUTES) :] = [[len(ids) for ids in both] for *both, _ in starts]
+        table[:, len(ATTRIBUTES) :] = [[len(ids) for ids in both] for *both, _ in starts]
         rows = [
             [*chain.from_iterable(before), *chain.from_iterable(one), self._end_id]
             for *before, one in zip(*segments, starts, strict=True)
         ]
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         tokens = np.fromiter(chain.from_iterable(rows), np.uint32, int(lengths.sum()))
-        return EncodedDocuments(tokens, lengths, parts)
+        return EncodedDocuments(tokens, lengths, table)
 
 
 def _split_starts(one: list[int], other: list[int]) -> tuple[list[int], list[int], list[int]]:
@@ -217,20 +231,22 @@ class KeywordFinder:
         return [self.find(one.text) for one in texts]
 
     def find(self, text: str) -> list[str]:
-        """Return the keywords of one text."""
+        """Return the keywords of one text; a word of no counted text is as rare as one of one."""
         scores = {
-            word: count * math.log(self._num_texts / self._texts_with[word])
+            word: count * math.log(self._num_texts / max(self._texts_with[word], 1))
             for word, count in Counter(_WORD.findall(text)).items()
         }
         best = sorted((word for word in scores if scores[word] > 0), key=lambda word: -scores[word])
         return best[:_NUM_KEYWORDS]
 
 
-def open_control(data: DataConfig, control: ControlConfig) -> tuple[Tokenizer, ControlEncoder]:
-    """Return the tokenizer of a job with prompts, and its encoder."""
+def open_control(
+    data: DataConfig, control: ControlConfig, train: TextSource
+) -> tuple[Tokenizer, ControlEncoder]:
+    """Return the tokenizer of a job with prompts, and its encoder; `train` is the training text."""
     base = open_tokenizer(data.tokenizer, data.end_token)
     tokenizer = ControlTokenizer(base, control)
-    return tokenizer, ControlEncoder(control, ControlPrompts(tokenizer), tokenizer.end_id)
+    return tokenizer, ControlEncoder(control, ControlPrompts(tokenizer), tokenizer.end_id, train)
 
 
 def _columns(control: ControlConfig) -> dict[str, str]:

@@ -56,7 +56,7 @@ class ControlSamples:
         sequence: int,
         seed: int,
     ) -> None:
-        assert corpus.parts is not None, "a corpus of texts behind prompts"
+        assert corpus.segments is not None, "a corpus of texts behind prompts"
         self._tokens, self._sequence, self._seed = corpus.tokens, sequence, seed
         # Start and soft prompts are in a table of ids, all other pieces among the tokens.
         self._ids = np.concatenate((prompts.start_ids, prompts.soft_ids.ravel())).astype(np.int64)
@@ -161,8 +161,11 @@ class ControlSamples:
 
 def _locate_pieces(corpus: Corpus, num_start_ids: int) -> tuple[Integers, Integers]:
     """Return starts and lengths of the pieces of each text, [texts, pieces]."""
-    assert corpus.parts is not None, "a corpus of texts behind prompts"
-    genres, segments = corpus.parts[:, :1].astype(np.int64), corpus.parts[:, 1:].astype(np.int64)
+    assert corpus.segments is not None, "a corpus of texts behind prompts"
+    genres, segments = (
+        corpus.segments[:, :1].astype(np.int64),
+        corpus.segments[:, 1:].astype(np.int64),
+    )
     before = np.cumsum(segments, axis=1) - segments
     bounds, shape = corpus.bounds.astype(np.int64), genres.shape
     text = bounds[:-1, None] + segments.sum(axis=1, keepdims=True)

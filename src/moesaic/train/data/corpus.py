@@ -2,8 +2,8 @@
 
 A corpus is a directory of the cache: `tokens.bin` (all documents, concatenated), `bounds.bin`
 (start of each, and the end) and `corpus.json` (metadata). Conversations also have `loss_mask.bin`,
-their loss mask; texts behind prompts have `parts.bin`, the lengths of their prompts; labelled texts
-have `labels.bin`. The directory's name is a hash of the files, their sizes and times, the
+their loss mask; texts behind prompts have `segments.bin`, the lengths of their prompts; labelled
+texts have `labels.bin`. The directory's name is a hash of the files, their sizes and times, the
 tokenizer, and the column, chat template or labellers. It is written under another name and renamed
 when complete; a lock serialises writers on one machine.
 """
@@ -32,7 +32,7 @@ FORMAT = 3
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"
 
 T = TypeVar("T")
-Extra = Literal["loss_mask", "parts", "labels"]
+Extra = Literal["loss_mask", "segments", "labels"]
 """Fields of `Corpus` that documents have besides tokens, of one kind or another."""
 ProgressCallback = Callable[[int, int], None]
 """Callback that receives the documents and tokens done so far, repeatedly."""
@@ -79,9 +79,9 @@ class Corpus:
     """Hash of tokens, bounds and loss mask."""
     loss_mask: NDArray[np.bool_] | None = None
     """True for tokens that are trained, in conversations; None for others."""
-    parts: NDArray[np.int32] | None = None
-    """Genre of each text behind a prompt and lengths of its parts, [documents, 7]; None for others.
-    See `train.data.control`."""
+    segments: NDArray[np.int32] | None = None
+    """Genre of each text behind a prompt and lengths of its segments, [documents, 7]; None for
+    others. See `train.data.control`."""
     labels: NDArray[np.int8] | None = None
     """Label of each text, -1 for none; None for others. See `train.data.labelled`."""
 
@@ -93,7 +93,7 @@ class Corpus:
     @property
     def is_plain(self) -> bool:
         """True if documents are text alone, which may be cut anywhere."""
-        return self.loss_mask is None and self.parts is None and self.labels is None
+        return self.loss_mask is None and self.segments is None and self.labels is None
 
 
 def open_corpus(
@@ -226,13 +226,13 @@ def _open(directory: Path) -> Corpus:
         tokens = np.memmap(directory / "tokens.bin", np.dtype(facts["dtype"]), "r")
         bounds = np.memmap(directory / "bounds.bin", np.dtype("<i8"), "r")
         is_complete = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
-        digest, loss_mask, parts, labels = str(facts["digest"]), None, None, None
+        digest, loss_mask, segments, labels = str(facts["digest"]), None, None, None
         if "loss_mask.bin" in facts["files"]:
             loss_mask = np.asarray(np.memmap(directory / "loss_mask.bin", np.bool_, "r"))
             is_complete = is_complete and len(loss_mask) == len(tokens)
-        if "parts.bin" in facts["files"]:
-            memory = np.memmap(directory / "parts.bin", np.dtype("<i4"), "r")
-            parts = np.asarray(memory).reshape(facts["documents"], -1)
+        if "segments.bin" in facts["files"]:
+            memory = np.memmap(directory / "segments.bin", np.dtype("<i4"), "r")
+            segments = np.asarray(memory).reshape(facts["documents"], -1)
         if "labels.bin" in facts["files"]:
             labels = np.asarray(np.memmap(directory / "labels.bin", np.int8, "r"))
             is_complete = is_complete and len(labels) == facts["documents"]
@@ -243,4 +243,4 @@ def _open(directory: Path) -> Corpus:
             f"tokenised text in '{directory}' is damaged ({error}): remove it, and it is made anew"
         ) from None
     # Plain arrays over the same pages: slicing a memmap object is slow.
-    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, parts, labels)
+    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, segments, labels)

@@ -83,8 +83,9 @@ def _open(
     control: ControlConfig | None,
 ) -> TextData:
     encoder: ChatEncoder | ControlEncoder | LabelEncoder | None = None
+    sources = find_sources(config)
     if control is not None:
-        tokenizer, encoder = open_control(config, control)
+        tokenizer, encoder = open_control(config, control, sources[0])
     else:
         tokenizer = open_tokenizer(config.tokenizer, config.end_token)
         if config.format == "chat":
@@ -92,7 +93,6 @@ def _open(
         elif config.format == "labelled":
             encoder = LabelEncoder(tokenizer)
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
-    sources = find_sources(config)
     report = make_progress_log(heartbeat, log)
     corpora = [
         open_corpus(source, tokenizer, cache, _progress_callback(source, report), encoder)

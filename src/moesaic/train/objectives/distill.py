@@ -120,9 +120,9 @@ class StudentObjective(LanguageModelObjective):
         super().__init__(job, world, part)
         self.config, self.auxiliary, self.name = config, auxiliary, config.name
 
-    def losses_at(self, step: int) -> set[str]:
+    def trained_losses_at(self, step: int) -> set[str]:
         """Return the names of the losses with a gradient after `step` finished steps."""
-        routing, names = self.job.routing, set(self.config.losses_at(step))
+        routing, names = self.job.routing, set(self.config.weights_at(step))
         has_router_losses = self.job.model.experts and (routing.balance_loss or routing.z_loss)
         return names | {ROUTERS} if has_router_losses else names
 
@@ -131,7 +131,7 @@ class StudentObjective(LanguageModelObjective):
         inputs = _keep_last_layer(self.training_inputs(batch, context), self.job)
         inputs = replace(inputs, project=False)
         output, reports = self.part.model(batch.inputs.to(self.world.device), inputs)
-        return _StudentPass(inputs, output, reports, self, self.config.losses_at(context.step))
+        return _StudentPass(inputs, output, reports, self, self.config.weights_at(context.step))
 
     def router_losses(self, losses: Sequence[Losses]) -> dict[str, float]:
         """Return the auxiliary losses of a step over all ranks, by name; none without experts."""
@@ -245,10 +245,7 @@ class DistillObjective(LanguageModelObjective):
         return (
             not self._is_frozen
             or self.routing_recorder is not None
-            or any(
-                one.config.teacher == TEACHER and one.config.losses_at(step).keys() - {"text"}
-                for one in self.students
-            )
+            or any(one.config.learns_from_model_at(step) for one in self.students)
         )
 
     def _run_teacher(

@@ -22,7 +22,7 @@ from moesaic.facts.job import ControlConfig, ControlValues, DataConfig
 from moesaic.kernels.randomness import uniform
 from moesaic.models.control import ControlPrompts, prompt_text
 from moesaic.testing.jobs import tiny_job
-from moesaic.train.data.batch import Batch, split_documents
+from moesaic.train.data.batch import Batch, Samples, split_documents
 from moesaic.train.data.control import KeywordFinder
 from moesaic.train.data.text_data import TextData
 
@@ -228,6 +228,38 @@ def test_keywords_are_frequent_in_a_text_and_rare_elsewhere() -> None:
     assert find(texts[2]) == ["court", "clause"]
     many = KeywordFinder(["one two six ten", "x"])
     assert many.find("one two six ten") == ["one", "two", "six"]
+
+
+def test_validation_text_has_the_keywords_of_training(tmp_path: Path) -> None:
+    """A single validation text, which the training text has too, and one with a new word."""
+    train, other = (tmp_path / name for name in ("train.jsonl", "other.jsonl"))
+    texts = ["the sort the list", "the list the file", "the court", "the list"]
+    write(train, [{"text": text} for text in texts])
+    write(other, [{"text": "the court the"}, {"text": "the zebra list"}])
+    valid, found = tmp_path / "valid.jsonl", list[str]()
+    write(valid, [{"text": texts[0]}])
+    for path in (valid, other):
+        data = open_data(train, {"keywords": "tf-idf"}, validation_path=str(path))
+        assert data.validation is not None
+        found += prompts_of(data.validation, data)
+    assert sorted(found) == ["court", "sort, list", "zebra, list"]
+    digest = data.digest
+    write(train, [{"text": text} for text in [*texts, *["the zebra"] * 4]])
+    data = open_data(train, {"keywords": "tf-idf"}, validation_path=str(other))
+    assert data.validation is not None
+    assert data.digest != digest
+    assert sorted(prompts_of(data.validation, data)) == ["court", "list, zebra"], "a new cache"
+
+
+def prompts_of(samples: Samples, data: TextData) -> set[str]:
+    """Return the keywords in the prompts of several epochs."""
+    found = set[str]()
+    for sample in documents(samples.batch(range(40))):
+        for tokens, _ in sample:
+            shown = data.tokenizer.decode(tokens, with_special_tokens=True)
+            if "[k]" in shown:
+                found.add(shown.partition("[k]")[2].partition("[/k]")[0])
+    return found
 
 
 def test_parquet_has_the_samples_of_json_lines(path: Path, tmp_path: Path) -> None:
