@@ -447,7 +447,7 @@ class _Session(Generic[J]):
         )
         scalars = {"loss": loss, **more}
         self.validation_figures = {f"validation_{name}": one for name, one in scalars.items()}
-        self.figures |= self.validation_figures
+        self.figures = {**self.figures, **self.validation_figures}
         words = [f"validation loss {loss:.4f}"]  # Figures that equal it are not repeated.
         words += [
             f"{name.removesuffix('/loss').replace('_', ' ')} {value:.4f}"
