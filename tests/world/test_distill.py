@@ -247,7 +247,7 @@ class MaskedSamples:
 
 @pytest.mark.parametrize("samples", [SAMPLES, MaskedSamples()], ids=["packed", "masked"])
 def test_gradients_equal_those_of_whole_tensors(samples: Samples) -> None:
-    """Of three students: one behind an assistant, and each with a divergence of its own."""
+    """Cover three students: one behind an assistant, and each with a divergence of its own."""
     routing = {"balance_loss": 0.0, "z_loss": 0.0}
     job = tiny_job(student=STUDENTS[:3], routing=routing)
     run, batch = start_run(job), samples.batch(range(8))

@@ -30,11 +30,14 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
 from moesaic.testing.jobs import RUN_JOB, tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.testing.runs import train_text
+from moesaic.testing.runs import RecordingProgress, text_job, train_text
 from moesaic.testing.states import read_checkpoint
 from moesaic.train.assemble import assemble
-from moesaic.train.lm import InitialWeights
+from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import InitialWeights, LanguageModelKind
+from moesaic.train.out_checks import checkpoint_bytes
 from moesaic.train.run import Run
+from moesaic.train.trainer import train
 
 JOB = f"""{RUN_JOB}
 [checkpoint]
@@ -196,7 +199,7 @@ def run_students(
 def test_a_resumed_run_has_the_same_bits(
     ranks: RankPool, text: Path, tmp_path: Path, size: int, layout: dict[str, Any], moments: str
 ) -> None:
-    """Also of moments in few bits, a student with an interval, and routers with a bias."""
+    """Moments in few bits, an interval, and routers with a bias resume alike."""
     sizes = {**SPARSE, **SIGMOID["model"], "layers": 1, "dense_layers": 0, "experts": 8}
     biased = {"name": "biased", "model": sizes, "losses": {"logits": 1.0, "hidden": 1.0}}
     students = [{**SMALL, "interval": 3}, ASSISTANT, biased]
@@ -235,6 +238,32 @@ def test_models_that_stay_keep_their_bits_when_others_join_and_leave(
     teacher = [key for key in after if "/students." not in key]
     assert all(key.startswith("parameter/") for key in teacher)
     assert all(np.array_equal(before[key], after[key]) for key in teacher)
+
+
+def test_figures_of_a_step_are_its_own(text: Path, tmp_path: Path) -> None:
+    """A frozen teacher runs in one of three steps; the checkpoint is as large as predicted."""
+    student = {
+        "name": "small", "model": {**DENSE, "vocab": 260}, "interval": 3,
+        "losses": {"text": 1.0, "logits": 1.0, "attention": 1.0},
+    }  # fmt: skip
+    job = text_job(
+        text, student=[student], distill={"frozen": True}, data={"validation_share": 0.1},
+        train={"steps": 3, "validate_every": 1},
+    )  # fmt: skip
+    seen, out = list[dict[str, float]](), tmp_path / "run"
+    last = train(
+        LoadedJob(job, "", []), out, None, World.solo(), RecordingProgress(), LanguageModelKind(),
+        on_step=lambda figures: seen.append(figures),
+    )  # fmt: skip
+    logged = [one for one in read_events(out / "events/rank-0.jsonl") if one["event"] == "step"]
+    for figures, event in zip(seen, logged, strict=True):
+        own = {name for name in figures if not name.startswith("validation_")}
+        assert own == event.keys() - {"event", "time", "phases"}
+    for name in ("loss", "small/logits", "small/attention"):
+        assert [name in figures for figures in (*seen, last)] == [True, False, False, False]
+    assert ["validation_loss" in figures for figures in seen] == [False, True, True]
+    saved = sum(one.nbytes for one in read_checkpoint(checkpoint_of(out, 3)).values())
+    assert checkpoint_bytes(job) == pytest.approx(saved, rel=0.01)
 
 
 def test_a_resume_leaves_an_auxiliary_layer_out(text: Path, tmp_path: Path) -> None:

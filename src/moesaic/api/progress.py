@@ -146,18 +146,21 @@ def format_figures(figures: Mapping[str, float]) -> str:
     """Return loss and speed of a step as text."""
     speed = next(name for name in figures if name.endswith("_per_s"))
     unit = speed.removesuffix("_per_s")
-    # A frozen teacher has none before the first step in which it teaches.
-    text = f"loss {figures['loss']:.4f}" if "loss" in figures else "loss unknown"
-    for name, value in figures.items():  # Those of students are "NAME/loss".
-        if name.endswith("/loss") and not name.startswith("validation_"):
-            text += f", {name.removesuffix('/loss')} {value:.4f}"
+    # A frozen teacher has no loss in steps in which it does not teach.
+    texts = [f"loss {figures['loss']:.4f}"] if "loss" in figures else []
+    texts += [  # Those of students are "NAME/loss".
+        f"{name.removesuffix('/loss')} {value:.4f}"
+        for name, value in figures.items()
+        if name.endswith("/loss") and not name.startswith("validation_")
+    ]
     if "validation_loss" in figures:
-        text += f", validation {figures['validation_loss']:.4f}"
-    text += f", {figures[speed]:,.0f} {unit}/s"
+        texts.append(f"validation {figures['validation_loss']:.4f}")
+    texts.append(f"{figures[speed]:,.0f} {unit}/s")
     if "memory_hit_rate" in figures:
         stall = figures["memory_stall_s"] / max(figures["step_s"], 1e-9)
-        text += f", {figures['memory_hit_rate']:.0%} in memory, {stall:.0%} waiting for the drive"
-    return text
+        texts.append(f"{figures['memory_hit_rate']:.0%} in memory")
+        texts.append(f"{stall:.0%} waiting for the drive")
+    return ", ".join(texts)
 
 
 class LoadingProgress:

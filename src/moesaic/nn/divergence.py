@@ -2,7 +2,7 @@
 
 Attention probabilities are computed a few queries at a time, with their gradient in forward. The
 probabilities of all queries would need memory that is quadratic in the sequence. A teacher's
-probabilities are computed once for all of its students.
+attention probabilities are computed once for all of its students.
 
 Losses are sums over tokens, times a weight of each token, and means over heads. A teacher receives
 no gradient.

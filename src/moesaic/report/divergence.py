@@ -1,8 +1,9 @@
-"""Divergence of a run: a loss that is not finite, explodes, or loses what was learned."""
+"""Divergence of a model: a loss that is not finite, explodes, or loses what was learned."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -43,13 +44,18 @@ class Divergence:
     """Median of the last losses; NaN if they are not finite."""
     num_steps: int
     """Steps without a finite loss."""
+    student: str = ""
+    """Name of the student that diverged; empty for the job's own model."""
 
 
-def find_divergence(steps: Steps, *, has_error: bool, is_frozen: bool = False) -> Divergence | None:
-    """Return how the loss diverged; None if it did not.
+def find_divergence(
+    steps: Steps, *, has_error: bool, is_frozen: bool = False, students: Iterable[str] = ()
+) -> Divergence | None:
+    """Return how a loss diverged; None if none did.
 
-    With `has_error` an error ended the step after the last one, because its loss or gradient was
-    not finite. A model that `is_frozen` has no loss in steps in which it does not teach.
+    With `has_error` an error ended the step after the last one, because a loss or gradient was not
+    finite. The loss of a model that `is_frozen` follows from the text alone, and is not judged.
+    Those of `students` are, on the text, in steps that have one.
     """
     loss, numbers = steps.loss, steps.step
     rows = np.flatnonzero(~np.isfinite(loss) & ~(steps.skipped > 0))
@@ -58,8 +64,14 @@ def find_divergence(steps: Steps, *, has_error: bool, is_frozen: bool = False) -
     if has_error:
         last = int(numbers[-1]) if len(numbers) else 0
         return Divergence("not finite", last + 1, np.nan, np.nan, 1)
-    known = np.isfinite(loss)
-    return _find_rise(loss[known], numbers[known])
+    losses = {} if is_frozen else {"": loss}
+    losses |= {name: steps.figures.get(f"{name}/loss", loss[:0]) for name in students}
+    for name, values in losses.items():
+        known = np.flatnonzero(np.isfinite(values))
+        found = _find_rise(values[known], numbers[known])
+        if found is not None:
+            return replace(found, student=name)
+    return None
 
 
 def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from moesaic.report.divergence import Divergence
 from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
 from moesaic.report.run_stats import RunStats
 from moesaic.report.series import known_mean, median
@@ -115,8 +116,9 @@ def _failed_saves(run: RunStats) -> Finding | None:
 
 def _diverged(run: RunStats) -> Finding | None:
     found = run.divergence
-    if found is None or (run.is_frozen and found.kind != "not finite"):
+    if found is None:
         return None
+    loss_of = f'The loss of student "{found.student}"' if found.student else "The loss"
     if found.kind == "not finite":
         title = f"The loss diverged (NaN or infinite) at step {found.step:,}"
         what = f"{run.error[:1].upper()}{run.error[1:]}. " if run.error else ""
@@ -127,26 +129,35 @@ def _diverged(run: RunStats) -> Finding | None:
             )
     elif found.kind == "exploded":
         title = (
-            f"The loss diverged from step {found.step:,} on: {digits(found.before)} at the start, "
-            f"{digits(found.after)} at the end"
+            f"{loss_of} diverged from step {found.step:,} on: {digits(found.before)} at the "
+            f"start, {digits(found.after)} at the end"
         )
         what = "The weights are worse than at the start. "
     else:
         title = (
-            f"The loss diverged from step {found.step:,} on: it had fallen to "
+            f"{loss_of} diverged from step {found.step:,} on: it had fallen to "
             f"{digits(found.before)} and is back at {digits(found.after)}"
         )
-        what = "The run has lost most of what it had learned. "
-    text = f"{what}Likely cause: {_cause(run, found.step)}. {_way_back(run, found.step)}"
+        what = "Most of what was learned is lost. "
+    text = f"{what}Likely cause: {_cause(run, found)}. {_way_back(run, found)}"
     return Finding("diverged", "problem", title, text)
 
 
-def _cause(run: RunStats, step: int) -> str:
-    """Return the likely cause of a divergence at `step`, as a clause."""
-    peak, warmup = run.setting("optimizer.lr"), run.setting("schedule.warmup")
-    keys = "optimizer.lr" if run.setting("kind") != "ctr" else "optimizer.lr or table.lr"
+def _peak_rate(run: RunStats, student: str) -> tuple[str, Any]:
+    """Return key and value of the learning rate of a student, or of the job's own model."""
+    for one in run.setting("student") or ():
+        if one["name"] == student and one.get("lr") is not None:
+            return f"student.{student}.lr", one["lr"]
+    return "optimizer.lr", run.setting("optimizer.lr")
+
+
+def _cause(run: RunStats, found: Divergence) -> str:
+    """Return the likely cause of a divergence, as a clause."""
+    step, warmup = found.step, run.setting("schedule.warmup")
+    key, peak = _peak_rate(run, found.student)
+    keys = key if run.setting("kind") != "ctr" else f"{key} or table.lr"
     if isinstance(peak, int | float) and peak > _HIGH_RATE:
-        return f"optimizer.lr = {peak:g} is far above the usual 1e-4 to 1e-3"
+        return f"{key} = {peak:g} is far above the usual 1e-4 to 1e-3"
     if run.setting("train.clip") == 0:
         return "train.clip = 0, so a single batch can move the weights far"
     if not warmup and step <= max(_EARLY * (run.planned_steps or 0), _NEAR):
@@ -156,13 +167,13 @@ def _cause(run: RunStats, step: int) -> str:
     return f"{keys}{_now(peak)} is too high for this model and batch{also}"
 
 
-def _way_back(run: RunStats, step: int) -> str:
-    """Return what to do about a divergence at `step`."""
-    earlier = [one for one in run.checkpoints if one.state == "done" and one.step < step]
-    peak = run.setting("optimizer.lr")
-    lower = "optimizer.lr=LOWER"
+def _way_back(run: RunStats, found: Divergence) -> str:
+    """Return what to do about a divergence."""
+    earlier = [one for one in run.checkpoints if one.state == "done" and one.step < found.step]
+    key, peak = _peak_rate(run, found.student)
+    lower = f"{key}=LOWER"
     if isinstance(peak, int | float):
-        lower = f"optimizer.lr={min(peak / 10, _HIGH_RATE / 10):g}"
+        lower = f"{key}={min(peak / 10, _HIGH_RATE / 10):g}"
     if not earlier:
         return f"Start again with --set {lower} or a longer schedule.warmup."
     return (

@@ -227,7 +227,7 @@ def _students(run: RunStats, headline: dict[str, Any]) -> str:
     ]  # fmt: skip
     guide = (
         f"Losses are means of the last {plural(headline['recent_steps'], 'step')}, without their "
-        "weights. Look for a student far above its teacher: give it more steps, or an assistant."
+        "weights. Look for a student far above its teacher: give it more steps, or a larger model."
     )
     names = ("name", "teacher", "parameters", *(term.replace("_", " ") for term in terms))
     return table_card(guide, names, rows)

@@ -137,9 +137,18 @@ class RunStats:
 
     @cached_property
     def divergence(self) -> Divergence | None:
-        """How the loss diverged; None if it did not."""
-        has_error = self.ended == DIVERGED
-        return find_divergence(self.steps, has_error=has_error, is_frozen=self.is_frozen)
+        """How the loss of a model diverged; None if none did.
+
+        Students without a loss on logits do not learn the text, so theirs are not judged.
+        """
+        weights = {one["name"]: one.get("losses", {}) for one in self.setting("student") or ()}
+        students = [
+            name for name, one in weights.items() if one.get("text", 0) or one.get("logits", 0)
+        ]
+        return find_divergence(
+            self.steps, has_error=self.ended == DIVERGED, is_frozen=self.is_frozen,
+            students=students,
+        )  # fmt: skip
 
     @property
     def last_event_s(self) -> float:

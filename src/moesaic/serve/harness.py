@@ -202,8 +202,14 @@ def sampling_config(settings: Mapping[str, Any], max_positions: int) -> Sampling
     values: dict[str, Any] = {
         key: settings[key] for key in _SAMPLING_KEYS if settings.get(key) is not None
     }
-    temperature = float(values.pop("temperature", 0.0))
-    is_sampled = settings.get("do_sample", temperature > 0)
+    temperature, is_sampled = float(values.pop("temperature", 0.0)), settings.get("do_sample")
+    if is_sampled is None:
+        is_sampled = temperature > 0
+    if is_sampled and not temperature:  # As in lm-eval's `hf` model, where generate() refuses.
+        raise ConfigError(
+            "generation_kwargs.do_sample = true needs generation_kwargs.temperature above 0: set "
+            "it in the task, or remove do_sample for greedy texts"
+        )
     raw = {
         "top_p": 1.0, **values, "temperature": temperature if is_sampled else 0.0,
         "max_tokens": max_tokens,

@@ -13,8 +13,9 @@ from pathlib import Path
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.units import format_bytes
-from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.workload import count_parameters
+from moesaic.facts.job import Job, LayoutConfig
+from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.workload import job_parts
 from moesaic.train.job_file import TrainingJob
 from moesaic.train.resumed_job import RESOLVED_JOB, VERSIONS
 
@@ -93,11 +94,7 @@ def disk_warnings(out: Path, job: TrainingJob) -> list[str]:
     """Return a warning if the disk of `out` has no room for one checkpoint of a language model."""
     if not isinstance(job, Job):
         return []
-    moments = {"full": 8, "bf16": 4, "8bit": 2}[job.optimizer.moments]
-    number_bytes = 2 if job.train.precision == "fp64" else 1
-    weights = sum(count_parameters(one).total for one in (job.model, *_student_models(job)))
-    is_trained = job.finetune is None and not job.distill.frozen
-    needed = weights * number_bytes * (4 + moments * is_trained)
+    needed = checkpoint_bytes(job)
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(nearest).free
     if needed <= free:
@@ -108,8 +105,11 @@ def disk_warnings(out: Path, job: TrainingJob) -> list[str]:
     ]
 
 
-def _student_models(job: Job) -> list[ModelConfig]:
-    return [one.model for one in job.student]
+def checkpoint_bytes(job: Job) -> int:
+    """Return bytes of a checkpoint of `job`, which hardly depend on its layout."""
+    alone = job.model_copy(update={"layout": LayoutConfig()})
+    parts = job_parts(alone, plan_from_layout(alone.layout, alone.model, 1))
+    return sum(part.checkpoint_bytes(0) for part in parts)
 
 
 def check_out_is_not_data(out: Path, job: TrainingJob) -> None:

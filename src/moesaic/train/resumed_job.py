@@ -5,15 +5,13 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moesaic.base import keys
-from moesaic.base.config import parse_toml, read_text, tables_to_toml
+from moesaic.base.config import parse_toml, read_json, read_text, tables_to_toml
 from moesaic.base.errors import ConfigError
 
 JOB_TEXT, RESOLVED_JOB, VERSIONS = "job.toml", "job.json", "versions.json"
@@ -56,12 +54,11 @@ class RunSource:
     @classmethod
     def read(cls, run: Path) -> RunSource | None:
         """Return the job of the run at `run`; None if it has no job file."""
-        path, started = run / JOB_TEXT, dict[str, Any]()
+        path = run / JOB_TEXT
         if not path.is_file():
             return None
         text = read_text(path)
-        with suppress(OSError, ValueError, TypeError):
-            started = dict(json.loads((run / VERSIONS).read_text(encoding="utf-8")))
+        started = _read_metadata(run / VERSIONS, "its --set items and its plan")
         sets = [str(item) for item in started.get("sets") or ()]
         tables = parse_toml(text, str(path))
         return cls(_without_comments(text), tables, sets, bool(started.get("has_plan")))
@@ -96,10 +93,8 @@ def ruled_by_plan(run: Path) -> bool:
 
 
 def resolved_job(run: Path) -> dict[str, Any]:
-    """Return the job of the run at `run` with every default; empty if it cannot be read."""
-    with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads((run / RESOLVED_JOB).read_text(encoding="utf-8")))
-    return {}
+    """Return the job of the run at `run` with every default; empty if the file is missing."""
+    return _read_metadata(run / RESOLVED_JOB, "a comparison with its earlier job")
 
 
 def check_learning(run: Path, job: Mapping[str, Any]) -> None:
@@ -160,6 +155,15 @@ def student_names(keys_of_job: Mapping[str, Any]) -> list[str]:
 def show_value(value: object) -> str:
     """Return a value of a job for a message."""
     return "unset" if value is None else keys.show(value)
+
+
+def _read_metadata(path: Path, loss: str) -> dict[str, Any]:
+    """Return the object in a file of a run, empty if it is missing; without the file a resume does
+    not have the `loss`."""
+    if not path.exists():
+        return {}
+    remedy = f"restore it from a copy, or delete it to resume the run without {loss}"
+    return read_json(path, f"'{path}'", remedy)
 
 
 def _without_comments(text: str) -> str:

@@ -15,6 +15,7 @@ import torch
 import moesaic
 from moesaic.base.errors import StoreError, write_error
 from moesaic.base.events import RUN_LOG, EventLog
+from moesaic.base.files import atomic_replace
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan
@@ -75,19 +76,19 @@ def write_run_metadata(
         "device": devices.describe(world.device), "command": sys.argv,
         "sets": list(loaded.sets), "has_plan": loaded.plan is not None,
     }  # fmt: skip
-    files = {
+    texts = {
         JOB_TEXT: loaded.text, RESOLVED_JOB: loaded.job.to_json(), "plan.json": plan.to_json(),
         VERSIONS: json.dumps(versions, indent=2) + "\n",
     }  # fmt: skip
+    files = {**{name: text.encode() for name, text in texts.items()}, **data_files}
 
     def write() -> str:
         try:
-            for name, facts in files.items():
-                (out / name).write_text(facts, encoding="utf-8")
-            for name, content in data_files.items():
+            for name, content in files.items():
                 path = out / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+                with atomic_replace(path) as partial:  # A killed resume leaves the earlier file.
+                    partial.write_bytes(content)
         except OSError as error:
             raise write_error(f"'{out}'", error) from None
         return ""

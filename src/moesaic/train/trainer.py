@@ -286,6 +286,8 @@ class _Session(Generic[J]):
         )  # fmt: skip
         run.phase_hook = self._on_phase
         self.figures: dict[str, Any] = {}
+        self.validation_figures: dict[str, float] = {}
+        """Figures of the last validation pass, which later steps repeat."""
 
     def train(
         self,
@@ -403,7 +405,7 @@ class _Session(Generic[J]):
             self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
-        self.figures = {**self.figures, **self.record.write_step(stats, step_s)}
+        self.figures = {**self.validation_figures, **self.record.write_step(stats, step_s)}
         self.figures["step"] = stats.step
         self.progress.step(self.figures)
         for message in stats.messages():
@@ -444,7 +446,8 @@ class _Session(Generic[J]):
             self.run.counters["step"], figures, time.perf_counter() - began
         )
         scalars = {"loss": loss, **more}
-        self.figures |= {f"validation_{name}": value for name, value in scalars.items()}
+        self.validation_figures = {f"validation_{name}": one for name, one in scalars.items()}
+        self.figures = {**self.figures, **self.validation_figures}
         words = [f"validation loss {loss:.4f}"]  # Figures that equal it are not repeated.
         words += [
             f"{name.removesuffix('/loss').replace('_', ' ')} {value:.4f}"

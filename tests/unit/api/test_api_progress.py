@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moesaic.api import progress
 from moesaic.api.batch import BatchCounts
-from moesaic.api.progress import LoadingProgress, Output, RunProgress
+from moesaic.api.progress import LoadingProgress, Output, RunProgress, format_figures
 
 
 def train(
@@ -58,6 +58,12 @@ def test_the_lines_of_a_long_run_are_few_unless_all_are_wanted(
     assert "the kernels" not in few
     every = train(monkeypatch, terminal=False, every_s=0.0, steps=1003, is_verbose=True)
     assert len(every.splitlines()) == 2 + 2 * 1000
+
+
+def test_a_step_without_a_loss_shows_none() -> None:
+    """Such as one in which a frozen teacher does not run."""
+    figures = {"small/loss": 1.5, "validation_small/loss": 1.0, "tokens_per_s": 10.0}
+    assert format_figures(figures) == "small 1.5000, 10 tokens/s"
 
 
 def test_a_terminal_gets_a_bar_and_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:

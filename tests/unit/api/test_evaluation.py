@@ -299,6 +299,11 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "doc_to_text: q\ndoc_to_target: q\ngeneration_kwargs: {until: x, num_beams: 4}",
         "generation_kwargs.num_beams = 4 is not supported",
     ),
+    "sampling without a temperature": (
+        "dataset_path: json\ndataset_kwargs: {data_files: a.json}\ntest_split: train\n"
+        "doc_to_text: q\ndoc_to_target: q\ngeneration_kwargs: {max_gen_toks: 9, do_sample: true}",
+        "do_sample = true needs generation_kwargs.temperature above 0",
+    ),
     "too many new tokens": (
         "dataset_path: json\ndataset_kwargs: {data_files: a.json}\ntest_split: train\n"
         "doc_to_text: q\ndoc_to_target: q\ngeneration_kwargs: {until: x, max_gen_toks: 256}",

@@ -78,6 +78,25 @@ def test_resume_refuses_a_damaged_checkpoint(place: Path, commands: Commands) ->
     commands.run([*line.split(), "run/checkpoints/step-00000002"])
 
 
+def test_resume_refuses_truncated_files_of_the_run(place: Path, commands: Commands) -> None:
+    """It replaces whole files itself, so a killed start leaves the earlier ones."""
+    run, line = place / "run", "train --out run --resume"
+    for name in ("job.json", "versions.json"):
+        whole = (run / name).read_bytes()
+        for part in (b"", whole[:20]):
+            (run / name).write_bytes(part)
+            errors = commands.refusal(line)
+            assert f"error: 'run/{name}' is not readable JSON" in errors
+            assert "restore it from a copy, or delete it to resume the run without" in errors
+        (run / name).write_bytes(whole)
+    before = (run / "job.json").read_bytes()
+    os.link(run / "job.json", place / "earlier")
+    (run / "versions.json").unlink()
+    commands.run(f"{line} --change --set train.steps=5")
+    assert (place / "earlier").read_bytes() == before != (run / "job.json").read_bytes()
+    assert '"train.steps=5"' in (run / "versions.json").read_text()
+
+
 def test_resume_from_an_older_checkpoint_is_final(place: Path, commands: Commands) -> None:
     line = ["train", "job.toml", "--out", "run", "--change"]
     back = [*line, "--resume", "run/checkpoints/step-00000002", "--set", "checkpoint.every=0"]

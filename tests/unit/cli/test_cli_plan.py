@@ -486,7 +486,7 @@ def test_students_are_added_up(place: Path, commands: Commands, frozen: str) -> 
 
 
 def test_a_step_with_an_interval_is_the_mean_of_steps(place: Path, commands: Commands) -> None:
-    """Of one with all losses and the others, which are those of an interval without end."""
+    """It averages a step with all losses and the others, those of an endless interval."""
     (place / "nowhere").write_text("text " * 1000)
     items = ["--set", "distill.frozen=true", "--set=data.format=text", "--nproc", "16"]
     found = []

@@ -28,7 +28,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_example_trains_and_exports_a_student(commands: Commands) -> None:
     sets = [word for item in SHORT for word in ("--set", item)]
-    captured = commands.run(["train", str(EXAMPLE), "--out", "run", *sets, "--json"])
+    captured = commands.run(["train", str(EXAMPLE), "--out", "run", *sets, "--json", "--verbose"])
     facts = json.loads(captured.out)
     figures = facts["students"]["assistant"]
     assert f", assistant {figures['validation_loss']:.4f}, small " in captured.err

@@ -102,7 +102,7 @@ WRONG: list[tuple[list[str], dict[int, Any], str]] = [
      'student "small": model.vocab = 320, and its teacher has 400: both read the same tokens'),
     ([], {SMALL: {"auxiliary_layer": False}},
      'student "small": model.heads = 2, and its teacher has 4, but losses.attention compares head '
-     "by head: set auxiliary_layer = true, or use losses.relations in place"),
+     "by head: set auxiliary_layer = true, or make model.heads equal"),
     ([], {ASSISTANT: {"model": {"preset": "tiny-mixtral", "window": 32}, "losses": {"relations": 1},
       "auxiliary_layer": False}},
      'student "assistant": model.window = 32 and that of its teacher is unset, but '

@@ -115,6 +115,7 @@ def test_a_frozen_teacher_gets_no_advice_on_learning() -> None:
         assert ("balance_loss" in text(run, "drops")) is not frozen
         rising = make_run(40, run.job, loss=np.linspace(2.0, 9.0, 40))
         assert kinds(rising) == ["diverged"] * (not frozen)
+        assert rising.status == ("finished" if frozen else "diverged")
         rare = make_run(
             40, {**JOB, "distill": {"frozen": frozen}}, loss=np.where(even, 2.0, np.nan)
         )
@@ -202,6 +203,31 @@ def test_a_loss_that_explodes_or_is_lost_again_diverged() -> None:
     calm = 1.0 + 0.5 * np.random.default_rng(3).random(200)
     for loss in (noisy_loss(), calm, calm[:12], np.full(40, 0.7), np.linspace(5.0, 1.0, 40)):
         assert make_run(len(loss), loss=loss).divergence is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_student_that_diverges_is_named(frozen: bool) -> None:
+    """A loss on text that no loss of the student trains is not judged."""
+    rising, missing = np.geomspace(2.0, 50.0, 40), np.full(20, np.nan)
+    figures = {
+        "sound/loss": noisy_loss(40), "quiet/loss": rising, "gone/loss": rising,
+        "small/loss": np.concatenate((missing, rising[::2])),
+    }  # fmt: skip
+    losses = {"sound": {"text": 1.0}, "quiet": {"attention": 1.0}, "small": {"logits": 1.0}}
+    students = [{"name": name, "losses": one, "lr": None} for name, one in losses.items()]
+    job = {**JOB, "distill": {"frozen": frozen}, "student": students}
+    run = make_run(40, job, loss=noisy_loss(40), figures=figures)
+    found = text(run, "diverged")
+    assert found.startswith('The loss of student "small" diverged from step 2')
+    assert " on: 2.00 at the start, " in found
+    assert "--set optimizer.lr=0.0003" in found
+    assert (find(run)[0].kind, run.status) == ("diverged", "diverged")
+    students[2]["lr"] = 0.05
+    found = text(make_run(40, job, loss=noisy_loss(40), figures=figures), "diverged")
+    assert "student.small.lr = 0.05 is far above" in found
+    assert "--set student.small.lr=0.001" in found
+    sound = {**job, "student": students[:2]}
+    assert make_run(40, sound, loss=noisy_loss(40), figures=figures).status == "finished"
 
 
 @pytest.mark.parametrize(("rows", "severity"), [([2], "note"), ([2, 30, 31, 32], "warning")])

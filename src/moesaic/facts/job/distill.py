@@ -274,8 +274,8 @@ def _model_error(student: StudentConfig, teacher: ModelConfig, sequence: int) ->
     if losses.attention and not student.auxiliary_layer and own.heads != teacher.heads:
         return (
             f"model.heads = {own.heads}, and its teacher has {teacher.heads}, but "
-            "losses.attention compares head by head: set auxiliary_layer = true, or use "
-            "losses.relations in place of losses.attention"
+            "losses.attention compares head by head: set auxiliary_layer = true, or make "
+            "model.heads equal"
         )
     windows = [one.window for one in (own, teacher)]
     seen = [min(window or sequence, sequence) for window in windows]
