@@ -436,8 +436,11 @@ SPLIT: dict[str, Any] = {"layout": {"ep": 2, "dp_shard": 2}}
 
 @pytest.mark.parametrize(
     ("size", "tables"),
-    [(1, {}), (1, {"train": {"micro_batches": 2, "precision": "bf16"}}), (2, SPLIT)],
-)
+    [
+        (1, {}), (1, {"train": {"micro_batches": 2, "precision": "bf16"}}), (2, SPLIT),
+        (2, {"layout": {"ep": 2}, **MOVING}),
+    ],
+)  # fmt: skip
 def test_a_frozen_teacher_runs_only_where_it_teaches(
     ranks: RankPool, size: int, tables: dict[str, Any]
 ) -> None:
