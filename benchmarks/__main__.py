@@ -13,7 +13,7 @@ from moesaic.api.start import set_spin_count
 
 THEMES = (
     "foundation", "facts", "families", "layer", "balance", "memory", "serve", "tables", "titan",
-    "titan-quality",
+    "titan-quality", "planner",
 )  # fmt: skip
 ROUNDS = 15
 """Rounds of a timed figure: every part then ends within 20 minutes on two cores."""
