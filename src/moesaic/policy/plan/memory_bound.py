@@ -133,7 +133,7 @@ class MemoryBounds:
             activations += received * micro_batches * saved["stream"]
         gathered = 0
         if candidate.dp_shard > 1:
-            used = counts if pp > 1 else Counter({stages[-1][-2], "head"})
+            used = counts if pp > 1 else Counter(stages[-1][-2:])
             used["embed"] += pp == 1 and level >= 3
             gathered = sum(count * states[kind].gathered for kind, count in used.items())
         most: int = max(total, lasting + activations + gathered)
