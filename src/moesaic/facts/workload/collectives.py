@@ -77,7 +77,7 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
     """Return the all-reduces of a step that sum numbers over ranks.
 
     Expert counts have one for each stage and micro-batch. Then come the number of targets, the
-    gradient norm, and logged values. In a pipeline, the log also needs the tokens per expert and
+    gradient norm with the number of ranks that must stop, and logged values. In a pipeline, the log also needs the tokens per expert and
     the drops of every layer.
     """
     model, found = job.model, tuple[CollectiveCall, ...]()
@@ -89,7 +89,7 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
     all_ranks = tuple(range(plan.ranks))
     calls = [
         ("targets", plan.stage_groups().of(rank), 1),
-        ("norm", all_ranks, 1),
+        ("norm", all_ranks, 2),
         ("losses", all_ranks, 4),
         ("loads", plan.pp_groups().of(rank), model.layers * (model.experts + 1)),
     ]
