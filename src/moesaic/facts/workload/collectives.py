@@ -77,8 +77,8 @@ def scalar_reductions(job: Job, plan: Plan, rank: int) -> tuple[CollectiveCall, 
     """Return the all-reduces of a step that sum numbers over ranks.
 
     Expert counts have one for each stage and micro-batch. Then come the number of targets, the
-    gradient norm with the number of ranks that must stop, and logged values. In a pipeline, the log also needs the tokens per expert and
-    the drops of every layer.
+    gradient norm with the number of ranks that must stop, and logged values. In a pipeline, the
+    log also needs the tokens per expert and the drops of every layer.
     """
     model, found = job.model, tuple[CollectiveCall, ...]()
     expert_blocks = {f"layers.{layer}" for layer in model.expert_layers}
