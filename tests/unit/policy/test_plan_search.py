@@ -15,6 +15,7 @@ from moesaic.facts.plan import check_plan, job_under_plan
 from moesaic.facts.plan.search import SEARCH_KEYS, SearchFacts, SearchResult
 from moesaic.policy.plan.bound import Bounds
 from moesaic.policy.plan.estimates import SimulatedEstimates
+from moesaic.policy.plan.found import chosen_text
 from moesaic.policy.plan.search import search_facts, search_plans
 from moesaic.policy.plan.space import Candidate, Space
 from moesaic.policy.plan.trials import Trials
@@ -171,6 +172,16 @@ def test_runners_up_say_what_they_lose() -> None:
         own, least = one.estimate.phases_s, found.best.estimate.phases_s
         lost = {name: own.get(name, 0.0) - least.get(name, 0.0) for name in {**own, **least}}
         assert one.phase_loses_s == max(lost.values()) == lost[one.phase]
+
+
+def test_chosen_settings_leave_out_what_is_off() -> None:
+    best = search(open_layouts()).best
+    assert best is not None
+    for recompute in (False, True):
+        settings = {**best.settings, "train.recompute": recompute}
+        text = chosen_text(best.model_copy(update={"settings": settings}), ["layout.ep"])
+        assert ("train.recompute = true" in text) == recompute
+        assert "ep = " not in text
 
 
 def test_search_that_ends_early_has_a_gap() -> None:

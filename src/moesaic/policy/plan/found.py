@@ -245,7 +245,7 @@ def _is_plain(key: str, value: Any, plan: Plan) -> bool:
     is_unused = (key == "layout.schedule" and plan.pp == 1) or (
         key == "layout.dispatch" and plan.ep == 1
     )
-    return is_unused or value in (None, "even", "whole", 1, False)
+    return is_unused or (value is not True and value in (None, "even", "whole", 1, False))
 
 
 def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) -> Sequence[str]:
