@@ -33,7 +33,7 @@ _NOISE = 8.0
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where and how a loss diverged."""
+    """Divergence of a loss: its kind, first step and values."""
 
     kind: Literal["not finite", "exploded", "lost"]
     step: int

@@ -121,6 +121,14 @@ def test_bounds_hold_where_all_is_open(
             check_bounds(trials, path, least)
 
 
+def test_search_where_some_ranks_have_no_sample() -> None:
+    own = job(
+        "tiny-qwen3", batch=4, ep=2, tp=2, schedule="1f1b", embedding="whole", chunks=1,
+        overlap_local=False,
+    )  # fmt: skip
+    check_instance(search_facts(own, cluster([1e12, 4e12, 4e12], 2)))
+
+
 def test_same_facts_give_the_same_result_through_json() -> None:
     facts, log = open_layouts(), list[Decision[SearchFacts, SearchResult]]()
     again = parse(SearchFacts, json.loads(facts.to_json()), "facts")

@@ -187,11 +187,14 @@ class BlockCosts:
         kinds = ["forward", "backward"]
         if candidate.pp > 1 and not candidate.recompute and self._splits:
             kinds += ["input", "weight"]
-        own, passes, least = [[rank] for rank in ranks], {}, {}
+        passes, least = {}, {}
         for kind in kinds:
-            works = [action_work(block, kind, is_first_stage=False) for block in row]
-            events = list(costs.block_events("forward", row, works, own))
-            each = [self._pass_seconds(events, rank) for rank in ranks]
+            each = []
+            # Each rank is priced alone: ranks with more samples may run more operations.
+            for block, rank in zip(row, ranks, strict=True):
+                works = [action_work(block, kind, is_first_stage=False)]
+                events = list(costs.block_events("forward", [block], works, [[rank]]))
+                each.append(self._pass_seconds(events, rank))
             passes[kind], least[kind] = (np.array(one) for one in zip(*each, strict=True))
         return BlockCost(passes, least, min(one.saved_bytes for one in row))
 

@@ -177,8 +177,7 @@ class _BestFirst:
             done.append(entry)
             if entry.least_s >= trials.best_s or trials.is_over:
                 break
-            leaf = _likely_leaf(trials, entry.candidate)
-            if leaf is not None:
+            for leaf in search_methods.likely_leaves(trials, entry.candidate)[:1]:
                 before_s = trials.best_s
                 trials.try_candidate(leaf, skips_slow=True)
                 fails = 0 if trials.best_s < before_s else fails + 1
@@ -196,16 +195,3 @@ class _Entry(NamedTuple):
     number: int
     """Number of its entry, which keeps the order of equal ones."""
     candidate: Candidate
-
-
-def _likely_leaf(trials: Trials, shape: Candidate) -> Candidate | None:
-    """Return the first complete candidate of a shape that may fit, with its likely best dispatch
-    and even stages; None if there is none."""
-    space, bounds = trials.space, trials.bounds
-    options = space.children(shape, 0)
-    plain = [one for one in options if not one.overlaps_dispatch] or options
-    dispatched = min(plain, key=lambda one: bounds.seconds(one, 1))
-    for leaf in space.leaves(dispatched, 1):
-        if leaf.cuts == "even" and not bounds.exceeds_memory(leaf, len(Space.LEVELS)):
-            return leaf
-    return None
