@@ -193,6 +193,7 @@ def _describe_part(one: Any) -> dict[str, Any]:
     return {
         "hosts": [host.name for host in part.cluster.hosts], "ranks": part.ranks,
         "price_per_hour": price, "fits": one.result.best is not None,
+        "is_proven": one.result.is_proven,
         "tokens_per_s": one.tokens_per_s or None,
         "price_per_million_tokens": 1e6 * one.price_per_token
         if price and one.tokens_per_s else None,

@@ -128,6 +128,10 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     if None not in prices:
         table.append(("  price per million tokens", *map(round_text, prices)))
     screen.print_table(["", *names, "difference"], table)
+    unfit = [name for name, fits in zip(names, facts["fits"], strict=True) if not fits]
+    if unfit:
+        screen.print_line(f"\n{' and '.join(unfit)}: DOES NOT FIT, so its speed cannot be reached")
+        return
     differences = {name: pair[1] - pair[0] for name, pair in facts["phases_s"].items()}
     ratio = facts["speedup"]
     faster, slower = (names[1], names[0]) if ratio >= 1 else (names[0], names[1])
@@ -156,7 +160,7 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
         rows.append((
             _part_text(part["ranks"], part["hosts"]),
             "unknown" if price is None else f"{price:,.2f}",
-            round_text(part["tokens_per_s"]) if part["fits"] else "does not fit",
+            _speed_text(part),
             "-" if million is None else round_text(million),
         ))  # fmt: skip
     goal = "the least price on which the job fits" if floor is None else (
@@ -199,6 +203,13 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
         screen.print_line(
             f"  {key} = {figures['next_size']:,} fits in no layout; computed, not measured"
         )
+
+
+def _speed_text(part: Mapping[str, Any]) -> str:
+    """Return the speed of a part, or why it has none."""
+    if part["fits"]:
+        return round_text(part["tokens_per_s"])
+    return "does not fit" if part["is_proven"] else "no fitting layout found in time"
 
 
 def _part_text(ranks: int, hosts: Sequence[str]) -> str:

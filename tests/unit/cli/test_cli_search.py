@@ -173,6 +173,14 @@ def test_questions(commands: Commands) -> None:
     assert reached["price_per_million_tokens"] == pytest.approx(min(prices))
     beyond = commands.run([*LINE, "--min-cost", "--floor", "1e12", *PINS], status=3)
     assert beyond.out.startswith("no part reaches 1,000,000,000,000 tokens/s; the most is ")
+    write_cluster(memory=6e6)
+    wide = [*LINE, "--set", "train.batch=64", *PINS]
+    compared = commands.output([*wide, "--compare", "ep=2", "dp_shard=2"])
+    assert "DOES NOT FIT" in compared
+    assert "times as fast" not in compared
+    unfit = commands.run([*wide, "--fit", "cluster"], status=3).out
+    assert "does not fit" in unfit
+    assert "in time" not in unfit
     write_cluster(memory=1.5e7)
     largest = commands.facts([*LINE, "--fit", "model", "--nproc", "1"])
     assert largest["size"] > largest["own"]
