@@ -66,16 +66,18 @@ def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
     if figures["fits"]:
         screen.print_line(f"fits: {sizes}")
         return
+    from moesaic.policy.plan.remedy import NO_REMEDY, NOTHING_FITS
+
     remedy = figures.get("remedy")
     if remedy is None:
-        advice = advice or "no layout fits: use a smaller model, or devices with more memory"
+        advice = advice or NO_REMEDY
     else:
         learns = " (auxiliary losses are taken over smaller micro-batches)"
         told = assignments(remedy["changes"])
         size = f" ({format_used_bytes(remedy['peak_bytes'], total)})"
         advice = f"the smallest change that fits: {told}{size}"
         if not remedy["fits"]:
-            advice = f"no layout fits; {told} comes nearest{size}"
+            advice = f"{NOTHING_FITS}; {told} comes nearest{size}"
         advice += learns * ("train.micro_batches" in remedy["changes"])
     screen.print_line(f"DOES NOT FIT: {sizes}; {advice}")
 

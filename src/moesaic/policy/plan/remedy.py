@@ -17,6 +17,9 @@ from moesaic.policy.plan.choices import embedding_layouts
 from moesaic.policy.plan.estimates import SimulatedEstimates
 from moesaic.policy.plan.predict import DOES_NOT_FIT, PlannedJob, choose_plan
 
+NOTHING_FITS = "no change was found with which it fits"
+"""Start of a message; the search for a remedy does not try everything."""
+NO_REMEDY = f"{NOTHING_FITS}: use a smaller model, or devices with more memory"
 _MICRO_BATCHES = "train.micro_batches"
 _SHRINKING = ("train.batch", "data.sequence")
 """Keys whose values become smaller."""
@@ -211,8 +214,8 @@ def _changed(job: Job, changes: Mapping[str, Any]) -> Job:
 
 def _remedy_text(remedy: Remedy | None) -> str:
     if remedy is None:
-        return "no layout fits: use a smaller model, or devices with more memory"
+        return NO_REMEDY
     size = format_bytes(remedy.peak_bytes)
     if remedy.fits:
         return f"it fits with {assignments(remedy.changes)} ({size})"
-    return f"no layout fits: {assignments(remedy.changes)} comes nearest ({size})"
+    return f"{NOTHING_FITS}: {assignments(remedy.changes)} comes nearest ({size})"
