@@ -230,7 +230,7 @@ def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
     phases = list(dict.fromkeys([*figures[0]["phases_s"], *figures[1]["phases_s"]]))
     keys_of_both = (
         "step_s", "tokens_per_s", "fits", "price_per_million_tokens", "device_memory_bytes",
-        "bottleneck",
+        "usable_memory_bytes", "bottleneck",
     )  # fmt: skip
     return {
         "settings": {key: [plan[key] for plan in plans] for key in names},

@@ -36,7 +36,7 @@ def print_verdict(planned: PlannedJob) -> None:
             verdict = "fits" if one["fits"] else "does not fit yet"
             screen.print_line(
                 f"  or {one['key']} = {toml(one['value'])}: {verdict} "
-                f"({format_bytes(need['peak_bytes'])} of {format_bytes(need['device_bytes'])})"
+                f"({format_bytes(need['peak_bytes'])} of {format_bytes(need['usable_bytes'])})"
             )
     pins = figures["search"]["pins"]
     if result.best is not None:
@@ -197,7 +197,7 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
     )
     screen.print_line(
         f"  it needs {format_bytes(memory['peak_bytes'])} of "
-        f"{format_bytes(memory['device_bytes'])} per rank with {settings_text(settings)}"
+        f"{format_bytes(memory['usable_bytes'])} per rank with {settings_text(settings)}"
     )
     if figures["next_size"] is not None:
         screen.print_line(
