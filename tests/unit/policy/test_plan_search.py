@@ -222,5 +222,26 @@ def test_pins_that_exclude_each_other_are_named() -> None:
     found = search(search_facts(job(pp=2, schedule="1f1b", micro_batches=1), cluster([1e12], 2)))
     assert found.best is None
     assert found.shortfall is None
-    assert "micro_batches" in found.faults[0]
-    assert "schedule" in found.faults[0]
+    assert found.conflict is not None
+    assert "micro_batches" in found.conflict
+    assert "schedule" in found.conflict
+
+
+def test_only_pins_that_exclude_each_other_are_named() -> None:
+    own = job("tiny-qwen3", pp=2, ep=4, dp_shard=1, micro_batches=2)
+    found = search(search_facts(own, cluster([1e12], 4)))
+    assert found.conflict is not None
+    named, _, error = found.conflict.partition(" exclude each other on 4 ranks: ")
+    assert named == "layout.pp = 2 and layout.ep = 4"
+    assert error.startswith("layout.ep = 4 does not divide 2 ranks of a stage: use 1 or 2")
+    for open_key in ("layout.pp", "layout.ep"):
+        facts = search_facts(own, cluster([1e12], 4))
+        pins = [key for key in facts.pins if key != open_key]
+        assert search(facts.model_copy(update={"pins": pins})).conflict is None
+
+
+def test_a_pin_that_is_never_valid_has_one_error() -> None:
+    found = search(search_facts(job(tp=3), cluster([1e12], 4)))
+    assert found.conflict is not None
+    assert found.conflict.startswith("layout.tp = 3 does not divide 4 ranks")
+    assert ";" not in found.conflict

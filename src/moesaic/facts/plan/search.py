@@ -91,7 +91,7 @@ class PlanEstimate(Section):
 
 
 class RankNeed(Section):
-    """Memory of the rank with the largest fraction of its device's memory in use."""
+    """Memory of the rank with the largest fraction of its device's usable memory in use."""
 
     rank: int = Field(ge=0)
     """Global rank."""
@@ -99,18 +99,18 @@ class RankNeed(Section):
     """Model of its device."""
     peak_bytes: int = Field(ge=0)
     """Bytes at the peak of a step."""
-    device_bytes: float = Field(gt=0)
-    """Memory of the device, in bytes."""
+    usable_bytes: float = Field(gt=0)
+    """Memory of the device that a plan may use, in bytes."""
 
     @property
     def used_fraction(self) -> float:
-        """Peak as a fraction of the device's memory; above 1 the rank does not fit."""
-        return self.peak_bytes / self.device_bytes
+        """Peak as a fraction of the device's usable memory; above 1 the rank does not fit."""
+        return self.peak_bytes / self.usable_bytes
 
     @property
     def short_bytes(self) -> float:
         """Bytes that the device lacks; 0 if the rank fits."""
-        return max(0.0, self.peak_bytes - self.device_bytes)
+        return max(0.0, self.peak_bytes - self.usable_bytes)
 
 
 class FoundPlan(Section):
@@ -188,8 +188,8 @@ class SearchResult(Section):
     """Seconds of a step that no plan of the space can beat; unset if unknown."""
     shortfall: Shortfall | None = None
     """Missing memory; unset if a plan fits."""
-    faults: list[str] = Field(default_factory=list)
-    """Reasons why the pins exclude each other, if no plan is valid."""
+    conflict: str | None = None
+    """Pins that exclude each other, and why; unset if a plan is valid."""
 
     @property
     def gap(self) -> float | None:

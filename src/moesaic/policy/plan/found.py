@@ -82,7 +82,7 @@ def run_search(
     result = decide(policy, facts, [] if log is None else log)
     is_explained = result.shortfall is not None or not facts.explains_shortfall
     if result.best is None and not is_explained:
-        raise ConfigError("; ".join(result.faults) or "no layout is valid for this job")
+        raise ConfigError(result.conflict or "no layout is valid for this job")
     return result
 
 
@@ -205,7 +205,7 @@ def shortfall_text(shortfall: Shortfall) -> str:
     need, change = shortfall.memory, shortfall.change
     text = (
         f"memory: even the layout that comes nearest needs {format_bytes(need.peak_bytes)} on rank "
-        f"{need.rank}, but {need.device} has {format_bytes(need.device_bytes)} "
+        f"{need.rank}, but may use {format_bytes(need.usable_bytes)} of {need.device} "
         f"({format_bytes(need.short_bytes)} short); "
     )
     if change is None:
@@ -221,8 +221,8 @@ def change_text(change: Change) -> str:
 
 
 def memory_text(need: RankNeed) -> str:
-    """Return the memory of a rank as text: "19.5 GiB of 74.5 GiB"."""
-    return f"{format_bytes(need.peak_bytes)} of {format_bytes(need.device_bytes)}"
+    """Return the memory of a rank as text: "19.5 GiB of 68.8 GiB"."""
+    return f"{format_bytes(need.peak_bytes)} of {format_bytes(need.usable_bytes)}"
 
 
 def pins_text(facts: SearchFacts, settings: Settings) -> str:

@@ -66,7 +66,7 @@ class MemoryBounds:
         self._sums_by_key: dict[object, _Sums] = {}
         self._fits_by_key: dict[object, NDArray[np.bool_]] = {}
         self._capacity: dict[int, list[float]] = {}
-        self._memory = [device_at(self._cluster, place).memory_bytes for place in self._places]
+        self._memory = [device_at(self._cluster, place).usable_bytes for place in self._places]
 
     def exceeds_memory(self, candidate: Candidate, level: int) -> bool:
         """Return whether no plan below `candidate` fits, by what memory holds at least."""

@@ -162,7 +162,7 @@ class Trials:
             method=self.facts.method, best=best,
             runners_up=[runner_up(one, best) for one in others] if best is not None else [],
             tried=self.tried, too_large=self.too_large, cut_off=self.cut_off, is_proven=is_proven,
-            bound_s=bound_s, faults=[] if self.space.has_plans else list(self.space.faults),
+            bound_s=bound_s, conflict=None if self.space.has_plans else self.space.conflict(),
         )  # fmt: skip
 
 
