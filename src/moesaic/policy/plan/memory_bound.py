@@ -253,10 +253,13 @@ class MemoryBounds:
         if key not in self._sums_by_key:
             states, saved = self._states_of(candidate, level), self._saved(candidate, level)
             each = [(*states[kind], saved.kept[kind]) for kind in self._kinds]
-            sums = [np.cumsum([0, *one], dtype=np.int64) for one in zip(*each, strict=True)]
+            lasting, total, gathered, kept = (
+                np.cumsum([0, *one], dtype=np.int64) for one in zip(*each, strict=True)
+            )
             ends = range(1, len(each) + 1)
             backward = [0, *(_backward_bytes(self._kinds[:end], saved) for end in ends)]
-            self._sums_by_key[key] = _Sums(*sums, np.array(backward, np.int64))
+            ends_with = np.array(backward, np.int64)
+            self._sums_by_key[key] = _Sums(lasting, total, gathered, kept, ends_with)
         return self._sums_by_key[key]
 
     def _most_held(
