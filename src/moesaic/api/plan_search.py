@@ -219,22 +219,22 @@ def explain_block(planned: PlannedJob, block: str) -> dict[str, Any]:
 
 
 def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
-    """Return how two planned jobs differ: settings, seconds by phase, memory and price."""
+    """Return how two planned jobs differ: settings, seconds by kind of work, memory and price."""
     figures = first.figures, second.figures
     plans = [one["plan"] for one in figures]
     names = [
         key for key in plans[0]
         if key not in ("places", "balance_costs") and plans[0][key] != plans[1].get(key)
     ]  # fmt: skip
-    phases = list(dict.fromkeys([*figures[0]["phases_s"], *figures[1]["phases_s"]]))
+    kinds = list(dict.fromkeys([*figures[0]["seconds_by_kind"], *figures[1]["seconds_by_kind"]]))
     keys_of_both = (
         "step_s", "tokens_per_s", "fits", "price_per_million_tokens", "device_memory_bytes",
         "bottleneck",
     )  # fmt: skip
     return {
         "settings": {key: [plan[key] for plan in plans] for key in names},
-        "phases_s": {
-            name: [one["phases_s"].get(name, 0.0) for one in figures] for name in phases
+        "seconds_by_kind": {
+            kind: [one["seconds_by_kind"].get(kind, 0.0) for one in figures] for kind in kinds
         },
         "peak_bytes": [one["memory_per_rank"]["peak_bytes"] for one in figures],
         **{key: [one[key] for one in figures] for key in keys_of_both},

@@ -190,7 +190,10 @@ def _print_prediction(
     ]  # fmt: skip
     if "bottleneck" in figures:
         rows.append(("bottleneck", figures["bottleneck"]))
-    blocks = _block_rows({name: s for name, s in figures["blocks_s"].items() if name != STEP})
+    stages = figures["plan"]["pp"] if "plan" in figures else 1
+    blocks = _block_rows(
+        {name: s for name, s in figures["blocks_s"].items() if name != STEP}, stages
+    )
     if figures["blocks_s"].get(STEP):
         blocks.append(("  outside blocks", about_seconds(figures["blocks_s"][STEP])))
     screen.print_line(f"{opening}; predicted{_basis(figures)}, not measured\n")
@@ -228,12 +231,13 @@ def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:
         screen.print_line(f"{name:<{width}} {value}")
 
 
-def _block_rows(blocks_s: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return a row of each kind of block: the time of all its blocks."""
+def _block_rows(blocks_s: Mapping[str, float], pipeline_ranks: int) -> list[tuple[str, str]]:
+    """Return a row of each kind of block: the time of all its blocks, on all pipeline ranks."""
     kinds: dict[str, list[float]] = {}
     for name, seconds in blocks_s.items():
         kinds.setdefault(_block_kind(name), []).append(seconds)
-    rows = [("blocks", "forward, backward and update of a step, with waiting")]
+    many = f", summed over {pipeline_ranks} pipeline ranks" if pipeline_ranks > 1 else ""
+    rows = [("blocks", f"forward, backward and update of a step, with waiting{many}")]
     for kind, times in kinds.items():
         number = f", {len(times)} blocks" if len(times) > 1 else ""
         rows.append((f"  {kind}", f"{about_seconds(sum(times))}{number}"))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _MAX_EVENTS = 12
 """Rows of a block's events, at most."""
+_SAME = 0.005
+"""Share of a figure up to which a difference is not shown."""
 
 
 def print_verdict(planned: PlannedJob) -> None:
@@ -103,11 +105,15 @@ def print_why(facts: Mapping[str, Any]) -> None:
 def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     """Print two plans beside each other, and which is faster by how much and where."""
     rows = [(f"  {key}", *(toml(value) for value in pair)) for key, pair in _short(facts)]
-    seconds = [("  step", facts["step_s"]), *((f"  {k}", v) for k, v in facts["phases_s"].items())]
+    kinds = facts["seconds_by_kind"]
+    seconds = [
+        ("  step", facts["step_s"]),
+        *((f"    {kind}", pair) for kind, pair in kinds.items()),
+    ]
     table: list[Sequence[str]] = [("settings",), *rows] if rows else []
     table.append(("seconds",))
     table += [
-        (name, *map(about_seconds, pair), _signed(pair[1] - pair[0])) for name, pair in seconds
+        (name, *map(about_seconds, pair), _difference(*pair)) for name, pair in seconds if any(pair)
     ]
     table.append(("figures",))
     peaks = [
@@ -124,13 +130,16 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     if unfit:
         screen.print_line(f"\n{' and '.join(unfit)}: DOES NOT FIT, so its speed cannot be reached")
         return
-    differences = {name: pair[1] - pair[0] for name, pair in facts["phases_s"].items()}
+    differences = {kind: pair[1] - pair[0] for kind, pair in kinds.items()}
     ratio = facts["speedup"]
     faster, slower = (names[1], names[0]) if ratio >= 1 else (names[0], names[1])
     sign = -1 if ratio >= 1 else 1
-    phase = max(differences, key=lambda name: sign * differences[name])
+    kind = max(differences, key=lambda name: sign * differences[name])
+    if abs(ratio - 1) < _SAME:
+        screen.print_line("\nboth are equally fast; predicted, not measured")
+        return
     screen.print_line(
-        f"\n{faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly in {phase}; "
+        f"\n{faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly by {kind}; "
         "predicted, not measured"
     )
 
@@ -224,6 +233,13 @@ def _part_text(ranks: int, hosts: Sequence[str]) -> str:
     names = ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, ..., {hosts[-1]}"
     many = f"{len(hosts)} hosts ({names})"
     return f"{ranks} rank{'s' * (ranks > 1)} on {hosts[0] if len(hosts) == 1 else many}"
+
+
+def _difference(first_s: float, second_s: float) -> str:
+    """Return how much the second takes more, or that nothing differs in the digits shown."""
+    if abs(second_s - first_s) < _SAME * max(first_s, second_s):
+        return "same"
+    return _signed(second_s - first_s)
 
 
 def _signed(seconds: float) -> str:

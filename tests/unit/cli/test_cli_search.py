@@ -167,6 +167,11 @@ def test_questions(commands: Commands) -> None:
     steps_s = [commands.facts([*LINE, *one])["step_s"] for one in layouts]
     assert both["step_s"] == steps_s
     assert both["speedup"] == pytest.approx(steps_s[0] / steps_s[1])
+    kinds = both["seconds_by_kind"].values()
+    assert [sum(seconds) for seconds in zip(*kinds, strict=True)] == pytest.approx(steps_s)
+    alike = commands.output([*LINE, "--compare", "ep=2", "ep=2,dp_shard=1"])
+    assert "both are equally fast" in alike
+    assert "same" in alike
     assert "is neither a plan file nor a layout" in commands.refusal([*LINE, "--compare", "a", "b"])
     part = commands.facts([*LINE, "--fit", "cluster"])
     assert part["plan"]["ranks"] == 1

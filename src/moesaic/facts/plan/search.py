@@ -192,8 +192,8 @@ class SearchResult(Section):
     """Seconds of a step that no plan of the space can beat; unset if unknown."""
     shortfall: Shortfall | None = None
     """Missing memory; unset if a plan fits."""
-    faults: list[str] = Field(default_factory=list)
-    """Reasons why the pins exclude each other, if no plan is valid."""
+    conflict: str | None = None
+    """Pins that exclude each other, and why; unset if a plan is valid."""
 
     @property
     def gap(self) -> float | None:

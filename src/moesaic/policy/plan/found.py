@@ -82,7 +82,7 @@ def run_search(
     result = decide(policy, facts, [] if log is None else log)
     is_explained = result.shortfall is not None or not facts.explains_shortfall
     if result.best is None and not is_explained:
-        raise ConfigError("; ".join(result.faults) or "no layout is valid for this job")
+        raise ConfigError(result.conflict or "no layout is valid for this job")
     return result
 
 

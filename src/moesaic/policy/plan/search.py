@@ -13,6 +13,7 @@ proven to be the best of the space.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import NamedTuple
 
 from moesaic.facts.cluster import Cluster
@@ -101,6 +102,8 @@ class _BestFirst:
         self._trials, self._space, self._bounds = trials, trials.space, trials.bounds
         self._queue: list[_Entry] = []
         self._number = 0
+        self._shapes = self._space.shapes()
+        """Shapes that are not queued yet."""
 
     def run(self) -> tuple[bool, float | None]:
         """Try candidates; return whether the best is proven, and a bound for all of them."""
@@ -109,16 +112,19 @@ class _BestFirst:
         if first is not None:
             trials.try_candidate(first)
         self._try_usual()
-        is_whole = self._push_shapes()
+        is_whole = self._push_shapes(_SHAPES_WORK)
         self._dive()
-        while self._queue:
-            entry = heapq.heappop(self._queue)
-            if entry.least_s >= trials.best_s or trials.is_over:
-                trials.cut_off += 1 + len(self._queue)
-                is_best = is_whole and entry.least_s >= trials.best_s
-                return is_best, self._bound(min(entry.least_s, trials.best_s), is_whole)
-            self._expand(entry)
-        return is_whole, self._bound(trials.best_s, is_whole) if trials.found else None
+        while not trials.is_over:
+            if self._queue and self._queue[0].least_s < trials.best_s:
+                self._expand(heapq.heappop(self._queue))
+            elif is_whole:
+                break
+            else:
+                is_whole = self._push_shapes(1.0)
+        least_s = self._queue[0].least_s if self._queue else math.inf
+        trials.cut_off += len(self._queue)
+        is_best, least_s = is_whole and least_s >= trials.best_s, min(least_s, trials.best_s)
+        return is_best, None if least_s == math.inf else self._bound(least_s, is_whole)
 
     def _try_usual(self) -> None:
         """Try usual layouts of large runs, those with the least bounds first."""
@@ -154,11 +160,12 @@ class _BestFirst:
         own_s = max(least_s, self._bounds.seconds(candidate, level))
         heapq.heappush(self._queue, _Entry(own_s, -level, self._number, candidate))
 
-    def _push_shapes(self) -> bool:
-        """Queue the shapes by quick bounds; return whether the work sufficed for all of them."""
-        for shape in self._space.shapes():
+    def _push_shapes(self, fraction: float) -> bool:
+        """Queue more shapes by quick bounds, up to a fraction of the work; return whether all are
+        queued."""
+        for shape in self._shapes:
             self._push(shape, -1, 0.0)
-            if self._trials.work.used(_SHAPES_WORK):
+            if self._trials.work.used(fraction):
                 return False
         return True
 

@@ -152,8 +152,9 @@ class Trials:
             method=self.facts.method, best=best,
             runners_up=[runner_up(one, best) for one in others] if best is not None else [],
             tried=self.tried, too_large=self.too_large, cut_off=self.cut_off, is_proven=is_proven,
-            bound_s=bound_s, work=round(self.work.done), is_limited=self.work.used(),
-            faults=[] if self.space.has_plans else list(self.space.faults),
+            bound_s=bound_s, work=round(self.work.done),
+            is_limited=not is_proven and self.work.used(),
+            conflict=None if self.space.has_plans else self.space.conflict(),
         )  # fmt: skip
 
 
