@@ -13,8 +13,8 @@ from moesaic.facts.cluster import Cluster
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
-from moesaic.policy.plan.predict import choose_plan
 from moesaic.facts.plan.search import Remedy
+from moesaic.policy.plan.predict import choose_plan
 from moesaic.policy.plan.remedy import find_remedy
 from moesaic.policy.plan.search import search_facts
 
