@@ -1,7 +1,7 @@
 """Work of a search, counted: it ends at the same place on every machine, idle or busy.
 
 Bounds, cuts, memory and simulated steps count by what they took on one idle core of the machine of
-the records, in milliseconds. What they take elsewhere changes no result.
+the records, in milliseconds. Their seconds elsewhere change no result.
 """
 
 from __future__ import annotations
