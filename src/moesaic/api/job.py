@@ -188,7 +188,7 @@ class Job:
             tiers = None
             if loaded.job.memory is not None:
                 device = facts.tightest_rank(choices.plan).device
-                tiers = forecast(loaded.job, choices.plan, int(device.memory_bytes))
+                tiers = forecast(loaded.job, choices.plan, int(device.usable_bytes))
             planned = predict_plan(choices, facts, tiers)
         return self._with_remedy(planned, loaded, cluster, recorded)
 

@@ -229,7 +229,7 @@ def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
     kinds = list(dict.fromkeys([*figures[0]["seconds_by_kind"], *figures[1]["seconds_by_kind"]]))
     keys_of_both = (
         "step_s", "tokens_per_s", "fits", "price_per_million_tokens", "device_memory_bytes",
-        "bottleneck",
+        "usable_memory_bytes", "bottleneck",
     )  # fmt: skip
     return {
         "settings": {key: [plan[key] for plan in plans] for key in names},

@@ -206,7 +206,7 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
     )
     screen.print_line(
         f"  it needs {format_bytes(memory['peak_bytes'])} of "
-        f"{format_bytes(memory['device_bytes'])} per rank with {settings_text(settings)}"
+        f"{format_bytes(memory['usable_bytes'])} per rank with {settings_text(settings)}"
     )
     if figures["next_size"] is not None:
         screen.print_line(

@@ -20,6 +20,7 @@ from moesaic.policy.plan.search import search_facts
 
 
 def cluster(nodes: int, **device: float) -> Cluster:
+    device = {"reserved_bytes": 0.0, **device}
     host = {"name": "n", "preset": "h100-8", "replicas": nodes, "devices": device}
     link = {"ends": ["*", "*"], "kind": "ethernet", "latency_s": 1e-5, "bandwidth": 1e10}
     links = [link] if nodes > 1 else []

@@ -94,7 +94,7 @@ class PlanEstimate(Section):
 
 
 class RankNeed(Section):
-    """Memory of the rank with the largest fraction of its device's memory in use."""
+    """Memory of the rank with the largest fraction of its device's usable memory in use."""
 
     rank: int = Field(ge=0)
     """Global rank."""
@@ -102,18 +102,18 @@ class RankNeed(Section):
     """Model of its device."""
     peak_bytes: int = Field(ge=0)
     """Bytes at the peak of a step."""
-    device_bytes: float = Field(gt=0)
-    """Memory of the device, in bytes."""
+    usable_bytes: float = Field(gt=0)
+    """Memory of the device that a plan may use, in bytes."""
 
     @property
     def used_fraction(self) -> float:
-        """Peak as a fraction of the device's memory; above 1 the rank does not fit."""
-        return self.peak_bytes / self.device_bytes
+        """Peak as a fraction of the device's usable memory; above 1 the rank does not fit."""
+        return self.peak_bytes / self.usable_bytes
 
     @property
     def short_bytes(self) -> float:
         """Bytes that the device lacks; 0 if the rank fits."""
-        return max(0.0, self.peak_bytes - self.device_bytes)
+        return max(0.0, self.peak_bytes - self.usable_bytes)
 
 
 class FoundPlan(Section):

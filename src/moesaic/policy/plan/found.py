@@ -194,15 +194,15 @@ def shortfall_text(shortfall: Shortfall) -> str:
     need, remedy = shortfall.memory, shortfall.remedy
     return (
         f"memory: even the layout that comes nearest needs {format_bytes(need.peak_bytes)} on rank "
-        f"{need.rank}, but {need.device} has {format_bytes(need.device_bytes)} "
+        f"{need.rank}, but may use {format_bytes(need.usable_bytes)} of {need.device} "
         f"({format_bytes(need.short_bytes)} short); "
         f"{NO_REMEDY if remedy is None else remedy_text(remedy)}"
     )
 
 
 def memory_text(need: RankNeed) -> str:
-    """Return the memory of a rank as text: "19.5 GiB of 74.5 GiB"."""
-    return f"{format_bytes(need.peak_bytes)} of {format_bytes(need.device_bytes)}"
+    """Return the memory of a rank as text: "19.5 GiB of 68.8 GiB"."""
+    return f"{format_bytes(need.peak_bytes)} of {format_bytes(need.usable_bytes)}"
 
 
 def pins_text(facts: SearchFacts, settings: Settings) -> str:

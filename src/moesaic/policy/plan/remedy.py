@@ -43,6 +43,8 @@ _DISPATCH = {
     f"layout.{one}" for one in ("dispatch", "dispatch_hosts", "chunks", "overlap_local")
 }  # fmt: skip
 """Keys that no remedy changes."""
+_SPLITS = {"layout.pp", "layout.tp", "layout.etp"}
+"""Keys that split layers or matrices, and so cost speed: others come before them."""
 _DECIDED: tuple[tuple[str, ...], ...] = (
     ("layout.pp", "layout.schedule", "layout.tp", "layout.etp", "layout.ep", "train.recompute"),
     (), ("layout.dp_shard",), ("layout.embedding",), (_STAGES,),
@@ -95,7 +97,7 @@ def _as_chosen(facts: SearchFacts) -> RankNeed | None:
     found = plan_facts.tightest_rank(choices.plan)
     return RankNeed(
         rank=found.rank, device=found.device.model, peak_bytes=int(found.memory.peak_bytes),
-        device_bytes=float(found.device.memory_bytes),
+        usable_bytes=float(found.device.usable_bytes),
     )  # fmt: skip
 
 
@@ -246,7 +248,8 @@ class _LayoutChanges:
         far = sum(_distance(value, _value(self._facts.job, key)) for key, value in changes.items())
         self._number += 1
         used = self.trials.bounds.state_fraction(candidate, level)
-        entry = _Entry(len(changes), far, -level, used, self._number, candidate)
+        splits = len(_SPLITS.intersection(changes))
+        entry = _Entry(len(changes), splits, far, -level, used, self._number, candidate)
         heapq.heappush(queue, entry)
 
     def _fits(self, candidate: Candidate) -> bool:
@@ -259,6 +262,8 @@ class _Entry(NamedTuple):
 
     number: int
     """Number of its changes."""
+    splits: int
+    """Number of these that split layers or matrices."""
     distance: float
     """Sum of the doublings of values."""
     depth: int
@@ -360,7 +365,7 @@ def describe_remedy(remedy: Remedy) -> dict[str, Any]:
     """Return a remedy as plain data."""
     return {
         "changes": remedy.changes, "peak_bytes": remedy.memory.peak_bytes,
-        "device_bytes": remedy.memory.device_bytes, "fits": remedy.fits,
+        "usable_bytes": remedy.memory.usable_bytes, "fits": remedy.fits,
         "is_least": remedy.is_least,
     }  # fmt: skip
 
