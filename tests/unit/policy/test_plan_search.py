@@ -13,11 +13,12 @@ from benchmarks.plan_instances import CachedEstimates, cluster, instance, job
 
 from moesaic.base.config import parse
 from moesaic.base.decisions import Decision, decide
+from moesaic.base.errors import ClusterError
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, check_plan, job_under_plan
 from moesaic.facts.plan.search import SEARCH_KEYS, PlanEstimate, SearchFacts, SearchResult
 from moesaic.policy.plan.estimates import SimulatedEstimates
-from moesaic.policy.plan.found import chosen_text, proof_text
+from moesaic.policy.plan.found import chosen_text, predict_found, proof_text
 from moesaic.policy.plan.remedy import shortfall
 from moesaic.policy.plan.search import search_facts, search_plans
 from moesaic.policy.plan.space import Candidate, Space
@@ -172,6 +173,41 @@ def test_larger_cluster_is_never_slower_with_the_plan_of_the_smaller_as_a_seed()
     second = search_plans(large, SimulatedEstimates.from_facts(large)).best
     assert second is not None
     assert second.estimate.step_s <= first.estimate.step_s
+    assert second.settings["stages"] in ("even", "balanced")
+
+
+def test_hosts_without_the_precision_are_left_out() -> None:
+    where = cluster([1e12, 2e12], 2)
+    dtypes = {"h0": "fp32", "h1": "bf16"}
+    hosts = [
+        host.model_copy(
+            update={
+                "devices": [
+                    device.model_copy(
+                        update={
+                            "matmul": [
+                                one.model_copy(update={"dtype": dtypes[host.name]})
+                                for one in device.matmul
+                            ]
+                        }
+                    )
+                    for device in host.devices
+                ]
+            }
+        )
+        for host in where.hosts
+    ]
+    where = where.model_copy(update={"hosts": hosts})
+    own = job(train={"precision": "bf16"})
+    facts = search_facts(own, where)
+    assert [host.name for host in facts.cluster.hosts] == ["h1"]
+    assert (facts.ranks, facts.left_out) == (2, ["h0"])
+    found = search(facts)
+    assert found.best is not None
+    assert {place.host for place in found.best.plan.places} == {"h1"}
+    assert "host h0 is left out: no matmul speed" in predict_found(facts, found).warnings[-1]
+    with pytest.raises(ClusterError, match="not for bf16"):
+        search(search_facts(own, where, 4))
 
 
 def test_runners_up_say_what_they_lose() -> None:

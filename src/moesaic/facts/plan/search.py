@@ -59,6 +59,8 @@ class SearchFacts(Section):
     """Job whose keys are pinned or open."""
     cluster: Cluster
     """Cluster to plan for."""
+    left_out: list[str] = Field(default_factory=list)
+    """Hosts that the cluster lacks, because they have no speed for the job's precision."""
     ranks: int = Field(ge=1)
     """World size."""
     pins: list[str]

@@ -10,7 +10,7 @@ import numpy as np
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
-from moesaic.base.keys import toml
+from moesaic.base.keys import join_words, toml
 from moesaic.base.units import format_bytes, format_seconds
 from moesaic.facts.cluster import Cluster, place_ranks
 from moesaic.facts.job import Job
@@ -103,7 +103,20 @@ def predict_found(
         }  # fmt: skip
         warnings = [one for one in warnings if not one.startswith(DOES_NOT_FIT)]
         warnings = [f"{DOES_NOT_FIT}{figures['bottleneck']}", *warnings]
+    if facts.left_out:
+        warnings = [*warnings, left_out_text(facts)]
     return planned._replace(figures=figures, warnings=warnings, found=result)
+
+
+def left_out_text(facts: SearchFacts) -> str:
+    """Return which hosts a search left out, and why."""
+    many, precision = len(facts.left_out) > 1, facts.job.train.precision
+    return (
+        f"{'hosts' if many else 'host'} {join_words(facts.left_out, 'and')} "
+        f"{'are' if many else 'is'} left out: no matmul speed for train.precision = "
+        f'"{precision}"; add [[hosts.devices.matmul]] with dtype = "{precision}", or set another '
+        "train.precision"
+    )
 
 
 def predict_one(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from moesaic.facts.cluster import Cluster, Host, place_ranks, price_per_hour
 from moesaic.facts.plan.search import SearchFacts, SearchResult
-from moesaic.policy.plan.mapping import max_ranks
+from moesaic.policy.plan.mapping import max_ranks, only_hosts
 
 _MAX_PARTS = 64
 """Parts to search, at most."""
@@ -59,7 +59,7 @@ def cluster_parts(cluster: Cluster) -> list[Part]:
         hosts = [host for host in cluster.hosts if host.name in taken]
         if not hosts:
             continue
-        part = _only(cluster, hosts)
+        part = only_hosts(cluster, hosts)
         most = max_ranks(part)
         sizes = _device_counts(hosts[0]) if len(hosts) == 1 else [most]
         for ranks in sizes:
@@ -79,16 +79,6 @@ def _device_counts(host: Host) -> list[int]:
     if accelerators:
         return _counts(accelerators)[1:]
     return sorted(one.count for one in host.devices)
-
-
-def _only(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
-    """Return `cluster` with these hosts alone."""
-    names = {host.name for host in hosts}
-    links = [
-        link for link in cluster.links
-        if all(names.intersection(cluster.hosts_of_end[end]) for end in link.ends)
-    ]  # fmt: skip
-    return cluster.model_copy(update={"hosts": list(hosts), "links": links})
 
 
 Search = Callable[[SearchFacts], SearchResult]

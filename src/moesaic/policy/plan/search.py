@@ -21,7 +21,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan.search import RankNeed, SearchFacts, SearchResult, written_keys
 from moesaic.policy.plan import search_methods
 from moesaic.policy.plan.estimates import Estimates
-from moesaic.policy.plan.mapping import max_ranks
+from moesaic.policy.plan.mapping import hosts_without_speed, max_ranks, only_hosts
 from moesaic.policy.plan.remedy import shortfall
 from moesaic.policy.plan.space import Candidate, Space
 from moesaic.policy.plan.trials import Trials
@@ -59,8 +59,20 @@ def search_facts(
     pins = written_keys(job)
     if opens_micro_batches:
         pins.remove("train.micro_batches")
-    ranks = num_ranks or max_ranks(cluster)
-    return SearchFacts(job=job, cluster=cluster, ranks=ranks, pins=pins)
+    usable, left_out = _usable_hosts(job, cluster, num_ranks)
+    ranks = num_ranks or max_ranks(usable)
+    return SearchFacts(job=job, cluster=usable, ranks=ranks, pins=pins, left_out=left_out)
+
+
+def _usable_hosts(job: Job, cluster: Cluster, num_ranks: int | None) -> tuple[Cluster, list[str]]:
+    """Return the hosts that compute in the precision of `job`, and the names of the others; all
+    hosts if the ranks need them."""
+    left_out = hosts_without_speed(cluster, job.train.precision)
+    hosts = [host for host in cluster.hosts if host.name not in left_out]
+    if not hosts:
+        return cluster, []
+    usable = only_hosts(cluster, hosts)
+    return (usable, left_out) if max_ranks(usable) >= (num_ranks or 1) else (cluster, [])
 
 
 def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:

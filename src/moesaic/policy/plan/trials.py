@@ -60,9 +60,7 @@ class Trials:
         if skips_slow and self.bounds.stages_seconds(candidate, stages) >= self.best_s:
             self.cut_off += 1
             return math.inf
-        if candidate.cuts == "balanced" and plan.stages == stage_blocks(
-            plan.model_copy(update={"stages": None}), job.model
-        ):
+        if _has_even_stages(plan, job):
             candidate = candidate._replace(cuts="even")
         return self._try(job, plan, candidate.settings())
 
@@ -77,7 +75,8 @@ class Trials:
         layout = {f"layout.{key}": value for key, value in _layout(plan).items()}
         settings = {
             **layout, "train.micro_batches": job.train.micro_batches,
-            "train.recompute": job.train.recompute, "stages": plan.stages,
+            "train.recompute": job.train.recompute,
+            "stages": "even" if _has_even_stages(plan, job) else "balanced",
         }  # fmt: skip
         return self._try(job, plan, settings)
 
@@ -168,3 +167,9 @@ def _layout(plan: Plan) -> Settings:
         "chunks", "overlap_local",
     }  # fmt: skip
     return plan.model_dump(include=keys)
+
+
+def _has_even_stages(plan: Plan, job: Job) -> bool:
+    """Return whether each stage of a plan has the blocks that it has by default."""
+    even = plan.model_copy(update={"stages": None})
+    return stage_blocks(plan, job.model) == stage_blocks(even, job.model)
