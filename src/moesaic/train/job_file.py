@@ -412,12 +412,12 @@ def _initial_model(source: str, run: Path | None) -> dict[str, Any] | None:
     return next(dict(one["model"]) for one in _with_students(job) if one["source"] == source)
 
 
-def _with_students(job: dict[str, Any]) -> list[dict[str, Any]]:
+def _with_students(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the tables of a job with a model and its source: the job and its students."""
     return [job, *job.get("student", ())]
 
 
-def _initial_job(source: str, run: Path | None) -> dict[str, Any] | None:
+def _initial_job(source: str, run: Path | None) -> Mapping[str, Any] | None:
     """Return the job of a run that began with `source`."""
     if run is not None:
         with suppress(TypeError, KeyError):

@@ -81,11 +81,11 @@ VERBS = [
     ("train job.toml --nproc 2000000", "job.toml: nproc = 2000000: give an integer from 1"),
     (
         "train job.toml --dry-run --set data.sequence=64",
-        "data.path = 'text.txt' has at most 47 tokens to train on, but one sample takes",
+        "data.path = 'text.txt' gives 47 tokens, but one sample takes data.sequence + 1 = 65",
     ),
     (
         "train job.toml --dry-run --set data.validation_share=0.1",
-        "data.validation_share = 0.1 of data.path = 'text.txt' has at most 5 tokens, but one",
+        "data.validation_share = 0.1 (the last 5 of 47 tokens) gives 5 tokens, but one sample",
     ),
     ("train job.toml --dry-run --out /proc/run", "'/proc/run' cannot be written"),
     ("train job.toml --dry-run --out file", "'file' is a file: give"),
