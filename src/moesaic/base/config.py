@@ -215,20 +215,37 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
             if reason != "default_factory_not_called" and not is_misspelt:
                 key, sentence = _describe_mistake(kind, detail)
                 by_key.setdefault(key, sentence)
-    raise ConfigError(_list_mistakes(by_key, origin, sets))
+    raise ConfigError(_list_mistakes(by_key, origin, sets, raw))
 
 
-def _list_mistakes(by_key: Mapping[str, str], origin: str, sets: Sequence[str]) -> str:
+def _list_mistakes(
+    by_key: Mapping[str, str], origin: str, sets: Sequence[str], raw: Mapping[str, Any]
+) -> str:
     """Return one sentence for a single mistake, else a heading with a line for each one."""
     lines = list[str]()
     for key, sentence in by_key.items():
-        culprits = [item for item in sets if sets_key(item, key)]
+        spellings = (key, _name_tables(key, raw))
+        culprits = [item for item in sets if any(sets_key(item, one) for one in spellings)]
         where = culprits[-1] if culprits else error_origin(origin, sets, sentence)
         lines.append(f"{where}: {sentence}")
     if len(lines) == 1:
         return lines[0]
     plain = [line.removeprefix(f"{origin}: ") for line in lines]
     return "\n  ".join([f"{origin}: {len(lines)} mistakes", *plain])
+
+
+def _name_tables(key: str, raw: Mapping[str, Any]) -> str:
+    """Return `key` as an item of `--set` spells it: student.small.lr for student[0].lr."""
+    table, named = dict[str, Any](raw), list[str]()
+    for part in key.split("."):
+        name, _, index = part.partition("[")
+        found = table.get(name)
+        named.append(name)
+        if index and isinstance(found, list):
+            found = found[int(index.rstrip("]"))]
+            named += [str(found["name"])] if isinstance(found, dict) and "name" in found else []
+        table = found if isinstance(found, dict) else {}
+    return ".".join(named)
 
 
 def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:

@@ -140,8 +140,10 @@ def _with_resume_command(
 ) -> RunInterrupted:
     """Return the error with the command that resumes the run."""
     reason = str(error) or "interrupted"
-    status = error.status if isinstance(error, RunInterrupted) else EXIT_INTERRUPTED
-    return RunInterrupted(f"{reason}{_resume_command(prepared, as_json)}", status)
+    text = f"{reason}{_resume_command(prepared, as_json)}"
+    if isinstance(error, RunInterrupted):
+        return RunInterrupted(text, error.status, is_saved=error.is_saved)
+    return RunInterrupted(text, EXIT_INTERRUPTED)
 
 
 def _resume_command(prepared: PreparedRun, as_json: bool) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from moesaic import __version__
+from moesaic.api import prepared_run
 from moesaic.api.cluster import Cluster
 from moesaic.api.job import Job as ApiJob
 from moesaic.base import keys
@@ -234,6 +235,28 @@ def test_the_job_of_the_readme_names_its_ranks(place: Path) -> None:
     (place / "corpus").mkdir()
     (place / "corpus" / "a.jsonl").write_text('{"text": "words"}\n' * 99)
     assert ApiJob.load("readme.toml", sets=["train.device=cpu"]).prepare().ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "layout", "ranks"),
+    [
+        (3, "auto", "", 3), (3, "cuda", "ep = 2", 2), (5, "auto", "ep = 2", 4),
+        (1, "auto", "ep = 2", 2), (3, "cpu", "ep = 2", 2), (3, "cuda:1", "ep = 1", 1),
+        (0, "auto", "ep = 2", 2),
+    ],
+)  # fmt: skip
+def test_without_nproc_a_run_has_a_rank_on_each_gpu_as_far_as_the_layout_goes(
+    gpus: int, device: str, layout: str, ranks: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine has no GPU; torch is told to count them."""
+    monkeypatch.setattr(prepared_run, "_GPU_NODES", ("null",))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    table = f"[layout]\n{layout}\n" if layout else ""
+    (place / "job.toml").write_text(JOB.replace("[layout]\nep = 2\n", table))
+    sets = [f"train.device={device}"]
+    prepared = ApiJob.load("job.toml", sets=sets).prepare(is_started=False)
+    assert prepared.ranks == ranks
 
 
 def test_a_dry_run_of_a_pipeline_shows_its_fullest_rank(
