@@ -120,7 +120,7 @@ class Job:
                 torchrun this process is a rank already.
             resume: "auto" for the newest checkpoint of `out`, or the path of a checkpoint; None:
                 a new run. The ranks, the plan and the `sets` of the run stay.
-            change: take changes of what a resumed run learns, such as its schedule or batch.
+            change: take changes of what a resumed run learns, such as its schedule, batch or data.
             plan: a result of `plan`, or the path of a plan file; it sets ranks and layout.
             cluster: cluster to search for a layout on; None: a job with `plan = "auto"`, or without
                 a layout on several ranks, measures the machine first.

@@ -64,8 +64,8 @@ Change = Annotated[
     bool,
     typer.Option(
         "--change", metavar="",
-        help="With --resume: to take changes of schedule, batch and whatever else alters what the "
-        "run learns.",
+        help="With --resume: to take changes of schedule, batch, data and whatever else alters "
+        "what the run learns.",
     ),
 ]  # fmt: skip
 DryRun = Annotated[
