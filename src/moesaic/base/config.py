@@ -236,15 +236,15 @@ def _list_mistakes(
 
 def _name_tables(key: str, raw: Mapping[str, Any]) -> str:
     """Return `key` as an item of `--set` spells it: student.small.lr for student[0].lr."""
-    table, named = dict[str, Any](raw), list[str]()
+    found: Any = raw
+    named = list[str]()
     for part in key.split("."):
-        name, _, index = part.partition("[")
-        found = table.get(name)
+        name = part.partition("[")[0]
+        found = found.get(name) if isinstance(found, Mapping) else None
         named.append(name)
-        if index and isinstance(found, list):
-            found = found[int(index.rstrip("]"))]
-            named += [str(found["name"])] if isinstance(found, dict) and "name" in found else []
-        table = found if isinstance(found, dict) else {}
+        for index in map(int, re.findall(r"\[(\d+)\]", part)):
+            found = found[index] if isinstance(found, list) and index < len(found) else None
+            named += [str(found["name"])] if isinstance(found, Mapping) and "name" in found else []
     return ".".join(named)
 
 
@@ -253,7 +253,8 @@ def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:
 
     Without a file, items of the same table are named, such as a preset that set the key.
     """
-    named = [s for s in sets if f"{s.partition('=')[0].strip()} = " in sentence]
+    last = {item.partition("=")[0].strip(): item for item in sets}  # Earlier ones have no effect.
+    named = [item for key, item in last.items() if f"{key} = " in sentence]
     if origin == SET_FLAG and not named:
         table, dot, _ = sentence.partition(" ")[0].partition(".")
         named = [s for s in sets if dot and s.strip().startswith(f"{table}.")]

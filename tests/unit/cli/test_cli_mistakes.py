@@ -70,7 +70,15 @@ def test_a_mistake_in_a_set_names_it(commands: Commands) -> None:
 VERBS = [
     ("train", "JOB.toml is missing"),
     ("train no.toml", "'no.toml' cannot be read (No such file"),
-    ("train old", "'old' cannot be read (Is a directory"),
+    (
+        "train old",
+        "'old' is a run and no job file: to continue it, moesaic train --out old --resum",
+    ),
+    ("train old/checkpoints", "'old/checkpoints' cannot be read (Is a directory"),
+    (
+        "train job.toml --set train.batch=8 --set train.batch=7 --set train.micro_batches=2",
+        "error: job.toml with train.batch=7 and train.micro_batches=2: train.batch = 7 is not div",
+    ),
     ("train job.toml --nproc 0", "nproc = 0: give a number from 1"),
     ("train job.toml --nproc two", "invalid value for '--nproc': Input should be a valid integer"),
     ("train job.toml --nproc 3 --set layout.ep=2", "layout.ep=2: layout.ep = 2 does not"),

@@ -205,7 +205,9 @@ def test_a_resume_that_saved_nothing_leaves_the_settings_of_the_checkpoint(
     job = parse(Job, json.loads(Path("calm/job.json").read_text()), "job.json")
     assert (job.optimizer.lr, job.layout.dispatch, job.train.steps) == (0.0003, "auto", 6)
     assert "1e300" not in Path("calm/job.toml").read_text()
-    assert commands.run("train --out calm --resume --dry-run").err == ""
+    more = "train --out calm --resume --change --set train.steps=7 --dry-run"
+    assert commands.run(more).err == ""
+    assert "has done 6 already: raise train.steps" in commands.refusal(more.replace("=7", "=6"))
 
 
 def test_an_edited_plan_of_a_run_is_noticed(commands: Commands) -> None:

@@ -243,9 +243,10 @@ def _make_samples(
     if corpus.loss_mask is None:
         packed = PackedSamples(corpus, selected, config.sequence, config.packing, seed)
         samples: Samples = packed
+        more = "raise it" if origin.startswith("data.validation_share") else "give more text"
         problem = (
             f"gives {packed.num_tokens} tokens, but one sample takes data.sequence + 1 = "
-            f"{config.sequence + 1}: give more text, or shorten data.sequence"
+            f"{config.sequence + 1}: {more}, or shorten data.sequence"
         )
     else:
         samples = conversations = ConversationSamples(corpus, selected, config.sequence, seed)
