@@ -17,6 +17,7 @@ from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
+from moesaic.facts.plan.search import SEARCH_WORK
 from moesaic.policy.plan.found import (
     Search,
     predict_found,
@@ -29,8 +30,6 @@ from moesaic.train.job_file import LoadedJob, apply_plan
 
 _PROBE_S = 4.0
 """Seconds of measuring, without startup."""
-_SEARCH_S = 20.0
-"""Seconds after which the search stops."""
 
 
 def search_layout(
@@ -53,7 +52,7 @@ def search_layout(
         assert cluster is not None
         facts = search_facts(
             loaded.job, cluster, world.size, opens_micro_batches=loaded.has_open_micro_batches
-        ).model_copy(update={"limit_s": _SEARCH_S})
+        ).model_copy(update={"max_work": SEARCH_WORK})
         result = run_search(facts, log=log)
         if result.shortfall is not None:
             raise ConfigError(
