@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.api.launch import is_leader, is_torchrun, launch, num_ranks, run_reporting_errors
 from moesaic.api.progress import probe_progress
 from moesaic.api.start import exit_on_interrupt
+from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, ConfigError, write_error
 from moesaic.base.files import atomic_replace
@@ -48,8 +49,12 @@ class Cluster:
         """Return the cluster in the file `name`, or of a preset: "h100-8", "2xh100-8" for two
         hosts."""
         nodes, preset = _split_preset(name)
-        if Path(name).exists() or preset not in PRESETS:
+        if Path(name).exists() or (preset not in PRESETS and Path(name).suffix):
             return cls.load(name)
+        if preset not in PRESETS:
+            known = f"a file, {keys.join_words(list(PRESETS))}, with 2x before it for two hosts"
+            remedy = keys.suggest_choice(preset, list(PRESETS), known)
+            raise ConfigError(f"'{name}' is neither a file nor a preset of a cluster: {remedy}")
         return cls.preset(preset, nodes)
 
     @classmethod

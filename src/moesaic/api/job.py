@@ -14,7 +14,6 @@ from moesaic.api.launch import is_leader, is_torchrun
 from moesaic.api.loads import recorded_loads
 from moesaic.api.memory_replay import forecast
 from moesaic.api.plan_search import (
-    SEARCH_S,
     PartChoice,
     choose_part,
     facts_of_search,
@@ -36,6 +35,7 @@ from moesaic.api.run import Run
 from moesaic.api.train_worker import TrainTask, default_out, resumed_run
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job as LanguageModelJob
+from moesaic.facts.plan.search import SEARCH_WORK
 from moesaic.train.input_checks import check_inputs
 from moesaic.train.job_file import (
     LoadedJob,
@@ -146,7 +146,7 @@ class Job:
         loads: str | Path | None = None,
         search: bool = False,
         method: str = "best-first",
-        limit_s: float | None = SEARCH_S,
+        max_work: int | None = SEARCH_WORK,
         is_shown: bool = False,
     ) -> PlannedJob:
         """Return the plan of this job on a cluster, with its predictions; nothing runs.
@@ -162,7 +162,8 @@ class Job:
             search: find the fastest layout that fits; keys that the job writes stay. If none fits,
                 `figures["fits"]` is False, and `figures["remedy"]` says what helps.
             method: method of the search, as in `moesaic plan --method`.
-            limit_s: seconds after which the search stops; None: when it ends.
+            max_work: work after which the search stops, in milliseconds of one core of the machine
+                of the records; None: when it ends.
             is_shown: show the progress of a long search on stderr.
         """
         from moesaic.policy.plan.predict import choose_plan, predict_plan
@@ -170,10 +171,10 @@ class Job:
         loaded = self._language_model(plan)
         recorded = None if loads is None else self._loads(loads)
         if search:
-            searched = self._search_facts(loaded, cluster, nproc, method, limit_s, recorded)
+            searched = self._search_facts(loaded, cluster, nproc, method, max_work, recorded)
             with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
                 planned = search_job(searched, is_shown=is_shown)
-            return self._with_remedy(planned, loaded, cluster, recorded)
+            return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
         if loaded.has_open_micro_batches and loaded.plan is None:
             raise ConfigError(
                 f'{loaded.origin}: train.micro_batches = "auto" needs a search: add --search '
@@ -187,7 +188,7 @@ class Job:
             tiers = None
             if loaded.job.memory is not None:
                 device = facts.tightest_rank(choices.plan).device
-                tiers = forecast(loaded.job, choices.plan, int(device.memory_bytes))
+                tiers = forecast(loaded.job, choices.plan, int(device.usable_bytes))
             planned = predict_plan(choices, facts, tiers)
         return self._with_remedy(planned, loaded, cluster, recorded)
 
@@ -199,8 +200,7 @@ class Job:
         loads: RecordedLoads | None,
     ) -> PlannedJob:
         """Return a planned job with the warnings of its file and, if it does not fit, a remedy."""
-        remedy = planned.figures["remedy"]
-        if not planned.figures["fits"] and (remedy is None or not remedy["fits"]):
+        if not planned.figures["fits"]:
             from moesaic.policy.plan.remedy import with_remedy
 
             facts = self._search_facts(
@@ -216,7 +216,7 @@ class Job:
         floor: float | None = None,
         method: str = "best-first",
         loads: str | Path | None = None,
-        limit_s: float | None = SEARCH_S,
+        max_work: int | None = SEARCH_WORK,
         is_shown: bool = False,
     ) -> PartChoice:
         """Return the part of a cluster to take for this job, with its plan; nothing runs.
@@ -227,12 +227,12 @@ class Job:
                 least price per hour on which the job fits.
             method: method of the searches, one for each part.
             loads: as in `plan`.
-            limit_s: seconds of all searches together; None: until they end.
+            max_work: work of a search, as in `plan`; searches of parts share it.
             is_shown: show progress on stderr.
         """
         loaded = self._language_model()
         recorded = None if loads is None else self._loads(loads)
-        facts = self._search_facts(loaded, cluster, None, method, limit_s, recorded)
+        facts = self._search_facts(loaded, cluster, None, method, max_work, recorded)
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return choose_part(facts, floor, is_shown=is_shown)
 
@@ -245,12 +245,12 @@ class Job:
         cluster: Cluster,
         nproc: int | None,
         method: str,
-        limit_s: float | None,
+        max_work: int | None,
         loads: RecordedLoads | None,
     ) -> SearchFacts:
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return facts_of_search(
-                loaded, cluster.facts, nproc=nproc, method=method, limit_s=limit_s, loads=loads
+                loaded, cluster.facts, nproc=nproc, method=method, max_work=max_work, loads=loads
             )
 
     def largest_model(
@@ -278,7 +278,7 @@ class Job:
         Arguments are those of `plan`.
         """
         loaded = self._language_model()
-        facts = self._search_facts(loaded, cluster, nproc, "best-first", SEARCH_S, None)
+        facts = self._search_facts(loaded, cluster, nproc, "best-first", SEARCH_WORK, None)
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return search_largest(facts, is_shown=is_shown)
 

@@ -23,6 +23,8 @@ _GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _UNKNOWN_SPEED, _UNKNOWN_BYTES = 1e12, 1e18
 """Stand for figures that memory does not depend on."""
+_ABOUT_DEVICE = ("device", "device_memory_bytes", "usable_memory_bytes", "fits")
+"""Figures of a plan that are unknown without a device."""
 
 
 def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemory, dict[str, Any]]:
@@ -40,22 +42,18 @@ def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemo
     where = _cluster_here(job, plan) if cluster is None else cluster
     found = tightest_rank(JobCosts.from_job(job, plan, where))
     is_known = found.device.memory_bytes < _UNKNOWN_BYTES
-    fits = found.used_fraction <= 1 if is_known else None
-    remedy = _remedy(job, plan, where) if fits is False else None
-    return found, {
-        "memory_per_rank": {**found.memory.by_kind(), "peak_bytes": found.memory.peak_bytes},
-        "device": found.device.model if is_known else None,
-        "device_memory_bytes": found.device.memory_bytes if is_known else None,
-        "fits": fits, "remedy": remedy,
-    }  # fmt: skip
+    unknown = dict.fromkeys(() if is_known else _ABOUT_DEVICE)
+    figures = {**found.figures(), "device": found.device.model, **unknown}
+    remedy = _remedy(job, plan, where) if figures["fits"] is False else None
+    return found, {**figures, "remedy": remedy}
 
 
 def _remedy(job: Job, plan: Plan, cluster: Cluster) -> dict[str, Any] | None:
-    from moesaic.policy.plan.remedy import find_remedy
+    from moesaic.policy.plan.remedy import describe_remedy, find_remedy
     from moesaic.policy.plan.search import search_facts
 
     found = find_remedy(search_facts(job, cluster, plan.ranks))
-    return None if found is None else found._asdict()
+    return None if found is None else describe_remedy(found)
 
 
 def _cluster_here(job: Job, plan: Plan) -> Cluster:

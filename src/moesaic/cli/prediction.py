@@ -18,6 +18,7 @@ _WIDTH = 18
 """Width of the names of rows; block names may be longer."""
 _WITHOUT_SPEED = ("parameters", "memory per rank", "memory budget", "expert state")
 """Rows about a plan that does not fit, besides memory by kind."""
+_RESERVE_USES = "driver, collectives and fragmentation"
 _EMBEDDING_TEXTS = {
     "whole": "whole table on every rank", "columns": "a column shard on each rank",
 }  # fmt: skip
@@ -55,14 +56,14 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
 def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
     """Print whether the fullest rank fits, and if not, the smallest change with which it would;
     `advice` stands for a change where none is known."""
-    used, total = figures["memory_per_rank"]["peak_bytes"], figures["device_memory_bytes"]
+    used, usable = figures["memory_per_rank"]["peak_bytes"], figures["usable_memory_bytes"]
     if figures["fits"] is None:
         screen.print_line(
             f"fits: unknown, {format_bytes(used)} per rank; this machine has no GPU of the job "
             "(moesaic plan JOB.toml --cluster h100-8 takes another)"
         )
         return
-    sizes = f"{format_used_bytes(used, total)} per rank"
+    sizes = f"{format_used_bytes(used, usable)} per rank{_reserve_text(figures)}"
     if figures["fits"]:
         screen.print_line(f"fits: {sizes}")
         return
@@ -72,14 +73,25 @@ def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
     if remedy is None:
         advice = advice or NO_REMEDY
     else:
-        learns = " (auxiliary losses are taken over smaller micro-batches)"
+        learns = "; auxiliary losses are then taken over smaller micro-batches"
         told = assignments(remedy["changes"])
-        size = f" ({format_used_bytes(remedy['peak_bytes'], total)})"
-        advice = f"the smallest change that fits: {told}{size}"
+        size = f" ({format_used_bytes(remedy['peak_bytes'], remedy['usable_bytes'])})"
+        least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
+        advice = f"{least}: {told}{size}"
         if not remedy["fits"]:
-            advice = f"{NOTHING_FITS}; {told} comes nearest{size}"
+            advice = NO_REMEDY if remedy["is_least"] else NOTHING_FITS
+            advice += f"; {told} comes nearest{size}" * bool(told)
         advice += learns * ("train.micro_batches" in remedy["changes"])
     screen.print_line(f"DOES NOT FIT: {sizes}; {advice}")
+
+
+def _reserve_text(figures: Mapping[str, Any]) -> str:
+    """Return how much of a device is kept free, if any."""
+    total = figures["device_memory_bytes"]
+    reserved = total - figures["usable_memory_bytes"]
+    if not reserved:
+        return ""
+    return f" ({format_used_bytes(reserved, total)} stay free for {_RESERVE_USES})"
 
 
 def print_parts(parts: Sequence[Mapping[str, Any]]) -> None:
@@ -182,13 +194,16 @@ def _print_prediction(
         *((f"  {name}", about_seconds(seconds)) for name, seconds in figures["phases_s"].items()),
         *((name, text) for name, text in extra_rows.items() if text is not None),
         ("memory per rank", f"peak {format_bytes(needs['peak_bytes'])} of "
-         f"{format_bytes(figures['device_memory_bytes'])}, of which"),
+         f"{format_bytes(figures['usable_memory_bytes'])}, of which"),
         *((f"  {name.removesuffix('_bytes')}", format_bytes(num_bytes))
           for name, num_bytes in kinds.items() if num_bytes),
     ]  # fmt: skip
     if "bottleneck" in figures:
         rows.append(("bottleneck", figures["bottleneck"]))
-    blocks = _block_rows({name: s for name, s in figures["blocks_s"].items() if name != STEP})
+    stages = figures["plan"]["pp"] if "plan" in figures else 1
+    blocks = _block_rows(
+        {name: s for name, s in figures["blocks_s"].items() if name != STEP}, stages
+    )
     if figures["blocks_s"].get(STEP):
         blocks.append(("  outside blocks", about_seconds(figures["blocks_s"][STEP])))
     screen.print_line(f"{opening}; predicted{_basis(figures)}, not measured\n")
@@ -226,12 +241,13 @@ def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:
         screen.print_line(f"{name:<{width}} {value}")
 
 
-def _block_rows(blocks_s: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return a row of each kind of block: the time of all its blocks."""
+def _block_rows(blocks_s: Mapping[str, float], pipeline_ranks: int) -> list[tuple[str, str]]:
+    """Return a row of each kind of block: the time of all its blocks, on all pipeline ranks."""
     kinds: dict[str, list[float]] = {}
     for name, seconds in blocks_s.items():
         kinds.setdefault(_block_kind(name), []).append(seconds)
-    rows = [("blocks", "forward, backward and update of a step, with waiting")]
+    many = f", summed over {pipeline_ranks} pipeline ranks" if pipeline_ranks > 1 else ""
+    rows = [("blocks", f"forward, backward and update of a step, with waiting{many}")]
     for kind, times in kinds.items():
         number = f", {len(times)} blocks" if len(times) > 1 else ""
         rows.append((f"  {kind}", f"{about_seconds(sum(times))}{number}"))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _MAX_EVENTS = 12
 """Rows of a block's events, at most."""
+_SAME = 0.005
+"""Share of a figure up to which a difference is not shown."""
 
 
 def print_verdict(planned: PlannedJob) -> None:
@@ -30,14 +32,6 @@ def print_verdict(planned: PlannedJob) -> None:
             f"search: {result.tried:,} layouts simulated{too_large}; {proof_text(result)} "
             f"({result.method})"
         )
-    else:
-        for one in figures["search"]["shortfall"]["changes"][1:4]:
-            need = one["memory"]
-            verdict = "fits" if one["fits"] else "does not fit yet"
-            screen.print_line(
-                f"  or {one['key']} = {toml(one['value'])}: {verdict} "
-                f"({format_bytes(need['peak_bytes'])} of {format_bytes(need['device_bytes'])})"
-            )
     pins = figures["search"]["pins"]
     if result.best is not None:
         screen.print_line(f"chosen: {chosen_text(result.best, pins)}")
@@ -111,11 +105,15 @@ def print_why(facts: Mapping[str, Any]) -> None:
 def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     """Print two plans beside each other, and which is faster by how much and where."""
     rows = [(f"  {key}", *(toml(value) for value in pair)) for key, pair in _short(facts)]
-    seconds = [("  step", facts["step_s"]), *((f"  {k}", v) for k, v in facts["phases_s"].items())]
+    kinds = facts["seconds_by_kind"]
+    seconds = [
+        ("  step", facts["step_s"]),
+        *((f"    {kind}", pair) for kind, pair in kinds.items()),
+    ]
     table: list[Sequence[str]] = [("settings",), *rows] if rows else []
     table.append(("seconds",))
     table += [
-        (name, *map(about_seconds, pair), _signed(pair[1] - pair[0])) for name, pair in seconds
+        (name, *map(about_seconds, pair), _difference(*pair)) for name, pair in seconds if any(pair)
     ]
     table.append(("figures",))
     peaks = [
@@ -132,13 +130,16 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     if unfit:
         screen.print_line(f"\n{' and '.join(unfit)}: DOES NOT FIT, so its speed cannot be reached")
         return
-    differences = {name: pair[1] - pair[0] for name, pair in facts["phases_s"].items()}
+    differences = {kind: pair[1] - pair[0] for kind, pair in kinds.items()}
     ratio = facts["speedup"]
     faster, slower = (names[1], names[0]) if ratio >= 1 else (names[0], names[1])
     sign = -1 if ratio >= 1 else 1
-    phase = max(differences, key=lambda name: sign * differences[name])
+    kind = max(differences, key=lambda name: sign * differences[name])
+    if abs(ratio - 1) < _SAME:
+        screen.print_line("\nboth are equally fast; predicted, not measured")
+        return
     screen.print_line(
-        f"\n{faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly in {phase}; "
+        f"\n{faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly by {kind}; "
         "predicted, not measured"
     )
 
@@ -161,11 +162,14 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
             _part_text(part["ranks"], part["hosts"]),
             "unknown" if price is None else f"{price:,.2f}",
             _speed_text(part),
+            _proof_text(part),
             "-" if million is None else round_text(million),
         ))  # fmt: skip
-    goal = "the least price on which the job fits" if floor is None else (
-        f"the least price per token from {floor:,.0f} tokens/s"
-    )  # fmt: skip
+    goal = (
+        "the cheapest part per hour on which it fits; for the least price per token ask --min-cost"
+        if floor is None
+        else f"the least price per token from {floor:,.0f} tokens/s, of the parts below"
+    )
     hosts = list(dict.fromkeys(place["host"] for place in own["plan"]["places"]))
     chosen = _part_text(own["plan"]["ranks"], hosts)
     if choice.is_reached:
@@ -177,7 +181,12 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
             f"no part reaches {floor:,.0f} tokens/s; the most is "
             f"{round_text(own['tokens_per_s'])} with {chosen}"
         )
-    screen.print_table(["part", "price per hour", "tokens/s", "price per million tokens"], rows)
+    names = ["part", "price per hour", "tokens/s", "fastest", "price per million tokens"]
+    screen.print_table(names, rows)
+    screen.print_line(
+        "parts: powers of two of the hosts of each kind, and of the devices of one host"
+        + ", cheapest first, up to the one that fits" * (floor is None)
+    )
     screen.print_line("")
 
 
@@ -197,7 +206,7 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
     )
     screen.print_line(
         f"  it needs {format_bytes(memory['peak_bytes'])} of "
-        f"{format_bytes(memory['device_bytes'])} per rank with {settings_text(settings)}"
+        f"{format_bytes(memory['usable_bytes'])} per rank with {settings_text(settings)}"
     )
     if figures["next_size"] is not None:
         screen.print_line(
@@ -209,13 +218,28 @@ def _speed_text(part: Mapping[str, Any]) -> str:
     """Return the speed of a part, or why it has none."""
     if part["fits"]:
         return round_text(part["tokens_per_s"])
-    return "does not fit" if part["is_proven"] else "no fitting layout found in time"
+    return "does not fit" if part["is_proven"] else "no fitting layout found within its work"
+
+
+def _proof_text(part: Mapping[str, Any]) -> str:
+    """Return whether the speed of a part is proven to be the most."""
+    if not part["fits"]:
+        return "-"
+    gap = part["gap"]
+    return "proven" if part["is_proven"] else f"within {gap:.0%}" if gap else "not proven"
 
 
 def _part_text(ranks: int, hosts: Sequence[str]) -> str:
     names = ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, ..., {hosts[-1]}"
     many = f"{len(hosts)} hosts ({names})"
     return f"{ranks} rank{'s' * (ranks > 1)} on {hosts[0] if len(hosts) == 1 else many}"
+
+
+def _difference(first_s: float, second_s: float) -> str:
+    """Return how much the second takes more, or that nothing differs in the digits shown."""
+    if abs(second_s - first_s) < _SAME * max(first_s, second_s):
+        return "same"
+    return _signed(second_s - first_s)
 
 
 def _signed(seconds: float) -> str:

@@ -90,7 +90,7 @@ class Prediction:
             speed = f"{machine:.2f}x slower during the run than"
         else:
             speed = f"{1.0 / machine:.2f}x faster during the run than"
-        error = f"the rest, {model:.2f}x, is the model's error{most}"
+        error = f"the rest, {model:.2f}x, is the error of the model{most}"
         return f"{text}: the machine was {speed} in the probe; {error}"
 
     def _most_wrong_phase(self, machine: float) -> str:
@@ -147,7 +147,7 @@ def read_prediction(
 def _reference_s(ranks: Sequence[RankStats], first_done: int) -> float | None:
     """Return the seconds of the reference work since a launch after `first_done` steps.
 
-    They are means over steps: an interruption rarely hits a short sample, as in the probe, but
+    They are means over steps, as in the probe: an interruption rarely hits a short sample, but
     every step pays for some.
     """
     by_rank = [

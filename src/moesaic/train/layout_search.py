@@ -20,6 +20,7 @@ from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job, LayoutConfig
 from moesaic.facts.plan.layout import plan_from_layout
+from moesaic.facts.plan.search import SEARCH_WORK
 from moesaic.facts.workload import GROUPED_MM, workload
 from moesaic.policy.plan.found import (
     Search,
@@ -35,8 +36,6 @@ _PROBE_S = 4.0
 """Seconds of measuring, without startup."""
 _MAX_SIZES = 4
 """Sizes along an axis, besides the smallest."""
-_SEARCH_S = 20.0
-"""Seconds after which the search stops."""
 
 
 def search_layout(
@@ -59,7 +58,7 @@ def search_layout(
         assert cluster is not None
         facts = search_facts(
             loaded.job, cluster, world.size, opens_micro_batches=loaded.has_open_micro_batches
-        ).model_copy(update={"limit_s": _SEARCH_S})
+        ).model_copy(update={"max_work": SEARCH_WORK})
         result = run_search(facts, log=log)
         if result.shortfall is not None:
             raise ConfigError(

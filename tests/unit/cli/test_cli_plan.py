@@ -47,6 +47,11 @@ latency_s = 5e-6
 bandwidth = 4e11
 """
 
+USABLE = (
+    r"of 68.8 GiB per rank \(5.73 of 74.5 GiB stay free for driver, collectives and "
+    r"fragmentation\)"
+)
+
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -77,7 +82,7 @@ def test_output_names_the_bottleneck_and_a_timeline_is_written(
     (place / "cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
     text = commands.output([*LINE, "--trace", "step.json"])
     verdict, layout, *_ = text.splitlines()
-    assert re.fullmatch(r"fits: [0-9.]+ of 74.5 GiB per rank", verdict)
+    assert re.fullmatch(rf"fits: [0-9.]+ {USABLE}", verdict)
     assert layout.startswith("two nodes (32 x NVIDIA H100 SXM5): 32 ranks, experts over 8, ")
     assert layout.endswith("; predicted, not calibrated, not measured")
     assert re.search(r"\nstep +[0-9.]+ m?s \(error unknown\), of which\n", text)
@@ -341,8 +346,8 @@ def test_a_job_that_does_not_fit_gets_a_remedy(commands: Commands) -> None:
     captured = commands.run(line, status=3)
     assert captured.err == ""
     verdict, _, _, *rows = captured.out.splitlines()
-    change = rf"{change} \({needed:.3g} of 74.5 GiB\)"
-    sizes = r"DOES NOT FIT: [0-9.]+ of 74.5 GiB per rank; the smallest change that fits: "
+    change = rf"{change} \({needed:.3g} of 68.8 GiB\)"
+    sizes = rf"DOES NOT FIT: [0-9.]+ {USABLE}; the smallest change that fits: "
     assert re.fullmatch(sizes + change, verdict)
     assert [row.split()[0] for row in rows[:2]] == ["parameters", "memory"]
     changes = [f"--set={key}={value}" for key, value in remedy["changes"].items()]
@@ -351,11 +356,27 @@ def test_a_job_that_does_not_fit_gets_a_remedy(commands: Commands) -> None:
     )
 
 
+def test_a_plan_that_needs_the_reserve_does_not_fit(place: Path, commands: Commands) -> None:
+    line = [*LINE, *layout_sets(f"embedding=whole,dispatch=all_to_all,{PLAIN}")]
+    peak = commands.facts(line)["memory_per_rank"]["peak_bytes"]
+    for changes, fits in (
+        (f"memory_bytes = {peak + 1e9}", False),
+        (f"memory_bytes = {peak + 1e9}, reserved_bytes = 1e9", True),
+        (f"memory_bytes = {peak + 1e9}, reserved_bytes = {1e9 + 1}", False),
+        (f"memory_bytes = {(peak + 2.0**31) / 0.95 + 1}", True),
+    ):
+        own = CLUSTER.replace("replicas", f"devices = {{ {changes} }}\nreplicas")
+        (place / "cluster.toml").write_text(own)
+        text = commands.run(line, status=0 if fits else 3).out
+        assert text.startswith("fits: " if fits else "DOES NOT FIT: ")
+        assert "GiB stay free for driver" in text.splitlines()[0]
+
+
 def test_a_job_that_never_fits(commands: Commands) -> None:
     sharded = [*layout_sets("ep=16,dp_shard=all"), "--set", "train.recompute=true"]
     long = [f"--set={key}=99999999" for key in ("data.sequence", "model.max_positions")]
     text = commands.run([*LINE, *sharded, *long, "--out", "plan.json"], status=3).out
-    assert re.match(r"DOES NOT FIT: .* per rank; no change was found with which it fits", text)
+    assert re.match(r"DOES NOT FIT: .* per rank .*; no change was found with which it fits", text)
     assert "\nnext" not in text
 
 
@@ -409,6 +430,10 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
         ("", "JOB.toml is missing"),
         ("job.toml", "--cluster is missing"),
         ("job.toml --cluster no.toml", "'no.toml' cannot be read (No such file"),
+        (
+            "job.toml --cluster 2xh10-8",
+            "'2xh10-8' is neither a file nor a preset of a cluster: did you mean \"h100-8\"",
+        ),
         ("job.toml --cluster lonely.toml", "error: lonely.toml: no link joins the"),
         ("job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         ("CLUSTER --nproc 64", "error: cluster.toml: cluster"),

@@ -148,14 +148,16 @@ def test_nothing_fits(commands: Commands) -> None:
     short = figures["search"]["shortfall"]
     assert not figures["fits"]
     assert short["short_bytes"] > 0
-    change = short["changes"][0]
-    assert f"{change['key']} = " in captured.out
-    if change["fits"]:
-        commands.run([*line, "--set", f"{change['key']}={json.dumps(change['value'])}"])
+    remedy = figures["remedy"]
+    assert remedy["fits"]
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in remedy["changes"].items()]
+    assert all(f"{key} = " in captured.out for key in remedy["changes"])
+    changed = commands.facts([*line, *sets])
+    assert changed["memory_per_rank"]["peak_bytes"] == remedy["peak_bytes"]
 
 
 def test_questions(commands: Commands) -> None:
-    """Reasons for a block, two layouts side by side, the cheapest part, the largest model."""
+    """Reasons for a block, two layouts side by side, the largest model."""
     why = commands.facts([*LINE, "--search", "--why", "layers.0.moe", *PINS])
     assert sum(one["busy_s"] + one["waiting_s"] for one in why["events"]) == pytest.approx(
         why["seconds"]
@@ -168,9 +170,33 @@ def test_questions(commands: Commands) -> None:
     steps_s = [commands.facts([*LINE, *one])["step_s"] for one in layouts]
     assert both["step_s"] == steps_s
     assert both["speedup"] == pytest.approx(steps_s[0] / steps_s[1])
+    kinds = both["seconds_by_kind"].values()
+    assert [sum(seconds) for seconds in zip(*kinds, strict=True)] == pytest.approx(steps_s)
+    alike = commands.output([*LINE, "--compare", "ep=2", "ep=2,dp_shard=1"])
+    assert "both are equally fast" in alike
+    assert "same" in alike
     assert "is neither a plan file nor a layout" in commands.refusal([*LINE, "--compare", "a", "b"])
+    write_cluster(memory=6e6)
+    wide = [*LINE, "--set", "train.batch=64", *PINS]
+    compared = commands.output([*wide, "--compare", "ep=2", "dp_shard=2"])
+    assert "DOES NOT FIT" in compared
+    assert "times as fast" not in compared
+    write_cluster(memory=1.5e7)
+    largest = commands.facts([*LINE, "--fit", "model", "--nproc", "1"])
+    assert largest["size"] > largest["own"]
+    sets = ["--set", f"model.experts={largest['next_size']}", "--nproc", "1"]
+    commands.run([*LINE, "--search", *sets], status=3)
+
+
+def test_parts_of_a_cluster(commands: Commands) -> None:
+    """The cheapest part per hour has its fastest plan; all parts are searched for --min-cost."""
     part = commands.facts([*LINE, "--fit", "cluster"])
     assert part["plan"]["ranks"] == 1
+    (only,) = part["cluster_parts"]
+    fastest = commands.facts([*LINE, "--search", "--nproc", "1"])
+    assert only["tokens_per_s"] == pytest.approx(fastest["tokens_per_s"])
+    told = commands.output([*LINE, "--fit", "cluster"])
+    assert "for the least price per token ask --min-cost" in told.splitlines()[0]
     reached = commands.facts([*LINE, "--min-cost", "--floor", "10", *PINS])
     prices = [one["price_per_million_tokens"] for one in reached["cluster_parts"]]
     assert reached["price_per_million_tokens"] == pytest.approx(min(prices))
@@ -178,17 +204,9 @@ def test_questions(commands: Commands) -> None:
     assert beyond.out.startswith("no part reaches 1,000,000,000,000 tokens/s; the most is ")
     write_cluster(memory=6e6)
     wide = [*LINE, "--set", "train.batch=64", *PINS]
-    compared = commands.output([*wide, "--compare", "ep=2", "dp_shard=2"])
-    assert "DOES NOT FIT" in compared
-    assert "times as fast" not in compared
     unfit = commands.run([*wide, "--fit", "cluster"], status=3).out
     assert "does not fit" in unfit
-    assert "in time" not in unfit
-    write_cluster(memory=1.5e7)
-    largest = commands.facts([*LINE, "--fit", "model", "--nproc", "1"])
-    assert largest["size"] > largest["own"]
-    sets = ["--set", f"model.experts={largest['next_size']}", "--nproc", "1"]
-    commands.run([*LINE, "--search", *sets], status=3)
+    assert "within its work" not in unfit
 
 
 @pytest.mark.parametrize(

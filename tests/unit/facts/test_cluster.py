@@ -65,6 +65,8 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
      '"npu" or "xpu")?'),
     ([host("a", {**DEVICE, "matmul": [SPEED, SPEED]})], [],
      "hosts[0].devices[0]: matmul has two speeds for fp32: keep one"),
+    ([host("a", {**DEVICE, "reserved_bytes": 1e9})], [],
+     "hosts[0].devices[0]: reserved_bytes = 1e+09 leaves nothing of memory_bytes = 1e+09: keep "),
     ([host("a", core(1), core(2), core(2))], [],
      "hosts[0]: two devices of kind cpu have count = 2: keep one"),
     ([host("a-*")], [],
@@ -91,6 +93,21 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
     ([{"preset": "cpu", "devices": {"count": 4}}], [],
      "hosts[0]: two devices of kind cpu have count = 4: keep one"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "usable"),
+    [
+        ({"memory_bytes": 8e10}, 0.95 * 8e10 - 2**31),
+        ({"memory_bytes": 8e10, "reserved_bytes": 1e9}, 7.9e10),
+        ({"memory_bytes": 8e10, "reserved_bytes": 0}, 8e10),
+        ({"memory_bytes": 1e9}, 8e8),
+        ({"memory_bytes": 1e9, "kind": "cpu"}, 1e9),
+    ],
+)
+def test_plans_keep_memory_of_accelerators_free(changes: dict[str, Any], usable: float) -> None:
+    made = cluster([host("a", {**DEVICE, **changes})])
+    assert made.hosts[0].devices[0].usable_bytes == pytest.approx(usable, rel=1e-12)
 
 
 @pytest.mark.parametrize(("hosts", "links", "sentence"), WRONG, ids=lambda value: str(value)[:40])

@@ -54,7 +54,7 @@ def test_tightest_rank_depends_on_device_memory() -> None:
     job = tiny_job(train={"batch": 8}, layout={"dp_shard": "all"})
     plan, places = plan_from_layout(job.layout, job.model, 3), place_ranks(cluster, 3)
     fractions = [
-        memory(job, plan, rank, on_cpu=False).peak_bytes / device_at(cluster, at).memory_bytes
+        memory(job, plan, rank, on_cpu=False).peak_bytes / device_at(cluster, at).usable_bytes
         for rank, at in enumerate(places)
     ]
     tightest = tightest_rank(JobCosts.from_job(job, plan, cluster))

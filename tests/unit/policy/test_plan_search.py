@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -11,14 +13,16 @@ from benchmarks.plan_instances import CachedEstimates, cluster, instance, job
 
 from moesaic.base.config import parse
 from moesaic.base.decisions import Decision, decide
-from moesaic.facts.plan import check_plan, job_under_plan
-from moesaic.facts.plan.search import SEARCH_KEYS, SearchFacts, SearchResult
-from moesaic.policy.plan.bound import Bounds
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan, check_plan, job_under_plan
+from moesaic.facts.plan.search import SEARCH_KEYS, PlanEstimate, SearchFacts, SearchResult
 from moesaic.policy.plan.estimates import SimulatedEstimates
-from moesaic.policy.plan.found import chosen_text
+from moesaic.policy.plan.found import chosen_text, proof_text
+from moesaic.policy.plan.remedy import shortfall
 from moesaic.policy.plan.search import search_facts, search_plans
 from moesaic.policy.plan.space import Candidate, Space
 from moesaic.policy.plan.trials import Trials
+from moesaic.policy.plan.work import Work
 
 
 def search(facts: SearchFacts, **changes: object) -> SearchResult:
@@ -34,9 +38,8 @@ def open_layouts() -> SearchFacts:
 def check_instance(facts: SearchFacts) -> None:
     """Compare best-first search with all other methods, and every bound with its plan."""
     estimates = CachedEstimates(SimulatedEstimates.from_facts(facts))
-    space = Space(facts.job, facts.cluster, facts.ranks, facts.pins)
-    bounds = Bounds(space)
-    trials = Trials(facts, space, estimates, bounds)
+    trials = Trials(facts, estimates)
+    space, bounds = trials.space, trials.bounds
     for shape in space.shapes():
         for dispatched in space.children(shape, 0):
             least = max(bounds.seconds(shape, 0), bounds.seconds(dispatched, 1))
@@ -107,8 +110,8 @@ def test_bounds_hold_where_all_is_open(
     """Chunks, dispatch through hosts, FSDP beside computing, and all schedules."""
     facts = search_facts(job(preset, **sizes), cluster(speeds, 2, bandwidth=1e9))
     estimates = SimulatedEstimates.from_facts(facts)
-    space, draw = Space(facts.job, facts.cluster, facts.ranks, facts.pins), random.Random(0)
-    trials = Trials(facts, space, estimates, Bounds(space))
+    trials, draw = Trials(facts, estimates), random.Random(0)
+    space = trials.space
     shapes = list(space.shapes())
     for _ in range(25):
         shape = path = draw.choice(shapes)
@@ -192,13 +195,53 @@ def test_chosen_settings_leave_out_what_is_off() -> None:
         assert "ep = " not in text
 
 
-def test_search_that_ends_early_has_a_gap() -> None:
+@pytest.mark.parametrize("limit", [{"max_tried": 1}, {"max_work": 150}])
+def test_search_that_ends_early_has_a_gap(limit: dict[str, int]) -> None:
     facts = open_layouts()
-    best, early = search(facts).best, search(facts, max_tried=1)
-    assert best is not None
+    whole, early = search(facts), search(facts, **limit)
+    assert whole.best is not None
+    assert early.best is not None
     assert not early.is_proven
-    assert early.bound_s is None or early.bound_s <= best.estimate.step_s
+    assert early.work < whole.work, (early.work, whole.work)
+    assert not whole.is_limited
+    assert early.is_limited == ("max_work" in limit)
+    assert early.bound_s is None or early.bound_s <= whole.best.estimate.step_s
     assert early.gap is None or 0 <= early.gap < 1
+    assert ("pin keys to search fewer layouts" in proof_text(early)) == early.is_limited
+
+
+class SlowEstimates(SimulatedEstimates):
+    """Predictions on a machine that is busy."""
+
+    def step(self, job: Job, plan: Plan) -> PlanEstimate:
+        time.sleep(0.05)
+        return super().step(job, plan)
+
+    def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
+        time.sleep(0.01)
+        return super().fits(job, plan, stages)
+
+
+@pytest.mark.parametrize("work", [80, 200])
+def test_a_busy_machine_changes_no_result(work: int) -> None:
+    facts = open_layouts().model_copy(update={"max_work": work})
+    slow = search_plans(facts, SlowEstimates(facts.cluster))
+    assert slow == search(facts)
+    assert slow.is_limited
+
+
+def test_an_explanation_has_a_limit_of_work() -> None:
+    own = job(layers=2, tp=1, embedding="whole", batch=1024, micro_batches=1)
+    facts = search_facts(own, cluster([1e12], 2, memory=1e6))
+    ends = []
+    for limit in (60.0, 1e9):
+        work = Work(limit)
+        short = shortfall(facts, SimulatedEstimates.from_facts(facts), lambda _: None, work)
+        assert short is not None
+        assert short.remedy is not None
+        ends.append((work.done, short.remedy.is_least))
+    assert ends[0][0] < 2 * 60 < ends[1][0]
+    assert [one[1] for one in ends] == [False, True]
 
 
 def test_shortfall_names_the_missing_bytes_and_a_change_that_is_true() -> None:
@@ -209,18 +252,43 @@ def test_shortfall_names_the_missing_bytes_and_a_change_that_is_true() -> None:
     assert found.best is None
     assert short is not None
     assert short.memory.short_bytes > 0
-    assert short.change is not None
-    assert short.change.fits
-    assert short.change.key in ("layout.tp", "layout.pp", "layout.dp_shard")
-    table, _, name = short.change.key.partition(".")
-    section = getattr(own, table).model_copy(update={name: short.change.value})
-    changed = own.model_copy(update={table: section})
-    assert search(search_facts(changed, where)).best is not None
+    remedy = short.remedy
+    assert remedy is not None
+    assert remedy.fits
+    assert remedy.is_least
+    (key,) = remedy.changes
+    assert key in ("layout.tp", "layout.pp", "layout.dp_shard")
+    table, _, name = key.partition(".")
+    section = getattr(own, table).model_copy(update={name: remedy.changes[key]})
+    best = search(search_facts(own.model_copy(update={table: section}), where)).best
+    assert best is not None
+    assert best.memory == remedy.memory
 
 
 def test_pins_that_exclude_each_other_are_named() -> None:
     found = search(search_facts(job(pp=2, schedule="1f1b", micro_batches=1), cluster([1e12], 2)))
     assert found.best is None
     assert found.shortfall is None
-    assert "micro_batches" in found.faults[0]
-    assert "schedule" in found.faults[0]
+    assert found.conflict is not None
+    assert "micro_batches" in found.conflict
+    assert "schedule" in found.conflict
+
+
+def test_only_pins_that_exclude_each_other_are_named() -> None:
+    own = job("tiny-qwen3", pp=2, ep=4, dp_shard=1, micro_batches=2)
+    found = search(search_facts(own, cluster([1e12], 4)))
+    assert found.conflict is not None
+    named, _, error = found.conflict.partition(" exclude each other on 4 ranks: ")
+    assert named == "layout.pp = 2 and layout.ep = 4"
+    assert error.startswith("layout.ep = 4 does not divide 2 ranks of a stage: use 1 or 2")
+    for open_key in ("layout.pp", "layout.ep"):
+        facts = search_facts(own, cluster([1e12], 4))
+        pins = [key for key in facts.pins if key != open_key]
+        assert search(facts.model_copy(update={"pins": pins})).conflict is None
+
+
+def test_a_pin_that_is_never_valid_has_one_error() -> None:
+    found = search(search_facts(job(tp=3), cluster([1e12], 4)))
+    assert found.conflict is not None
+    assert found.conflict.startswith("layout.tp = 3 does not divide 4 ranks")
+    assert ";" not in found.conflict

@@ -31,7 +31,7 @@ def test_a_slower_machine_and_the_model_share_the_error() -> None:
     assert found.model_ratio == pytest.approx(1.25)
     assert found.describe() == (
         "predicted 100.00 ms a step, measured 150.00 ms (1.50x): the machine was 1.20x slower "
-        "during the run than in the probe; the rest, 1.25x, is the model's error, mostly in "
+        "during the run than in the probe; the rest, 1.25x, is the error of the model, mostly in "
         "backward"
     )
 
@@ -41,8 +41,12 @@ def test_a_slower_machine_and_the_model_share_the_error() -> None:
     [
         (0.1, 1.6e-3, "was 1.25x faster during the run than in the probe; the rest, 1.25x,"),
         (0.1, 2.01e-3, "was as fast during the run as in the probe; the rest, 1.00x,"),
-        (0.08, 2e-3, "error, mostly in backward"),  # Backward took 30 ms instead of 60.
-        (0.12, 3e-3, "the rest, 0.80x, is the model's error, mostly in backward"),
+        (
+            0.08,
+            2e-3,
+            "error of the model, mostly in backward",
+        ),  # Backward took 30 ms instead of 60.
+        (0.12, 3e-3, "the rest, 0.80x, is the error of the model, mostly in backward"),
     ],
 )
 def test_words_say_the_direction(measured_s: float, reference_s: float, words: str) -> None:

@@ -23,6 +23,9 @@ from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
 """Range of a factor; beyond it, something other than a measured figure is wrong."""
+_RESERVED_BYTES, _RESERVED_SHARE, _MAX_RESERVED_SHARE = 2 * 1024**3, 0.05, 0.2
+"""Memory of an accelerator that is kept free: bytes for the driver's context and the buffers of
+collectives, a share for fragmentation, and the largest share that both may take."""
 
 
 class Matmul(Section):
@@ -75,6 +78,9 @@ class Device(Section):
     """Threads per rank (CPU only)."""
     memory_bytes: float = Field(gt=0)
     """Memory of one device, in bytes; for a CPU, the share of one rank."""
+    reserved_bytes: float | None = Field(default=None, ge=0)
+    """Bytes of `memory_bytes` that plans keep free for the driver's context, buffers of collectives
+    and fragmentation; unset: 0 for a CPU, else 2 GiB and 5%, but at most a fifth."""
     memory_bandwidth: float = Field(gt=0)
     """Bytes a second that one device reads and writes in its memory while all are busy."""
     memory_times: Curve | None = None
@@ -87,7 +93,7 @@ class Device(Section):
     transcendental_s: float = Field(default=0.0, ge=0)
     """Seconds per element that an exponential or similar function adds to an elementwise kernel."""
     reference_s: float | None = Field(default=None, gt=0)
-    """Seconds of a fixed piece of computing, which runs time again; unset: not measured."""
+    """Mean seconds of a fixed piece of computing, which runs time again; unset: not measured."""
     matmul: list[Matmul] = Field(min_length=1)
     """Matmul speeds of one device while all are busy, one entry per dtype."""
     price_per_hour: float = Field(default=0.0, ge=0)
@@ -101,7 +107,22 @@ class Device(Section):
         duplicate = _first_duplicate([one.kind for one in self.elementwise])
         if duplicate is not None:
             raise ValueError(f"elementwise has two curves for {duplicate}: keep one")
+        if self.usable_bytes <= 0:
+            raise ValueError(
+                f"reserved_bytes = {self.reserved_bytes:g} leaves nothing of memory_bytes = "
+                f"{self.memory_bytes:g}: keep less free"
+            )
         return self
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of one device without its reserve: the most that a plan may use."""
+        reserved = self.reserved_bytes
+        if reserved is None:
+            own = _RESERVED_BYTES + _RESERVED_SHARE * self.memory_bytes
+            is_cpu = self.kind == "cpu"
+            reserved = 0 if is_cpu else min(own, _MAX_RESERVED_SHARE * self.memory_bytes)
+        return self.memory_bytes - reserved
 
     def elementwise_times(self, kind: str) -> Curve | None:
         """Return the measured times of elementwise kernels of `kind`, if any."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moesaic.facts.cluster import Cluster, Device, Place
 from moesaic.facts.expert_blocks import MIN_BLOCKS
@@ -25,12 +25,21 @@ class RankMemory(NamedTuple):
 
     @property
     def used_fraction(self) -> float:
-        """Peak as a fraction of the device's memory; above 1 the rank does not fit."""
-        return self.memory.peak_bytes / self.device.memory_bytes
+        """Peak as a fraction of the device's usable memory; above 1 the rank does not fit."""
+        return self.memory.peak_bytes / self.device.usable_bytes
+
+    def figures(self) -> dict[str, Any]:
+        """Return memory by kind and whether it fits, with the keys of a plan's figures."""
+        return {
+            "memory_per_rank": {**self.memory.by_kind(), "peak_bytes": self.memory.peak_bytes},
+            "device_memory_bytes": self.device.memory_bytes,
+            "usable_memory_bytes": self.device.usable_bytes,
+            "fits": self.used_fraction <= 1,
+        }
 
 
 def tightest_rank(costs: JobCosts) -> RankMemory:
-    """Return the rank with the largest fraction of its device's memory in use.
+    """Return the rank with the largest fraction of its device's usable memory in use.
 
     The first of ranks with equal work stands for all of them: its shards are the largest.
     """
@@ -41,7 +50,7 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
         if costs.job.memory is None:
             needs = memory_of_parts(parts, rank, costs.loads, on_cpu=on_cpu, threads=device.threads)
         else:
-            needs = _with_budget(costs.job, costs.plan, rank, int(device.memory_bytes))
+            needs = _with_budget(costs.job, costs.plan, rank, int(device.usable_bytes))
         candidates.append(RankMemory(rank, needs, device))
     return max(candidates, key=lambda one: one.used_fraction)
 

@@ -50,7 +50,7 @@ class Capacity(NamedTuple):
     """Bytes over all hosts."""
 
     gpu_bytes: float | None
-    """Memory of GPUs; None: hosts without any."""
+    """Usable memory of GPUs; None: hosts without any."""
     host_bytes: float
     ssd_bytes: float
 
@@ -157,7 +157,7 @@ def largest_model(
         )
     places = place_ranks(cluster, plan.ranks)
     devices, hosts = [device_at(cluster, one) for one in places], Counter(p.host for p in places)
-    gpu_bytes = sum(device.memory_bytes for device in devices if device.kind != "cpu")
+    gpu_bytes = sum(device.usable_bytes for device in devices if device.kind != "cpu")
     host_bytes = sum(cluster.by_name[name].memory_bytes for name in hosts)
     capacity = Capacity(gpu_bytes or None, host_bytes, ssd_bytes * len(hosts))
     storage, active = RankStorage(job, plan), active_fraction(job)

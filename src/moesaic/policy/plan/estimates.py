@@ -58,7 +58,7 @@ class SimulatedEstimates:
         found = tightest_rank(self.costs(job, plan))
         return RankNeed(
             rank=found.rank, device=found.device.model, peak_bytes=int(found.memory.peak_bytes),
-            device_bytes=float(found.device.memory_bytes),
+            usable_bytes=float(found.device.usable_bytes),
         )  # fmt: skip
 
     def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
@@ -73,7 +73,7 @@ class SimulatedEstimates:
             needs = memory_of_parts(
                 parts, rank, self._loads, on_cpu=device.kind == "cpu", threads=device.threads
             )
-            if needs.peak_bytes > device.memory_bytes:
+            if needs.peak_bytes > device.usable_bytes:
                 return False
         return True
 

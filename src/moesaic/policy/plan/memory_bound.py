@@ -27,7 +27,7 @@ class MemoryBounds:
         self._kind_of = dict(zip(block_names(space.job.model), self._kinds, strict=True))
         self._in_flight: dict[object, tuple[int, bool]] = {}
         self._capacity: dict[int, list[float]] = {}
-        self._memory = [device_at(self._cluster, place).memory_bytes for place in self._places]
+        self._memory = [device_at(self._cluster, place).usable_bytes for place in self._places]
 
     def exceeds_memory(self, candidate: Candidate, level: int) -> bool:
         """Return whether no plan below `candidate` fits, by what memory holds at least."""

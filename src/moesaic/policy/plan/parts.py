@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moesaic.facts.cluster import Cluster, Host, place_ranks, price_per_hour
 from moesaic.facts.plan.search import SearchFacts, SearchResult
@@ -91,21 +91,51 @@ def _only(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
     return cluster.model_copy(update={"hosts": list(hosts), "links": links})
 
 
-def search_parts(
-    parts: Sequence[Part], facts: SearchFacts, search: Callable[[SearchFacts], SearchResult]
-) -> Iterator[PartSearch]:
-    """Yield the search of each part, in their order; plans found seed the searches that follow."""
-    tokens = facts.job.train.batch * facts.job.data.sequence
+Search = Callable[[SearchFacts], SearchResult]
+"""Function of facts: the result of their search."""
+
+
+def search_parts(parts: Sequence[Part], facts: SearchFacts, search: Search) -> Iterator[PartSearch]:
+    """Yield the search of each part, in their order."""
     for part in parts:
-        own = facts.model_copy(update={"cluster": part.cluster, "ranks": part.ranks})
-        result = search(own)
-        speed = 0.0 if result.best is None else tokens / result.best.estimate.step_s
-        yield PartSearch(part, own, result, speed)
+        own = facts.model_copy(update=_where(part))
+        yield _searched(part, own, search)
 
 
-def first_that_fits(searches: Iterator[PartSearch]) -> PartSearch | None:
-    """Return the first part on which a plan fits; None if there is none."""
-    return next((one for one in searches if one.result.best is not None), None)
+def _where(part: Part) -> dict[str, Any]:
+    return {"cluster": part.cluster, "ranks": part.ranks}
+
+
+def _searched(part: Part, facts: SearchFacts, search: Search) -> PartSearch:
+    result, tokens = search(facts), facts.job.train.batch * facts.job.data.sequence
+    speed = 0.0 if result.best is None else tokens / result.best.estimate.step_s
+    return PartSearch(part, facts, result, speed)
+
+
+def cheapest_that_fits(
+    parts: Sequence[Part], facts: SearchFacts, search: Search
+) -> list[PartSearch]:
+    """Return the searches of parts, in their order, up to the first on which a plan fits.
+
+    Each part is searched for any plan that fits, with its share of the work; the part on which one
+    is found is then searched for its fastest plan, with all of the work.
+    """
+    share = shared_work(facts, len(parts)).model_copy(update={"max_tried": 1})
+    done = list[PartSearch]()
+    for one in search_parts(parts, share, search):
+        if one.result.best is not None:
+            seeds = [one.result.best.plan]
+            own = facts.model_copy(update={**_where(one.part), "seeds": seeds})
+            return [*done, _searched(one.part, own, search)]
+        done.append(one)
+    return done
+
+
+def shared_work(facts: SearchFacts, searches: int) -> SearchFacts:
+    """Return the facts of one of several searches that share the limit of work."""
+    limit = facts.max_work
+    each = None if limit is None else max(limit // searches, 1)
+    return facts.model_copy(update={"max_work": each})
 
 
 def least_cost(searches: Sequence[PartSearch], floor: float) -> PartSearch | None:

@@ -34,7 +34,6 @@ from moesaic.facts.plan import (
 from moesaic.facts.plan.search import SearchResult
 from moesaic.facts.workload import (
     COMPUTED_BYTES,
-    Memory,
     TracedModel,
     count_parameters,
     traced_blocks,
@@ -161,7 +160,7 @@ def predict_plan(
         bottleneck = _missing_memory(memory)
     matmul_flops_per_s = device.matmul_speed(job.train.precision).flops
     figures = {
-        **_step_figures(cluster, device, timeline, memory.memory, memory.device.memory_bytes),
+        **_step_figures(cluster, device, timeline, memory),
         "plan": plan.decisions(), "loads": None if facts.loads is None else facts.loads.run,
         "devices": dict(Counter(place.device for place in plan.places)),
         "other_dispatch": list(choices.other_dispatch), "other_embedding": choices.other_embedding,
@@ -214,9 +213,10 @@ def predict_traced(
     check_step_time(cluster.name, timeline.step_s)
     slowest = timeline.critical_rank
     devices = [device_at(cluster, one) for one in place_ranks(cluster, ranks)]
-    smallest = min(device.memory_bytes for device in devices)
+    rank = min(range(ranks), key=lambda at: devices[at].usable_bytes)
+    memory = RankMemory(rank, traced_memory(traced), devices[rank])
     return {
-        **_step_figures(cluster, devices[slowest], timeline, traced_memory(traced), smallest),
+        **_step_figures(cluster, devices[slowest], timeline, memory),
         "model": traced.name, "ranks": ranks, "parameters": traced.parameters,
         "flops": traced.flops, "phases_s": timeline.seconds_by_phase(slowest),
         "blocks_s": timeline.seconds_by_block(slowest),
@@ -225,15 +225,14 @@ def predict_traced(
 
 
 def _step_figures(
-    cluster: Cluster, device: Device, timeline: Timeline, memory: Memory, capacity: float
+    cluster: Cluster, device: Device, timeline: Timeline, memory: RankMemory
 ) -> dict[str, Any]:
-    """Return the figures that jobs and traced models share; a rank may use `capacity` bytes."""
+    """Return the figures that jobs and traced models share; `device` sets the pace."""
     calibration = cluster.calibration
     return {
         "cluster": cluster.name, "calibration": calibration and calibration.model_dump(),
         "device": device.model,
-        "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
-        "device_memory_bytes": capacity, "fits": memory.peak_bytes <= capacity,
+        **memory.figures(),
         "step_s": timeline.step_s,
     }  # fmt: skip
 
@@ -389,6 +388,6 @@ def _bottleneck(seconds_by_kind: dict[str, float], step_s: float, drive: DriveTi
 def _missing_memory(memory: RankMemory) -> str:
     """Return which rank lacks memory."""
     return (
-        f"memory: rank {memory.rank} needs {format_bytes(memory.memory.peak_bytes)}, but "
-        f"{memory.device.model} has {format_bytes(memory.device.memory_bytes)}"
+        f"memory: rank {memory.rank} needs {format_bytes(memory.memory.peak_bytes)}, but may use "
+        f"{format_bytes(memory.device.usable_bytes)} of {memory.device.model}"
     )

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from moesaic.base.errors import ConfigError
+from moesaic.base.keys import assignments
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
 from moesaic.facts.job.train import DispatchMethod, EmbeddingSharding, PipelineSchedule
 from moesaic.facts.plan import Plan, RankPlace, plan_from_job
-from moesaic.facts.plan.search import Settings
+from moesaic.facts.plan.search import SEARCH_KEYS, Settings
 from moesaic.policy.plan.choices import embedding_layouts
 from moesaic.policy.plan.dispatch import dispatch_methods, overlap_options
 from moesaic.policy.plan.mapping import assign_places
@@ -88,6 +89,20 @@ class Space:
     def has_plans(self) -> bool:
         """True if some candidate was a valid plan."""
         return any(found is not None for found in self._plans.values())
+
+    def conflict(self) -> str:
+        """Return why no plan is valid: the fewest pins that exclude each other, and the error."""
+        pins, space = [key for key in SEARCH_KEYS if key in self._pins], self
+        for pin in list(pins):
+            fewer = [key for key in pins if key != pin]
+            smaller = Space(self.job, self.cluster, self.ranks, fewer)
+            if next(smaller.shapes(), None) is None:
+                pins, space = fewer, smaller
+        error = next(iter(space.faults), "no layout is valid for this job")
+        if len(pins) < 2:
+            return error
+        values = {key: space.values(key, [])[0] for key in pins}
+        return f"{assignments(values)} exclude each other on {self.ranks} ranks: {error}"
 
     def shapes(self) -> Iterator[Candidate]:
         """Yield every valid shape, with the first choice for all other keys."""
