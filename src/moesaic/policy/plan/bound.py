@@ -8,7 +8,7 @@ the step simulator takes seconds. Open settings count as little as they may.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,10 +108,12 @@ class Bounds(MemoryBounds):
         if level == 0 and candidate.ep > 1:
             options = self._space.children(candidate, 0)
             is_open = any(one.overlaps_dispatch for one in options)
-            chunks = min((one.chunks for one in options), default=1)
-            first = dict.fromkeys(one._replace(chunks=chunks) for one in options)
+            first = dict.fromkeys(map(self._space.with_fewest_chunks, options))
             found = [self._partly(one, is_open=is_open) for one in first]
             return min(found, default=0.0)
+        if level == 1:  # Most chunks are ruled out by those bounds, before their blocks are built.
+            fewest = self._space.with_fewest_chunks(candidate)
+            return self._partly(fewest, is_open=fewest != candidate)
         if level < 2:
             return self._partly(candidate)
         if level == 2:
@@ -158,28 +160,51 @@ class Bounds(MemoryBounds):
                 for kind, count in self._counts.items()
             )
             return float(np.max(total)) + rest_s
+        level = (3 if has_state else 0 if is_open else 1) if has_experts else -1
+        return rest_s + self._partly_piped(candidate, work, update, level)
+
+    def _partly_piped(
+        self,
+        candidate: Candidate,
+        work: Sequence[Mapping[str, Work]],
+        update: Sequence[Mapping[str, Seconds]],
+        level: int,
+    ) -> float:
+        """Return the seconds of a step of a pipeline whose stage boundaries are open."""
+        pp, micro_batches = candidate.pp, candidate.micro_batches
         # Passes alone, what later stages wait for, forward, and passes with the rest of a step.
-        own, front, forward, whole = (np.zeros((pp, len(self._kinds))) for _ in range(4))
-        for at, kind in enumerate(self._kinds):
-            for pp_rank in range(pp):
-                one, more = work[pp_rank][kind], update[pp_rank][kind] / micro_batches
-                own[pp_rank, at] = one.total_s.min()
-                front[pp_rank, at] = one.front_s.min()
-                forward[pp_rank, at] = one.forward_s.min()
-                whole[pp_rank, at] = (one.total_s + more).min()
+        each = np.array([
+            [
+                (
+                    one.total_s.min(), one.front_s.min(), one.forward_s.min(),
+                    (one.total_s + update[pp_rank][kind] / micro_batches).min(),
+                )
+                for kind, one in work[pp_rank].items()
+            ]
+            for pp_rank in range(pp)
+        ])  # fmt: skip
+        own, front, forward, whole = np.moveaxis(each, 2, 0)[:, :, self._positions(work[0])]
         transfer_s = 2 * min(self._sends_of(candidate).values())
         least_s = micro_batches * float(whole.min(axis=0).sum()) / pp
         if candidate.schedule == "interleaved":
             one_s = float(front.min(axis=0).sum()) + (2 * pp - 1) * transfer_s
-            return max(least_s, micro_batches * float(own.min(axis=0).max()), one_s) + rest_s
+            return max(least_s, micro_batches * float(own.min(axis=0).max()), one_s)
         receives = candidate.schedule not in EAGER_SCHEDULES
         transfer_s *= receives
+        fits = self.stages_fit(candidate, level) if level >= 0 else None
         # While the stages before a rank end their backward, it does the rest of its step.
-        return rest_s + max(
+        return max(
             least_s,
-            least_pipeline_seconds(own, front, transfer_s, micro_batches, receives=receives),
-            least_pipeline_seconds(whole, forward, 0.0, micro_batches, receives=False),
+            least_pipeline_seconds(
+                own, front, transfer_s, micro_batches, receives=receives, fits=fits
+            ),
+            least_pipeline_seconds(whole, forward, 0.0, micro_batches, receives=False, fits=fits),
         )
+
+    def _positions(self, kinds: Iterable[str]) -> list[int]:
+        """Return the position of each block's kind in `kinds`."""
+        order = {kind: at for at, kind in enumerate(kinds)}
+        return [order[kind] for kind in self._kinds]
 
     def _work(
         self, stage: StageCost, candidate: Candidate, is_open: bool, has_embedding: bool

@@ -158,6 +158,9 @@ class _BestFirst:
             return
         self._number += 1
         own_s = max(least_s, self._bounds.seconds(candidate, level))
+        if math.isinf(own_s):  # No stage boundaries fit.
+            self._trials.too_large += 1
+            return
         heapq.heappush(self._queue, _Entry(own_s, -level, self._number, candidate))
 
     def _push_shapes(self, fraction: float) -> bool:

@@ -116,7 +116,7 @@ class Trials:
         self, candidate: Candidate, job: Job, plan: Plan
     ) -> list[list[str]] | None:
         """Return the blocks of each stage by the fastest cuts that fit."""
-        names = block_names(job.model)
+        names, known = block_names(job.model), dict[object, bool]()
 
         # Several stages of a pipeline rank share its memory: the trial decides.
         def may_fit(stage: int, start: int, end: int) -> bool:
@@ -129,10 +129,13 @@ class Trials:
                 return False
             if plan.num_stages > plan.pp:
                 return True
-            stages: list[list[str]] = [[] for _ in range(plan.num_stages)]
-            stages[stage] = names[start:end]
-            own = plan.model_copy(update={"stages": stages})
-            return self.estimates.fits(job, own, [stage])
+            key = stage, self.bounds.like_blocks(start, end)
+            if key not in known:
+                stages: list[list[str]] = [[] for _ in range(plan.num_stages)]
+                stages[stage] = names[start:end]
+                own = plan.model_copy(update={"stages": stages})
+                known[key] = self.estimates.fits(job, own, [stage])
+            return known[key]
 
         seconds = self.bounds.block_seconds(candidate)
         if self.facts.method == "milp":
