@@ -298,7 +298,7 @@ def test_a_pin_that_is_never_valid_has_one_error() -> None:
 def test_the_cheapest_part_that_fits_is_searched_in_full() -> None:
     """Parts before it get any plan; later ones are not searched."""
     own = job(layers=2, tp=1, schedule="1f1b", embedding="whole", train={"recompute": False})
-    where = cluster([1e12, 2e12], 2, memory=1.2e7)
+    where = cluster([1e12, 2e12], 2, memory=7e6)
     prices = {"h0": 1.0, "h1": 1.5}
     hosts = [host.model_copy(update={"price_per_hour": prices[host.name]}) for host in where.hosts]
     parts = cluster_parts(where.model_copy(update={"hosts": hosts}))
