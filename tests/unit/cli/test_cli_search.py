@@ -242,7 +242,7 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     (decision,) = (one for one in run_start("run")["decisions"] if "pins" in one["facts"])
     assert "layout.tp" in decision["facts"]["pins"]
     assert "layout.ep" not in decision["facts"]["pins"]
-    plan = load_plan(Path("run/plan.json"))
+    plan, kept = load_plan(Path("run/plan.json")), json.loads(Path("run/plan.json").read_text())
     assert plan.predictions is not None
     assert plan.ep == decision["outcome"]["best"]["plan"]["ep"]
     losses = [run.steps()["loss"].to_pylist() for run in (alone, Run.open("run"))]
@@ -258,10 +258,10 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     ):  # fmt: skip
         resumed = Job.load("job.toml", sets=["train.steps=8", *more])
         prepared = resumed.prepare(out="run", resume="auto", nproc=2, change=True)
-        assert prepared.task.plan == ("run/plan.json" if is_kept else None)
+        assert prepared.task.plan == (kept if is_kept else None)
         assert prepared.task.search is not is_kept
     alone = Job.load(None, run=Path("run")).prepare(out="run", resume="auto")
-    assert (alone.ranks, alone.task.plan, alone.plan.ep) == (2, "run/plan.json", plan.ep)
+    assert (alone.ranks, alone.task.plan, alone.plan.ep) == (2, kept, plan.ep)
 
 
 def test_a_job_says_where_its_layout_comes_from(commands: Commands) -> None:
