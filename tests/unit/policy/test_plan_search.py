@@ -125,6 +125,34 @@ def test_bounds_hold_where_all_is_open(
             check_bounds(trials, path, least)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_bounds_rule_out_only_what_does_not_fit(schedule: str, *, recompute: bool) -> None:
+    """Memory between that of parameters and that of a step: shapes, then all that is below them."""
+    own = job(
+        "tiny-qwen3", layers=6, micro_batches=8, batch=16, sequence=128, pp=2, schedule=schedule,
+        chunks=1, overlap_local=False, train={"recompute": recompute},
+    )  # fmt: skip
+    ruled_out = fitting = 0
+    for memory in (1.2e7, 1.25e7, 1.3e7, 1.4e7, 1.6e7, 2e7, 2.3e7, 2.4e7, 2.8e7, 3.2e7):
+        facts = search_facts(own, cluster([1e12], 4, memory))
+        trials = Trials(facts, SimulatedEstimates.from_facts(facts))
+        space, bounds = trials.space, trials.bounds
+        for shape in space.shapes():
+            is_ruled_out = bounds.exceeds_memory(shape, 0)
+            ruled_out += is_ruled_out and bounds.state_fraction(shape) <= 1
+            for leaf in space.leaves(shape):
+                made = trials.plan(leaf)
+                if made is None or not trials.estimates.fits(*made):
+                    continue
+                fitting += 1
+                assert not is_ruled_out, leaf
+                assert not bounds.exceeds_memory(leaf, len(Space.LEVELS)), leaf
+                assert bounds.seconds(leaf, len(Space.LEVELS)) < float("inf"), leaf
+    assert ruled_out
+    assert fitting
+
+
 def test_search_where_some_ranks_have_no_sample() -> None:
     own = job(
         "tiny-qwen3", batch=4, ep=2, tp=2, schedule="1f1b", embedding="whole", chunks=1,
