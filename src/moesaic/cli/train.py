@@ -189,11 +189,7 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -
     is_frozen = run.job["kind"] == "lm" and run.job["distill"]["frozen"]
     screen.print_line(_headline(facts, is_frozen))
     if facts["prediction"] is not None:
-        ratio = facts["prediction"]["step_ratio"]
-        screen.print_line(
-            f"  a step took {ratio:.2f} times the predicted time (median without the first three "
-            "steps)"
-        )
+        screen.print_line(f"  {facts['prediction']['text']}")
     for finding in facts["findings"] if verbose else ():
         if finding["kind"].startswith("replicas_"):
             screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")

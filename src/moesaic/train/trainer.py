@@ -23,6 +23,7 @@ from moesaic.base.decisions import Decision
 from moesaic.base.errors import DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
 from moesaic.dist.collectives import all_gather
+from moesaic.dist.probe.reference import RunReference
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
@@ -293,6 +294,7 @@ class _Session(Generic[J]):
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.write_event,
         )  # fmt: skip
         run.phase_hook = self._on_phase
+        self.reference = RunReference(world.device, run.plan.predictions)
         self.figures: dict[str, Any] = {}
         self.validation_figures: dict[str, float] = {}
         """Figures of the last validation pass, which later steps repeat."""
@@ -413,7 +415,9 @@ class _Session(Generic[J]):
             self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
-        self.figures = {**self.validation_figures, **self.record.write_step(stats, step_s)}
+        reference_s = self.reference.after_step(stats.step)
+        written = self.record.write_step(stats, step_s, reference_s)
+        self.figures = {**self.validation_figures, **written}
         self.figures["step"] = stats.step
         self.progress.step(self.figures)
         for message in stats.messages():
