@@ -19,6 +19,7 @@ from moesaic.facts.plan import Plan, check_plan, job_under_plan
 from moesaic.facts.plan.search import SEARCH_KEYS, PlanEstimate, SearchFacts, SearchResult
 from moesaic.policy.plan.estimates import SimulatedEstimates
 from moesaic.policy.plan.found import chosen_text, predict_found, proof_text
+from moesaic.policy.plan.parts import Part, cheapest_that_fits, cluster_parts
 from moesaic.policy.plan.remedy import shortfall
 from moesaic.policy.plan.search import search_facts, search_plans
 from moesaic.policy.plan.space import Candidate, Space
@@ -123,6 +124,34 @@ def test_bounds_hold_where_all_is_open(
             least = max(least, trials.bounds.seconds(path, level + 1))
         if trials.plan(path) is not None:
             check_bounds(trials, path, least)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_bounds_rule_out_only_what_does_not_fit(schedule: str, *, recompute: bool) -> None:
+    """Memory between that of parameters and that of a step: shapes, then all that is below them."""
+    own = job(
+        "tiny-qwen3", layers=6, micro_batches=8, batch=16, sequence=128, pp=2, schedule=schedule,
+        chunks=1, overlap_local=False, train={"recompute": recompute},
+    )  # fmt: skip
+    ruled_out = fitting = 0
+    for memory in (1.2e7, 1.25e7, 1.3e7, 1.4e7, 1.6e7, 2e7, 2.3e7, 2.4e7, 2.8e7, 3.2e7):
+        facts = search_facts(own, cluster([1e12], 4, memory))
+        trials = Trials(facts, SimulatedEstimates.from_facts(facts))
+        space, bounds = trials.space, trials.bounds
+        for shape in space.shapes():
+            is_ruled_out = bounds.exceeds_memory(shape, 0)
+            ruled_out += is_ruled_out and bounds.state_fraction(shape) <= 1
+            for leaf in space.leaves(shape):
+                made = trials.plan(leaf)
+                if made is None or not trials.estimates.fits(*made):
+                    continue
+                fitting += 1
+                assert not is_ruled_out, leaf
+                assert not bounds.exceeds_memory(leaf, len(Space.LEVELS)), leaf
+                assert bounds.seconds(leaf, len(Space.LEVELS)) < float("inf"), leaf
+    assert ruled_out
+    assert fitting
 
 
 def test_search_where_some_ranks_have_no_sample() -> None:
@@ -328,3 +357,31 @@ def test_a_pin_that_is_never_valid_has_one_error() -> None:
     assert found.conflict is not None
     assert found.conflict.startswith("layout.tp = 3 does not divide 4 ranks")
     assert ";" not in found.conflict
+
+
+def test_the_cheapest_part_that_fits_is_searched_in_full() -> None:
+    """Parts before it get any plan; later ones are not searched."""
+    own = job(layers=2, tp=1, schedule="1f1b", embedding="whole", train={"recompute": False})
+    where = cluster([1e12, 2e12], 2, memory=7e6)
+    prices = {"h0": 1.0, "h1": 1.5}
+    hosts = [host.model_copy(update={"price_per_hour": prices[host.name]}) for host in where.hosts]
+    parts = cluster_parts(where.model_copy(update={"hosts": hosts}))
+    assert [one.price_per_hour for one in parts] == sorted(one.price_per_hour for one in parts)
+    facts = search_facts(own, where).model_copy(update={"max_work": 50_000})
+    facts = facts.model_copy(update={"explains_shortfall": False})
+
+    def each(part: Part) -> SearchResult:
+        return search(facts, cluster=part.cluster, ranks=part.ranks)
+
+    fits = [each(part).best is not None for part in parts]
+    first = fits.index(True)
+    assert first > 0
+    done = cheapest_that_fits(parts, facts, lambda own: search(own))
+    assert [one.part for one in done] == parts[: first + 1]
+    assert [one.result.best is not None for one in done] == fits[: first + 1]
+    fastest = each(parts[first]).best
+    best = done[-1].result.best
+    assert fastest is not None
+    assert best is not None
+    assert best.estimate == fastest.estimate
+    assert done[-1].result.is_proven

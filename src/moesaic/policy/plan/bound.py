@@ -69,6 +69,12 @@ class Bounds(MemoryBounds):
         self._scalars: dict[object, float] = {}
         self._known: dict[tuple[Candidate, int], float] = {}
         self._network = NetworkModel(self._cluster, self._places)
+        experts = (self._kind_of[f"layers.{layer}"] for layer in self._job.model.expert_layers)
+        self._expert_kinds = frozenset(experts)
+        devices, precision = self._blocks.devices, self._job.train.precision
+        is_known = self._cluster.calibration is not None or self._blocks.is_measured
+        self._speeds = [] if is_known else [one.matmul_speed(precision).flops for one in devices]
+        """Speeds of matmuls by rank; empty if one is measured, and so no limit."""
         self._is_async = all(
             device_at(self._cluster, one).kind != "cpu" for one in dict.fromkeys(self._places)
         )
@@ -78,22 +84,36 @@ class Bounds(MemoryBounds):
 
         None if the speed of a device is measured or calibrated, and so no limit.
         """
-        job, cluster = self._job, self._cluster
-        devices = [device_at(cluster, place) for place in self._places]
-        speeds = [one.matmul_speed(job.train.precision) for one in devices]
-        if cluster.calibration is not None or self._blocks.is_measured:
+        job, weights = self._job, 0
+        if not self._speeds:
             return None
-        weights = 0
         for p in parameters(job.model, lambda _: range(min(job.model.experts, 1))):
             is_matrix = len(p.shape) == 2 and p.kind not in ("router", "embedding")
             weights += is_matrix * p.size * (job.model.top_k if p.kind == "expert" else 1)
         if job.model.tied:
             weights += job.model.vocab * job.model.hidden
+        speed = PEAK_FRACTION * sum(self._speeds)
+        return ROUNDING * self._matmul_operations(weights) / speed
+
+    def _matmul_operations(self, weights: int) -> float:
+        """Return the operations of a step's matmuls with so many weights."""
+        job = self._job
         # Forward, and the gradients of inputs and of weights, with two operations each.
         passes = 3 if job.finetune is None or job.finetune.method == "full" else 2
         passes = 1 if job.distill.frozen else passes
-        flops = 2 * passes * weights * job.train.batch * job.data.sequence
-        return ROUNDING * flops / (PEAK_FRACTION * sum(one.flops for one in speeds))
+        return 2 * passes * weights * job.train.batch * job.data.sequence
+
+    def _expert_seconds(self, candidate: Candidate) -> float:
+        """Return seconds of a layer's experts in a micro-batch on a rank of a stage, at least.
+
+        Some rank of a stage computes as many rows as the average rank, whatever the dispatch.
+        """
+        if not self._speeds:
+            return 0.0
+        model, ranks = self._job.model, self._space.ranks // candidate.pp
+        weights = 3 * model.hidden * model.ffn * model.top_k
+        speed = PEAK_FRACTION * max(self._speeds) * ranks * candidate.micro_batches
+        return self._matmul_operations(weights) / speed
 
     def seconds(self, candidate: Candidate, level: int) -> float:
         """Return seconds of a step that no plan below `candidate` can beat."""
@@ -154,13 +174,17 @@ class Bounds(MemoryBounds):
         rest_s = self._scalars_of(candidate)
         if self._job.distill.frozen:  # The teacher computes only forward.
             rest_s, update = 0.0, [dict.fromkeys(self._counts, np.zeros(1))] * candidate.pp
+        experts_s = 0.0 if has_experts else self._expert_seconds(candidate)
         if pp == 1:
             total = sum(
                 count * (micro_batches * work[0][kind].total_s + update[0][kind])
                 for kind, count in self._counts.items()
             )
-            return float(np.max(total)) + rest_s
-        level = (3 if has_state else 0 if is_open else 1) if has_experts else -1
+            experts_s *= micro_batches * sum(map(self._counts.__getitem__, self._expert_kinds))
+            return max(float(np.max(total)), float(np.min(total)) + experts_s) + rest_s
+        if not has_experts:
+            return rest_s + self._partly_piped(candidate, work, update, -1, experts_s)
+        level = 3 if has_state else 0 if is_open else 1
         return rest_s + self._partly_piped(candidate, work, update, level)
 
     def _partly_piped(
@@ -169,6 +193,7 @@ class Bounds(MemoryBounds):
         work: Sequence[Mapping[str, Work]],
         update: Sequence[Mapping[str, Seconds]],
         level: int,
+        experts_s: float = 0.0,
     ) -> float:
         """Return the seconds of a step of a pipeline whose stage boundaries are open."""
         pp, micro_batches = candidate.pp, candidate.micro_batches
@@ -184,6 +209,9 @@ class Bounds(MemoryBounds):
             for pp_rank in range(pp)
         ])  # fmt: skip
         own, front, forward, whole = np.moveaxis(each, 2, 0)[:, :, self._positions(work[0])]
+        # The rank with the most rows may wait for ranks with few: `front` has no such rows.
+        has_experts = np.array([kind in self._expert_kinds for kind in self._kinds])
+        own, whole = own + experts_s * has_experts, whole + experts_s * has_experts
         transfer_s = 2 * min(self._sends_of(candidate).values())
         least_s = micro_batches * float(whole.min(axis=0).sum()) / pp
         if candidate.schedule == "interleaved":

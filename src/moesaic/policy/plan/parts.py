@@ -42,8 +42,11 @@ class PartSearch(NamedTuple):
 
 
 def cluster_parts(cluster: Cluster) -> list[Part]:
-    """Return parts of a cluster, cheapest first: numbers of hosts of each kind, by powers of two,
-    and powers of two of the devices of a single host."""
+    """Return parts of a cluster: numbers of hosts of each kind, by powers of two, and powers of two
+    of the devices of a single host.
+
+    The cheapest come first; of equal prices those with most ranks, without prices with fewest.
+    """
     kinds = list[list[Host]]()
     for host in cluster.hosts:
         unnamed = host.model_copy(update={"name": "-"})
@@ -65,7 +68,12 @@ def cluster_parts(cluster: Cluster) -> list[Part]:
         for ranks in sizes:
             price = price_per_hour(part, place_ranks(part, ranks))
             found.append(Part(part, ranks, price))
-    return sorted(found, key=lambda one: (one.price_per_hour, one.ranks))[:_MAX_PARTS]
+
+    def order(part: Part) -> tuple[float, int]:
+        price = part.price_per_hour
+        return price, -part.ranks if price else part.ranks
+
+    return sorted(found, key=order)[:_MAX_PARTS]
 
 
 def _counts(most: int) -> list[int]:

@@ -18,6 +18,8 @@ from moesaic.policy.plan.estimates import Estimates
 from moesaic.policy.plan.space import Candidate, Space
 
 _BOUND, _BOUND_PER_RANK = 1.0, 0.006
+_QUICK = 0.3
+"""Work of a bound without blocks of experts, as a fraction of that of others."""
 _MEMORY_BOUND, _MEMORY_BOUND_PER_RANK = 0.5, 0.0005
 _STEP, _STEP_PER_RANK = 60.0, 0.3
 _MEMORY, _MEMORY_PER_BLOCK, _MEMORY_PER_EXPERT = 2.0, 1.0, 0.05
@@ -76,7 +78,7 @@ class CountedBounds(Bounds):
         """Return seconds of a step that no plan below `candidate` can beat."""
         if (candidate, level) not in self._counted:
             self._counted.add((candidate, level))
-            self._counter.add(self._bound)
+            self._counter.add(self._bound * (_QUICK if level < 0 else 1.0))
         return super().seconds(candidate, level)
 
     def stages_seconds(self, candidate: Candidate, stages: Sequence[Sequence[str]]) -> float:
