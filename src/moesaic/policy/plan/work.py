@@ -17,15 +17,15 @@ from moesaic.policy.plan.bound import Bounds
 from moesaic.policy.plan.estimates import Estimates
 from moesaic.policy.plan.space import Candidate, Space
 
-_BOUND, _BOUND_PER_RANK = 1.0, 0.006
-_QUICK = 0.3
-"""Work of a bound without blocks of experts, as a fraction of that of others."""
-_MEMORY_BOUND, _MEMORY_BOUND_PER_RANK = 0.5, 0.0005
-_STEP, _STEP_PER_RANK = 60.0, 0.3
-_MEMORY, _MEMORY_PER_BLOCK, _MEMORY_PER_EXPERT = 2.0, 1.0, 0.05
-"""Memory of ranks: at all, for each block, and for each expert of a block on a rank."""
-_PLAN = 0.25
-_CUT = 0.05
+_BOUND, _BOUND_PER_RANK = 0.8, 0.018
+_SHAPE_BOUND, _SHAPE_BOUND_PER_RANK = 0.6, 0.0005
+"""Work of a bound without blocks of experts."""
+_MEMORY_BOUND, _MEMORY_BOUND_PER_RANK = 0.4, 0.0002
+_STEP, _STEP_PER_RANK = 130.0, 0.4
+_MEMORY, _MEMORY_PER_BLOCK, _MEMORY_PER_EXPERT, _MEMORY_PER_RANK = 2.0, 0.5, 0.01, 0.0004
+"""Memory of ranks: at all, for each block, and for each of its experts on a rank and each rank."""
+_PLAN, _PLAN_PER_RANK = 0.1, 0.00008
+_CUT = 0.03
 """Work of a block on a stage, for stage boundaries."""
 
 
@@ -61,7 +61,7 @@ class CountedSpace(Space):
         """Return the job under `candidate` and its plan with even stages, or None if invalid."""
         known = len(self._plans)
         found = super().plan(candidate)
-        self._counter.add(_PLAN * (len(self._plans) - known))
+        self._counter.add((_PLAN + _PLAN_PER_RANK * self.ranks) * (len(self._plans) - known))
         return found
 
 
@@ -72,13 +72,14 @@ class CountedBounds(Bounds):
         super().__init__(space, has_loads=has_loads)
         self._counter, self._counted = work, set[tuple[Candidate, int]]()
         self._bound = _BOUND + _BOUND_PER_RANK * space.ranks
+        self._shape_bound = _SHAPE_BOUND + _SHAPE_BOUND_PER_RANK * space.ranks
         self._memory_bound = _MEMORY_BOUND + _MEMORY_BOUND_PER_RANK * space.ranks
 
     def seconds(self, candidate: Candidate, level: int) -> float:
         """Return seconds of a step that no plan below `candidate` can beat."""
         if (candidate, level) not in self._counted:
             self._counted.add((candidate, level))
-            self._counter.add(self._bound * (_QUICK if level < 0 else 1.0))
+            self._counter.add(self._shape_bound if level < 0 else self._bound)
         return super().seconds(candidate, level)
 
     def stages_seconds(self, candidate: Candidate, stages: Sequence[Sequence[str]]) -> float:
@@ -133,5 +134,6 @@ class CountedEstimates:
 
 def _memory_work(job: Job, plan: Plan, blocks: int) -> float:
     """Return the work of the memory of some blocks."""
-    each = _MEMORY_PER_BLOCK + _MEMORY_PER_EXPERT * job.model.experts / plan.ep
+    experts = job.model.experts / plan.ep
+    each = _MEMORY_PER_BLOCK + _MEMORY_PER_EXPERT * experts + _MEMORY_PER_RANK * plan.ranks
     return _MEMORY + blocks * each
