@@ -35,7 +35,7 @@ from moesaic.train.data.clicks import ClickData
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.optim import learning_rate
 from moesaic.train.table_passes import open_tiers
-from moesaic.train.trainer import RunStart, train
+from moesaic.train.trainer import Resume, RunStart, train
 
 STREAM = {
     "days": 2, "samples_per_day": 500, "slots": 4, "dense": 3, "keys": 60, "multi_hot": 3,
@@ -206,7 +206,8 @@ def train_clicks(
     progress, loaded = RecordingProgress(), LoadedJob(job, "", [])
     callback = Crash(crash_at) if crash_at else None
     try:
-        train(loaded, Path(out), resume, world, progress, CtrKind(), callback)
+        start = None if resume is None else Resume(resume)
+        train(loaded, Path(out), start, world, progress, CtrKind(), callback)
     except (CrashedError, RuntimeError):
         if not crash_at:
             raise

@@ -237,3 +237,37 @@ def test_under_torchrun_the_program_is_one_rank(place: Path) -> None:
     (run,) = (place / "runs").iterdir()
     assert run.name.startswith("job-")
     assert (run / "events" / "rank-1.jsonl").is_file()
+
+
+WATCHED = """
+import os
+import moesaic.__main__ as program
+
+def end(status):
+    open(f"status-{os.environ['RANK']}", "w").write(str(status))
+    os._exit(status)
+
+program.exit_process = end
+program.main()
+"""
+"""Module that runs moesaic and keeps its exit status, which torchrun does not tell."""
+
+
+def test_sigterm_to_torchrun_ends_every_rank_after_its_step_with_a_checkpoint(place: Path) -> None:
+    """torchrun forwards it to each rank, and ends with a traceback and a status of its own."""
+    (place / "watched.py").write_text(WATCHED)
+    module = "torch.distributed.run --standalone --nproc-per-node 2 -m watched"
+    process = start(place, *ENDLESS, "--set", "checkpoint.every=0", module=module)
+    log = place / "my run" / "events" / "rank-0.jsonl"
+    wait_for(lambda: log.exists() and '"event": "step"' in log.read_text(), process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    ended = "error: ended by SIGTERM; to continue: the same command with --out 'my run' --resume\n"
+    assert err.count(ended) == 1
+    assert [(place / f"status-{rank}").read_text() for rank in (0, 1)] == ["75", "75"]
+    events = list(read_events(log))
+    last = max(event["step"] for event in events if event["event"] == "step")
+    (saved,) = (place / "my run" / "checkpoints").glob("*/COMMIT")
+    assert saved.parent.name == f"step-{last:08d}"
+    assert (events[-1]["event"], events[-1]["reason"]) == ("run_end", "ended by SIGTERM")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moesaic.dist.probe import compute
+from moesaic.dist.probe.compute import Axes
 from moesaic.dist.probe.probe import _choose_sizes, num_phases, probe
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.world import World
@@ -72,6 +73,28 @@ def test_the_probe_measures_every_host_device_and_link(
         assert all(number > 0 for number in numbers(link))
     assert 0 <= found.median_range <= found.p90_range
     assert list(tmp_path.iterdir()) == []
+
+
+def measure_sizes_of_a_job(world: World, job: Axes) -> Any:
+    return probe(world, ProbeConfig(**TINY, disks=[], links=False), lambda _phase: None, job)
+
+
+def test_the_sizes_of_a_job_are_measured_instead_of_a_grid(ranks: RankPool) -> None:
+    """Only as far as time permits: `largest_side` allows as many flops as a grid up to 64."""
+    job = Axes([3, 40], [8, 24, 48], [2, 5], [12, 20], head_dim=6)
+    (device,) = ranks.run(2, measure_sizes_of_a_job, job)[0].cluster.hosts[0].devices
+    assert (device.count, device.reference_s > 0) == (2, True)
+    (speed,) = device.matmul
+    assert (speed.times.rows, speed.times.inner) == ([3, 40], [8, 24, 48])
+    assert speed.grouped_times.rows == [2, 5]
+    assert (speed.attention.lengths, speed.attention.head_dim) == ([12, 20], 6)
+
+
+def test_large_jobs_are_cut_to_the_time_of_a_grid() -> None:
+    grid, job = Axes.up_to(256), Axes([16, 9000], [512, 4096], [100, 5000], [128, 4096], 32)
+    cut = job.within(grid)
+    assert (cut.rows, cut.columns, cut.head_dim) == ([16, 256], [256], 32)
+    assert job.within(Axes.up_to(1 << 14)) == job
 
 
 @pytest.mark.parametrize(("device", "slots"), [("cuda", 8), ("cpu", 16)])

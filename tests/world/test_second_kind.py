@@ -45,7 +45,7 @@ from moesaic.train.objectives.objective import StepContext, StepResult
 from moesaic.train.parts import Part, PartPlacement, make_part, parts_source
 from moesaic.train.phases import PhaseTimer
 from moesaic.train.run import Run
-from moesaic.train.trainer import RunStart, train
+from moesaic.train.trainer import Resume, RunStart, train
 from moesaic.train.walk import MicroBatchWalk
 
 WIDTH = 6
@@ -261,6 +261,7 @@ class VectorsKind:
     """Jobs of the kind "vectors"."""
 
     unit = "samples"
+    restarts_data = False
     data_change = "the vectors have changed"
     new_run = "start a new run"
 
@@ -347,7 +348,8 @@ def train_vectors(
         **{key: value for key, value in keys.items() if key != "train"},
     }  # fmt: skip
     job, watch = parse(VectorsJob, raw, "vectors"), RecordingProgress()
-    train(LoadedJob(job, "", []), Path(out), resume, world, watch, VectorsKind())
+    start = None if resume is None else Resume(resume)
+    train(LoadedJob(job, "", []), Path(out), start, world, watch, VectorsKind())
     return watch.figures, watch.messages
 
 

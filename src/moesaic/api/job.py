@@ -7,14 +7,13 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from moesaic.api.cluster import Cluster
 from moesaic.api.launch import is_leader, is_torchrun
 from moesaic.api.loads import recorded_loads
 from moesaic.api.memory_replay import forecast
 from moesaic.api.plan_search import (
-    SEARCH_S,
     PartChoice,
     choose_part,
     facts_of_search,
@@ -36,6 +35,7 @@ from moesaic.api.run import Run
 from moesaic.api.train_worker import TrainTask, default_out, resumed_run
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job as LanguageModelJob
+from moesaic.facts.plan.search import SEARCH_WORK
 from moesaic.train.input_checks import check_inputs
 from moesaic.train.job_file import (
     LoadedJob,
@@ -46,13 +46,15 @@ from moesaic.train.job_file import (
     load_job,
 )
 from moesaic.train.out_checks import check_out_is_not_data, check_writable, disk_warnings
-from moesaic.train.resumed_job import check_learning, ruled_by_plan
+from moesaic.train.resumed_job import RunSource, check_learning, unkept_changes
 
 if TYPE_CHECKING:
     from moesaic.facts.plan.search import SearchFacts
     from moesaic.policy.plan.choices import RecordedLoads
     from moesaic.policy.plan.predict import PlannedJob
     from moesaic.train.trainer import StepCallback
+
+    AnyPlan: TypeAlias = PlannedJob | Mapping[str, Any] | str | Path
 
 
 class Job:
@@ -118,7 +120,7 @@ class Job:
                 torchrun this process is a rank already.
             resume: "auto" for the newest checkpoint of `out`, or the path of a checkpoint; None:
                 a new run. The ranks, the plan and the `sets` of the run stay.
-            change: take changes of what a resumed run learns, such as its schedule or batch.
+            change: take changes of what a resumed run learns, such as its schedule, batch or data.
             plan: a result of `plan`, or the path of a plan file; it sets ranks and layout.
             cluster: cluster to search for a layout on; None: a job with `plan = "auto"`, or without
                 a layout on several ranks, measures the machine first.
@@ -146,7 +148,7 @@ class Job:
         loads: str | Path | None = None,
         search: bool = False,
         method: str = "best-first",
-        limit_s: float | None = SEARCH_S,
+        max_work: int | None = SEARCH_WORK,
         is_shown: bool = False,
     ) -> PlannedJob:
         """Return the plan of this job on a cluster, with its predictions; nothing runs.
@@ -162,7 +164,8 @@ class Job:
             search: find the fastest layout that fits; keys that the job writes stay. If none fits,
                 `figures["fits"]` is False, and `figures["remedy"]` says what helps.
             method: method of the search, as in `moesaic plan --method`.
-            limit_s: seconds after which the search stops; None: when it ends.
+            max_work: work after which the search stops, in milliseconds of one core of the machine
+                of the records; None: when it ends.
             is_shown: show the progress of a long search on stderr.
         """
         from moesaic.policy.plan.predict import choose_plan, predict_plan
@@ -170,10 +173,10 @@ class Job:
         loaded = self._language_model(plan)
         recorded = None if loads is None else self._loads(loads)
         if search:
-            searched = self._search_facts(loaded, cluster, nproc, method, limit_s, recorded)
+            searched = self._search_facts(loaded, cluster, nproc, method, max_work, recorded)
             with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
                 planned = search_job(searched, is_shown=is_shown)
-            return self._with_remedy(planned, loaded, cluster, recorded)
+            return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
         if loaded.has_open_micro_batches and loaded.plan is None:
             raise ConfigError(
                 f'{loaded.origin}: train.micro_batches = "auto" needs a search: add --search '
@@ -199,8 +202,7 @@ class Job:
         loads: RecordedLoads | None,
     ) -> PlannedJob:
         """Return a planned job with the warnings of its file and, if it does not fit, a remedy."""
-        remedy = planned.figures["remedy"]
-        if not planned.figures["fits"] and (remedy is None or not remedy["fits"]):
+        if not planned.figures["fits"]:
             from moesaic.policy.plan.remedy import with_remedy
 
             facts = self._search_facts(
@@ -216,7 +218,7 @@ class Job:
         floor: float | None = None,
         method: str = "best-first",
         loads: str | Path | None = None,
-        limit_s: float | None = SEARCH_S,
+        max_work: int | None = SEARCH_WORK,
         is_shown: bool = False,
     ) -> PartChoice:
         """Return the part of a cluster to take for this job, with its plan; nothing runs.
@@ -227,12 +229,12 @@ class Job:
                 least price per hour on which the job fits.
             method: method of the searches, one for each part.
             loads: as in `plan`.
-            limit_s: seconds of all searches together; None: until they end.
+            max_work: work of a search, as in `plan`; searches of parts share it.
             is_shown: show progress on stderr.
         """
         loaded = self._language_model()
         recorded = None if loads is None else self._loads(loads)
-        facts = self._search_facts(loaded, cluster, None, method, limit_s, recorded)
+        facts = self._search_facts(loaded, cluster, None, method, max_work, recorded)
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return choose_part(facts, floor, is_shown=is_shown)
 
@@ -245,12 +247,12 @@ class Job:
         cluster: Cluster,
         nproc: int | None,
         method: str,
-        limit_s: float | None,
+        max_work: int | None,
         loads: RecordedLoads | None,
     ) -> SearchFacts:
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return facts_of_search(
-                loaded, cluster.facts, nproc=nproc, method=method, limit_s=limit_s, loads=loads
+                loaded, cluster.facts, nproc=nproc, method=method, max_work=max_work, loads=loads
             )
 
     def largest_model(
@@ -278,7 +280,7 @@ class Job:
         Arguments are those of `plan`.
         """
         loaded = self._language_model()
-        facts = self._search_facts(loaded, cluster, nproc, "best-first", SEARCH_S, None)
+        facts = self._search_facts(loaded, cluster, nproc, "best-first", SEARCH_WORK, None)
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return search_largest(facts, is_shown=is_shown)
 
@@ -289,7 +291,7 @@ class Job:
         nproc: int | None = None,
         resume: str | Path | None = None,
         change: bool = False,
-        plan: PlannedJob | str | Path | None = None,
+        plan: AnyPlan | None = None,
         output: Output = "stderr",
         is_started: bool = True,
         cluster: Cluster | None = None,
@@ -320,6 +322,7 @@ class Job:
             check_out_is_not_data(directory, loaded.job)
         check_inputs(loaded)
         texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
+        texts += [] if run is None else unkept_changes(run)
         if directory is not None and is_leader():
             check_writable(directory)
             texts += disk_warnings(directory, loaded.job)
@@ -327,33 +330,34 @@ class Job:
             job=str(self._source) if isinstance(self._source, Path) else self._source,
             sets=list(self._sets), out=None if directory is None else str(directory),
             resume=checkpoint, output=output, command=sys.argv, plan=_plan_as_json(plan),
-            run=None if run is None else str(run),
+            run=None if run is None else str(run), change=change,
             search=searches, cluster=cluster.to_dict() if searches and cluster else None,
         )  # fmt: skip
         return PreparedRun(task, loaded.job, used_plan, ranks, texts)
 
     def _choose_layout(
         self,
-        plan: PlannedJob | str | Path | None,
+        plan: AnyPlan | None,
         nproc: int | None,
         is_started: bool,
         cluster: Cluster | None,
-    ) -> tuple[LoadedJob[TrainingJob], int, bool, PlannedJob | str | Path | None]:
+    ) -> tuple[LoadedJob[TrainingJob], int, bool, AnyPlan | None]:
         """Return the job under its plan, the ranks, whether they search for the layout, and the
         plan. A resumed run keeps its ranks, and its plan if the job still agrees with it."""
         given = self._under(plan)
-        earlier = earlier_plan(self._run)
+        began = None if self._run is None else RunSource.read(self._run)
+        earlier = earlier_plan(began)
         ranks = count_ranks(given, nproc, is_started=is_started, cluster=cluster, earlier=earlier)
         searches = check_search(given, ranks, cluster)
-        if plan is None and self._run is not None and (searches or ruled_by_plan(self._run)):
-            plan = kept_plan(self._loaded, self._run, ranks)
+        if plan is None and began is not None and (searches or began.has_plan):
+            plan = kept_plan(self._loaded, began, ranks)
         elif searches and not is_started and cluster is not None:
             plan = self.plan(cluster, nproc=ranks, search=True)
         if plan is not None and searches:
             ranks, searches = count_ranks(self._under(plan), nproc, is_started=is_started), False
         return self._under(plan), ranks, searches, plan
 
-    def _under(self, plan: PlannedJob | str | Path | None) -> LoadedJob[TrainingJob]:
+    def _under(self, plan: AnyPlan | None) -> LoadedJob[TrainingJob]:
         """Return the job under a plan, if there is one."""
         source = _plan_as_json(plan)
         if source is None:
@@ -369,9 +373,11 @@ class Job:
         )
 
 
-def _plan_as_json(plan: PlannedJob | str | Path | None) -> str | dict[str, Any] | None:
+def _plan_as_json(plan: AnyPlan | None) -> str | dict[str, Any] | None:
     """Return the path of a plan, or its content."""
     if plan is None or isinstance(plan, str | Path):
         return None if plan is None else str(plan)
+    if isinstance(plan, Mapping):
+        return dict(plan)
     content: dict[str, Any] = json.loads(plan.plan.to_json())
     return content

@@ -49,11 +49,11 @@ def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemo
 
 
 def _remedy(job: Job, plan: Plan, cluster: Cluster) -> dict[str, Any] | None:
-    from moesaic.policy.plan.remedy import find_remedy
+    from moesaic.policy.plan.remedy import describe_remedy, find_remedy
     from moesaic.policy.plan.search import search_facts
 
     found = find_remedy(search_facts(job, cluster, plan.ranks))
-    return None if found is None else found._asdict()
+    return None if found is None else describe_remedy(found)
 
 
 def _cluster_here(job: Job, plan: Plan) -> Cluster:

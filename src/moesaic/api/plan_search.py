@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from moesaic.policy.plan.predict import PlannedJob
     from moesaic.train.job_file import LoadedJob
 
-SEARCH_S = 60.0
-"""Seconds after which a search stops."""
 _QUIET_S = 2.0
 """Seconds before a search shows progress."""
 
@@ -36,7 +34,7 @@ class PartChoice(NamedTuple):
     planned: PlannedJob
     """Predictions of the plan."""
     parts: list[dict[str, Any]]
-    """Parts that were searched: hosts, ranks, price, speed."""
+    """Parts that were searched, cheapest first: hosts, ranks, price, speed, and how well."""
     is_reached: bool
     """True if a plan fits and reaches the floor."""
 
@@ -108,7 +106,7 @@ def facts_of_search(
     *,
     nproc: int | None,
     method: str,
-    limit_s: float | None,
+    max_work: int | None,
     loads: RecordedLoads | None,
 ) -> SearchFacts:
     """Return the facts of a search for the layout of a job."""
@@ -118,7 +116,7 @@ def facts_of_search(
     facts = search_facts(
         loaded.job, cluster, nproc, opens_micro_batches=loaded.has_open_micro_batches
     )
-    changes: dict[str, Any] = {"method": method, "limit_s": limit_s}
+    changes: dict[str, Any] = {"method": method, "max_work": max_work}
     if loads is not None:
         changes |= {
             "loads_run": loads.run, "loads": [[float(x) for x in one] for one in loads.by_layer]
@@ -151,38 +149,39 @@ def search_largest(facts: SearchFacts, *, is_shown: bool) -> dict[str, Any]:
 
 def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> PartChoice:
     """Return the part of a cluster with the least price per token that reaches `floor` tokens a
-    second; with None the part with the least price per hour on which the job fits."""
+    second; with None the part with the least price per hour on which a plan was found."""
     from moesaic.policy.plan.found import predict_found, run_search
     from moesaic.policy.plan.parts import (
-        PartSearch,
+        cheapest_that_fits,
         cluster_parts,
-        first_that_fits,
         least_cost,
         search_parts,
+        shared_work,
     )
 
-    parts, done = cluster_parts(facts.cluster), list[PartSearch]()
-    progress = SearchProgress(is_shown)
-    limit_s = None if facts.limit_s is None else facts.limit_s / len(parts)
-    each = facts.model_copy(update={"limit_s": limit_s, "explains_shortfall": False})
+    parts, progress = cluster_parts(facts.cluster), SearchProgress(is_shown)
+    quiet = facts.model_copy(update={"explains_shortfall": False})
 
     def search(own: SearchFacts) -> SearchResult:
-        progress.what = f" part {len(done) + 1} of {len(parts)}"
+        hosts = len(own.cluster.hosts)
+        progress.what = f" {own.ranks} ranks on {hosts} host{'s' * (hosts > 1)}"
         with shown_search(own, progress) as estimates:
             return run_search(own, estimates)
 
-    def recorded() -> Iterator[PartSearch]:
-        for one in search_parts(parts, each, search):
-            done.append(one)
-            yield one
-
-    chosen = first_that_fits(recorded()) if floor is None else least_cost([*recorded()], floor)
+    if floor is None:
+        done = cheapest_that_fits(parts, quiet, search)
+        chosen = done[-1] if done[-1].result.best is not None else None
+    else:
+        done = list(search_parts(parts, shared_work(quiet, len(parts)), search))
+        chosen = least_cost(done, floor)
     is_reached = chosen is not None
     if chosen is None:
         fastest = max(done, key=lambda one: one.tokens_per_s)
         chosen = fastest if fastest.tokens_per_s else done[-1]
     if chosen.result.best is None:
-        explained = chosen.facts.model_copy(update={"explains_shortfall": True})
+        explained = facts.model_copy(
+            update={"cluster": chosen.part.cluster, "ranks": chosen.part.ranks}
+        )
         chosen = chosen._replace(facts=explained, result=search(explained))
     planned = predict_found(chosen.facts, chosen.result)
     return PartChoice(planned, [_describe_part(one) for one in done], is_reached)
@@ -193,7 +192,7 @@ def _describe_part(one: Any) -> dict[str, Any]:
     return {
         "hosts": [host.name for host in part.cluster.hosts], "ranks": part.ranks,
         "price_per_hour": price, "fits": one.result.best is not None,
-        "is_proven": one.result.is_proven,
+        "is_proven": one.result.is_proven, "gap": one.result.gap,
         "tokens_per_s": one.tokens_per_s or None,
         "price_per_million_tokens": 1e6 * one.price_per_token
         if price and one.tokens_per_s else None,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesaic.api.cluster import Cluster
 from moesaic.api.launch import (
@@ -19,6 +20,7 @@ from moesaic.api.launch import (
 from moesaic.api.run import Run
 from moesaic.api.step_callback import serve_callback
 from moesaic.api.train_worker import TrainTask, encode, run_train_task
+from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.file_system import unsuitable_file_system
 from moesaic.facts.job import Job as LanguageModelJob
@@ -26,7 +28,6 @@ from moesaic.facts.plan import (
     Plan,
     fewest_ranks,
     idle_ranks_warning,
-    load_plan,
     plan_from_job,
 )
 from moesaic.facts.plan.plan import MAX_RANKS
@@ -39,13 +40,12 @@ from moesaic.train.job_file import (
     is_searched,
 )
 from moesaic.train.out_checks import check_no_run, holds_checkpoint, holds_failed_try
+from moesaic.train.resumed_job import RunSource
 
 if TYPE_CHECKING:
     from moesaic.train.stop_request import StopRequest
     from moesaic.train.trainer import StepCallback
 
-PLAN = "plan.json"
-"""File of a run with its plan."""
 _GPU_NODES = ("nvidia[0-9]*", "kfd")
 """Names of GPUs in /dev."""
 _RANKS_PER_CORE = 4
@@ -75,6 +75,27 @@ class PreparedRun:
         from moesaic.kernels import device
 
         device.resolve(self.config.train.device, self.ranks - 1 if self.is_spawned else 0)
+
+    def check_data(self) -> list[str]:
+        """Read the data as the start of training would, or their first part, and compare a resumed
+        run with its checkpoint; return lines about both. Nothing is written."""
+        from moesaic.train.input_checks import read_data
+
+        data, lines = read_data(self.config)
+        if self.task.resume is None or self.task.out is None:
+            return lines
+        from moesaic.api.train_worker import job_kind
+        from moesaic.train.resume_checks import check_same_run, newest_checkpoint, open_to_resume
+
+        is_newest = self.task.resume == "auto"
+        directory = Path(self.task.out, "checkpoints")
+        path = newest_checkpoint(directory) if is_newest else Path(self.task.resume)
+        checkpoint, kind = open_to_resume(path, self.config), job_kind(self.config.kind)
+        takes_data = self.task.change and kind.restarts_data
+        changes = check_same_run(
+            checkpoint, self.config, data, kind, self.ranks, takes_data=takes_data
+        )
+        return [*lines, f"a resume goes on from '{path}'", *changes]
 
     def run(self, on_step: StepCallback | None = None, stop: StopRequest | None = None) -> Run:
         """Train and return the run; `on_step` as in `Job.train`. `stop` ends a run in this process
@@ -187,26 +208,34 @@ def check_search(loaded: LoadedJob[TrainingJob], ranks: int, cluster: Cluster | 
     return is_searched(loaded, ranks)
 
 
-def earlier_plan(run: Path | None) -> Plan | None:
+def earlier_plan(source: RunSource | None) -> Plan | None:
     """Return the plan of a run to resume; None if it has none."""
-    path = None if run is None else run / PLAN
-    return load_plan(path) if path is not None and path.is_file() else None
+    if source is None or source.plan is None:
+        return None
+    return parse(Plan, source.plan, "the plan of the run")
 
 
-def kept_plan(loaded: LoadedJob[TrainingJob], run: Path, ranks: int) -> Path | None:
+def kept_plan(
+    loaded: LoadedJob[TrainingJob], source: RunSource, ranks: int
+) -> Mapping[str, Any] | None:
     """Return the plan of a resumed run; None if the ranks or keys of the job differ from it."""
-    plan = earlier_plan(run)
-    if plan is None or plan.ranks != ranks or not isinstance(loaded.job, LanguageModelJob):
+    plan = earlier_plan(source)
+    if (
+        plan is None
+        or source.plan is None
+        or plan.ranks != ranks
+        or not isinstance(loaded.job, LanguageModelJob)
+    ):
         return None
     try:
-        apply_plan(loaded, run / PLAN)
+        apply_plan(loaded, source.plan)
         own = {key: getattr(loaded.job.layout, key) for key in loaded.job.layout.model_fields_set}
     except ConfigError:
         return None
     pinned = {key: value for key, value in own.items() if value not in ("auto", None)}
     planned = {key: plan.dp if own[key] == "all" else getattr(plan, key) for key in pinned}
     agree = all(pinned[key] in (value, "all") for key, value in planned.items())
-    return run / PLAN if agree else None
+    return source.plan if agree else None
 
 
 def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | None, str | None]:

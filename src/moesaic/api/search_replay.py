@@ -14,13 +14,13 @@ from moesaic.facts.plan.search import SearchFacts, SearchMethod
 
 
 def replay_search(
-    run: Path, seconds: float = 10.0, log: Callable[[str], None] | None = None
+    run: Path, max_work: int = 10_000, log: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Return what each method of search chooses from the facts that `run` recorded, as plain data.
 
     Args:
         run: directory of a run that searched for its layout.
-        seconds: seconds of each method, at most.
+        max_work: work of each method, at most, as in `SearchFacts`.
         log: receives the name of each method before it runs.
     """
     from moesaic.policy.plan.found import Search, differences, run_search
@@ -33,7 +33,7 @@ def replay_search(
         if log is not None:
             log(f"searching: {method}")
         decisions = list[Search]()
-        changes = {"method": method, "limit_s": seconds}
+        changes = {"method": method, "max_work": max_work}
         result = run_search(facts.model_copy(update=changes), log=decisions)
         baseline = result.best if baseline is None else baseline
         best = result.best

@@ -55,6 +55,8 @@ class TrainTask:
     """Command line of the user."""
     run: str | None = None
     """Directory of the run whose job goes on; None: a new job."""
+    change: bool = False
+    """True to take changes of what a resumed run learns, and other data."""
     plan: str | dict[str, Any] | None = None
     """Path of the plan, or its content; None: the job's own."""
     callback: str | None = None
@@ -86,14 +88,15 @@ def run_train_task(
     """
     with exit_on_interrupt() if is_torchrun() else nullcontext():
         from moesaic.dist.world import World
-        from moesaic.train.trainer import collective_timeout, train
+        from moesaic.train.trainer import Resume, collective_timeout, train
 
         job, plan = (Path(one) if isinstance(one, str) else one for one in (task.job, task.plan))
         loaded = load_job(job, task.sets, None if task.run is None else Path(task.run), plan)
-        kind = _job_kind(loaded.job.kind)
+        kind = job_kind(loaded.job.kind)
         world = World.from_launcher(loaded.job.train.device, collective_timeout(loaded.job))
     if task.callback is not None:
         on_step = remote_callback(task.callback)
+    resume = None if task.resume is None else Resume(task.resume, takes_changes=task.change)
     try:
         out = Path(world.run_on_rank_zero(lambda: task.out or str(default_out(job))))
         progress = RunProgress(
@@ -102,7 +105,7 @@ def run_train_task(
         try:
             if task.search:
                 loaded = _search_layout(loaded, task, world, progress.message)
-            last = train(loaded, out, task.resume, world, progress, kind, on_step, stop)
+            last = train(loaded, out, resume, world, progress, kind, on_step, stop)
         finally:
             progress.done()
     except BaseException:
@@ -124,7 +127,7 @@ def _search_layout(
     return search_layout(language_model(loaded, "has no plan"), world, cluster, say)
 
 
-def _job_kind(name: str) -> JobKind[Any]:
+def job_kind(name: str) -> JobKind[Any]:
     """Return the kind of job that `kind = name` means; another one is not imported."""
     if name == "ctr":
         from moesaic.train.ctr import CtrKind

@@ -215,14 +215,17 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
             if reason != "default_factory_not_called" and not is_misspelt:
                 key, sentence = _describe_mistake(kind, detail)
                 by_key.setdefault(key, sentence)
-    raise ConfigError(_list_mistakes(by_key, origin, sets))
+    raise ConfigError(_list_mistakes(by_key, origin, sets, raw))
 
 
-def _list_mistakes(by_key: Mapping[str, str], origin: str, sets: Sequence[str]) -> str:
+def _list_mistakes(
+    by_key: Mapping[str, str], origin: str, sets: Sequence[str], raw: Mapping[str, Any]
+) -> str:
     """Return one sentence for a single mistake, else a heading with a line for each one."""
     lines = list[str]()
     for key, sentence in by_key.items():
-        culprits = [item for item in sets if sets_key(item, key)]
+        spellings = (key, _name_tables(key, raw))
+        culprits = [item for item in sets if any(sets_key(item, one) for one in spellings)]
         where = culprits[-1] if culprits else error_origin(origin, sets, sentence)
         lines.append(f"{where}: {sentence}")
     if len(lines) == 1:
@@ -231,12 +234,27 @@ def _list_mistakes(by_key: Mapping[str, str], origin: str, sets: Sequence[str]) 
     return "\n  ".join([f"{origin}: {len(lines)} mistakes", *plain])
 
 
+def _name_tables(key: str, raw: Mapping[str, Any]) -> str:
+    """Return `key` as an item of `--set` spells it: student.small.lr for student[0].lr."""
+    found: Any = raw
+    named = list[str]()
+    for part in key.split("."):
+        name = part.partition("[")[0]
+        found = found.get(name) if isinstance(found, Mapping) else None
+        named.append(name)
+        for index in map(int, re.findall(r"\[(\d+)\]", part)):
+            found = found[index] if isinstance(found, list) and index < len(found) else None
+            named += [str(found["name"])] if isinstance(found, Mapping) and "name" in found else []
+    return ".".join(named)
+
+
 def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:
     """Return the origin of a mistake that involves several keys: `origin` and items of `--set`.
 
     Without a file, items of the same table are named, such as a preset that set the key.
     """
-    named = [s for s in sets if f"{s.partition('=')[0].strip()} = " in sentence]
+    last = {item.partition("=")[0].strip(): item for item in sets}  # Earlier ones have no effect.
+    named = [item for key, item in last.items() if f"{key} = " in sentence]
     if origin == SET_FLAG and not named:
         table, dot, _ = sentence.partition(" ")[0].partition(".")
         named = [s for s in sets if dot and s.strip().startswith(f"{table}.")]

@@ -140,7 +140,20 @@ def generate(  # noqa: PLR0913 - a parameter for each flag
         else:
             rows = engine.generate(prompts, **ranking, **settings)
             print("\n".join(_describe(row, rank) for row in rows), end="")
+            if ranking != _NO_RANKING:
+                _warn_of_cut_texts(rows, config.max_tokens)
     return 0
+
+
+def _warn_of_cut_texts(rows: Sequence[Generation], max_tokens: int) -> None:
+    """Say how many ranked texts did not end by themselves."""
+    num_cut = sum(row.finish_reason == "length" for row in rows)
+    if num_cut:
+        screen.print_warning(
+            f"max_tokens = {max_tokens} cut {num_cut} of {len(rows)} texts, which were ranked "
+            "without a sentence that is not complete: raise it (--set max_tokens=N) to rank whole "
+            "ones"
+        )
 
 
 def _check_flags(

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_usage_error(error, given[0])
         return EXIT_USER_ERROR
     except RunInterrupted as error:
-        screen.print_error(str(error))
+        if is_leader() or not error.is_saved:  # After a save all ranks have ended alike.
+            screen.print_error(f"{message_prefix()}{error}")
         return error.status
     except RankFailed as error:
         screen.err().print(str(error).rstrip())

@@ -73,12 +73,14 @@ def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
     if remedy is None:
         advice = advice or NO_REMEDY
     else:
-        learns = " (auxiliary losses are taken over smaller micro-batches)"
+        learns = "; auxiliary losses are then taken over smaller micro-batches"
         told = assignments(remedy["changes"])
-        size = f" ({format_used_bytes(remedy['peak_bytes'], usable)})"
-        advice = f"the smallest change that fits: {told}{size}"
+        size = f" ({format_used_bytes(remedy['peak_bytes'], remedy['usable_bytes'])})"
+        least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
+        advice = f"{least}: {told}{size}"
         if not remedy["fits"]:
-            advice = f"{NOTHING_FITS}; {told} comes nearest{size}"
+            advice = NO_REMEDY if remedy["is_least"] else NOTHING_FITS
+            advice += f"; {told} comes nearest{size}" * bool(told)
         advice += learns * ("train.micro_batches" in remedy["changes"])
     screen.print_line(f"DOES NOT FIT: {sizes}; {advice}")
 

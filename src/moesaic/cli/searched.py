@@ -32,14 +32,6 @@ def print_verdict(planned: PlannedJob) -> None:
             f"search: {result.tried:,} layouts simulated{too_large}; {proof_text(result)} "
             f"({result.method})"
         )
-    else:
-        for one in figures["search"]["shortfall"]["changes"][1:4]:
-            need = one["memory"]
-            verdict = "fits" if one["fits"] else "does not fit yet"
-            screen.print_line(
-                f"  or {one['key']} = {toml(one['value'])}: {verdict} "
-                f"({format_bytes(need['peak_bytes'])} of {format_bytes(need['usable_bytes'])})"
-            )
     pins = figures["search"]["pins"]
     if result.best is not None:
         screen.print_line(f"chosen: {chosen_text(result.best, pins)}")
@@ -170,11 +162,14 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
             _part_text(part["ranks"], part["hosts"]),
             "unknown" if price is None else f"{price:,.2f}",
             _speed_text(part),
+            _proof_text(part),
             "-" if million is None else round_text(million),
         ))  # fmt: skip
-    goal = "the least price on which the job fits" if floor is None else (
-        f"the least price per token from {floor:,.0f} tokens/s"
-    )  # fmt: skip
+    goal = (
+        "the cheapest part per hour on which it fits; for the least price per token ask --min-cost"
+        if floor is None
+        else f"the least price per token from {floor:,.0f} tokens/s, of the parts below"
+    )
     hosts = list(dict.fromkeys(place["host"] for place in own["plan"]["places"]))
     chosen = _part_text(own["plan"]["ranks"], hosts)
     if choice.is_reached:
@@ -186,7 +181,12 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
             f"no part reaches {floor:,.0f} tokens/s; the most is "
             f"{round_text(own['tokens_per_s'])} with {chosen}"
         )
-    screen.print_table(["part", "price per hour", "tokens/s", "price per million tokens"], rows)
+    names = ["part", "price per hour", "tokens/s", "fastest", "price per million tokens"]
+    screen.print_table(names, rows)
+    screen.print_line(
+        "parts: powers of two of the hosts of each kind, and of the devices of one host"
+        + ", cheapest first, up to the one that fits" * (floor is None)
+    )
     screen.print_line("")
 
 
@@ -218,7 +218,15 @@ def _speed_text(part: Mapping[str, Any]) -> str:
     """Return the speed of a part, or why it has none."""
     if part["fits"]:
         return round_text(part["tokens_per_s"])
-    return "does not fit" if part["is_proven"] else "no fitting layout found in time"
+    return "does not fit" if part["is_proven"] else "no fitting layout found within its work"
+
+
+def _proof_text(part: Mapping[str, Any]) -> str:
+    """Return whether the speed of a part is proven to be the most."""
+    if not part["fits"]:
+        return "-"
+    gap = part["gap"]
+    return "proven" if part["is_proven"] else f"within {gap:.0%}" if gap else "not proven"
 
 
 def _part_text(ranks: int, hosts: Sequence[str]) -> str:

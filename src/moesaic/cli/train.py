@@ -64,15 +64,16 @@ Change = Annotated[
     bool,
     typer.Option(
         "--change", metavar="",
-        help="With --resume: to take changes of schedule, batch and whatever else alters what the "
-        "run learns.",
+        help="With --resume: to take changes of schedule, batch, data and whatever else alters "
+        "what the run learns.",
     ),
 ]  # fmt: skip
 DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run", metavar="",
-        help="To see the resolved job and the memory of a rank first; nothing is written.",
+        help="To see the resolved job and the memory of a rank first, after all checks of a start, "
+        "those of the data included; nothing is written.",
     ),
 ]  # fmt: skip
 
@@ -114,7 +115,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     for warning in prepared.warnings if is_leader() else ():
         screen.print_warning(warning)
     if dry_run:
-        _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
+        with exit_on_interrupt():
+            _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
         return 0
     with exit_on_interrupt():
         prepared.check_machine()
@@ -138,8 +140,10 @@ def _with_resume_command(
 ) -> RunInterrupted:
     """Return the error with the command that resumes the run."""
     reason = str(error) or "interrupted"
-    status = error.status if isinstance(error, RunInterrupted) else EXIT_INTERRUPTED
-    return RunInterrupted(f"{reason}{_resume_command(prepared, as_json)}", status)
+    text = f"{reason}{_resume_command(prepared, as_json)}"
+    if isinstance(error, RunInterrupted):
+        return RunInterrupted(text, error.status, is_saved=error.is_saved)
+    return RunInterrupted(text, EXIT_INTERRUPTED)
 
 
 def _resume_command(prepared: PreparedRun, as_json: bool) -> str:
@@ -185,11 +189,7 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -
     is_frozen = run.job["kind"] == "lm" and run.job["distill"]["frozen"]
     screen.print_line(_headline(facts, is_frozen))
     if facts["prediction"] is not None:
-        ratio = facts["prediction"]["step_ratio"]
-        screen.print_line(
-            f"  a step took {ratio:.2f} times the predicted time (median without the first three "
-            "steps)"
-        )
+        screen.print_line(f"  {facts['prediction']['text']}")
     for finding in facts["findings"] if verbose else ():
         if finding["kind"].startswith("replicas_"):
             screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
@@ -240,9 +240,10 @@ def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
 
 
 def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_json: bool) -> None:
-    """Print whether the ranks fit, the resolved job, the plan, and the memory of a rank or of
-    rows."""
+    """Print whether the ranks fit, the resolved job, the plan, the memory of a rank or of rows, and
+    which data were read."""
     job = prepared.config
+    data = prepared.check_data()
     if isinstance(job, CtrJob):
         facts, lines = _describe_recommender(job, prepared.plan)
     else:
@@ -251,7 +252,8 @@ def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_js
         screen.print_json(
             {
                 "job": job.model_dump(mode="json", by_alias=True),
-                "plan": prepared.plan.decisions(), **facts, "warnings": prepared.warnings,
+                "plan": prepared.plan.decisions(), **facts, "data": data,
+                "warnings": prepared.warnings,
             }
         )  # fmt: skip
         return
@@ -259,6 +261,7 @@ def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_js
 
     if "fits" in facts:
         print_verdict(facts)
+    lines += [f"{'data' * (not index):<16} {line}" for index, line in enumerate(data)]
     for line in (f"# {path}, resolved\n", job.to_toml(), *lines):
         screen.print_line(line)
     print_parts(facts.get("parts", ()))

@@ -181,6 +181,8 @@ class RankStats:
     """Mean seconds of each phase."""
     peak_bytes: float
     """Peak memory."""
+    reference_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of the reference work, by the step that it followed."""
 
 
 @dataclass
@@ -294,17 +296,22 @@ def read_log(path: Path) -> Log:
 def read_rank(path: Path, rank: int) -> RankStats | None:
     """Return the averages of one rank's log; None if it has no steps."""
     seconds: dict[str, list[float]] = {}
-    peaks = []
+    peaks, reference_s = [], dict[int, float]()
     for event in read_events(path):
         with suppress(*_DAMAGE):
             if event["event"] == "rank_step":
                 for name, one in _phases(event).items():
                     seconds.setdefault(name, []).append(one)
                 peaks.append(number(event["peak_bytes"]))
+                step = int(event["step"])
+                for late in [one for one in reference_s if one >= step]:
+                    del reference_s[late]  # The run was resumed from before it.
+                if "reference_s" in event:
+                    reference_s[step] = number(event["reference_s"])
     if not peaks:
         return None
     means = {name: float(np.mean(values)) for name, values in seconds.items()}
-    return RankStats(rank, means, float(np.max(peaks)))
+    return RankStats(rank, means, float(np.max(peaks)), reference_s)
 
 
 def number(value: object) -> float:

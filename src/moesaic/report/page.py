@@ -94,11 +94,11 @@ def _prediction_table(prediction: Prediction, unit: str) -> str:
     # Resident memory includes libraries; the prediction covers tensors alone.
     ratio = UNKNOWN if measured.memory == "resident" else _ratio(*peaks)
     rows.append((f"peak memory of a rank, {measured.memory}", *map(size, peaks), ratio))
-    calibration = predicted.calibration
+    calibration, text = predicted.calibration, prediction.describe()
     basis = f", calibrated by {plural(calibration.runs, 'run')}" if calibration else ""
     basis += f", with the loads of '{predicted.loads}'" if predicted.loads else ""
     guide = (
-        "Look for ratios far from 1: plan again with a probe of idle machines. Predicted for "
+        f"{text[0].upper()}{text[1:]}. Predicted for "
         f"cluster '{predicted.cluster}'{basis}; measured as medians of "
         f"{plural(measured.steps, 'step')} on rank 0. A phase includes its waiting for other ranks."
     )

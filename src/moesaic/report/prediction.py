@@ -14,9 +14,12 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.plan import Predictions
 from moesaic.report.log import Launch, RankStats, Steps
+from moesaic.report.wording import duration
 
 WARMUP_STEPS = 3
 """First steps of a launch, which medians leave out."""
+_SAME_SPEED = 0.02
+"""Relative change of a machine's speed that counts as none."""
 _MEDIAN_WINDOW = 1000
 """Most steps that medians are taken over: the last ones."""
 
@@ -35,6 +38,9 @@ class Measurements:
     """Tokens a second over all ranks."""
     peak_bytes: float | None
     """Largest memory of a rank, in bytes."""
+    reference_s: float | None
+    """Seconds of the reference work between these steps: means over steps, and their median over
+    ranks; None: not done."""
     memory: Literal["allocated", "resident"]
     """Type of that memory. allocated: tensors on a device. resident: the whole process on a CPU,
     with its libraries."""
@@ -53,6 +59,49 @@ class Prediction:
     def ratio(self) -> float:
         """Measured time of a step over the predicted one."""
         return self.measured.step_s / self.predicted.step_s
+
+    @property
+    def machine_ratio(self) -> float | None:
+        """Time of the reference work during the run over that in the probe; None if unknown."""
+        if self.measured.reference_s is None or self.predicted.reference_s is None:
+            return None
+        return self.measured.reference_s / self.predicted.reference_s
+
+    @property
+    def model_ratio(self) -> float | None:
+        """Measured time of a step over the predicted one at the machine's speed in the run."""
+        return None if self.machine_ratio is None else self.ratio / self.machine_ratio
+
+    def describe(self) -> str:
+        """Return as a clause how far the prediction was off, and why."""
+        both = duration(self.predicted.step_s), duration(self.measured.step_s)
+        text = f"predicted {both[0]} a step, measured {both[1]} ({self.ratio:.2f}x)"
+        machine, model = self.machine_ratio, self.model_ratio
+        most = self._most_wrong_phase(machine or 1.0)
+        most = f", mostly in {most}" if most else ""
+        if machine is None or model is None:
+            return (
+                f"{text}{most}; how fast the machine was is unknown, because the cluster has no "
+                "reference_s: probe it (moesaic probe)"
+            )
+        if abs(math.log(machine)) < _SAME_SPEED:
+            speed = "as fast during the run as"
+        elif machine > 1.0:
+            speed = f"{machine:.2f}x slower during the run than"
+        else:
+            speed = f"{1.0 / machine:.2f}x faster during the run than"
+        error = f"the rest, {model:.2f}x, is the error of the model{most}"
+        return f"{text}: the machine was {speed} in the probe; {error}"
+
+    def _most_wrong_phase(self, machine: float) -> str:
+        """Return the phase with the largest error in the direction of the step's, with predicted
+        times multiplied by `machine`."""
+        sign = math.copysign(1.0, self.measured.step_s - machine * self.predicted.step_s)
+        errors = {
+            name: sign * (seconds - machine * self.predicted.phases_s.get(name, 0.0))
+            for name, seconds in self.measured.phases_s.items()
+        }
+        return max(errors, key=errors.__getitem__, default="")
 
     def phases(self) -> list[str]:
         """Return the phases of both, in the order of the run."""
@@ -89,9 +138,28 @@ def read_prediction(
         phases_s={name: statistics.median(found) for name, found in phases.items()},
         tokens_per_s=launch.tokens_per_step / max(median_s, 1e-9),
         peak_bytes=max(peaks, default=None),
+        reference_s=_reference_s(ranks, launch.step),
         memory="resident" if launch.device.startswith("cpu") else "allocated",
     )
     return Prediction(predicted, measured)
+
+
+def _reference_s(ranks: Sequence[RankStats], first_done: int) -> float | None:
+    """Return the seconds of the reference work since a launch after `first_done` steps.
+
+    They are means over steps, as in the probe: an interruption rarely hits a short sample, but
+    every step pays for some.
+    """
+    by_rank = [
+        {step: one for step, one in rank.reference_s.items() if step > first_done} for rank in ranks
+    ]
+    late = [
+        [one for step, one in samples.items() if step > first_done + WARMUP_STEPS]
+        or list(samples.values())
+        for samples in by_rank
+        if samples
+    ]
+    return statistics.median(map(statistics.fmean, late)) if late else None
 
 
 def _steady_steps(seconds: list[float]) -> list[float]:

@@ -177,6 +177,9 @@ def _prediction(run: RunStats) -> dict[str, Any] | None:
         "predicted": run.prediction.predicted.model_dump(exclude={"timeline"}),
         "measured": asdict(run.prediction.measured),
         "step_ratio": run.prediction.ratio,
+        "machine_ratio": run.prediction.machine_ratio,
+        "model_ratio": run.prediction.model_ratio,
+        "text": run.prediction.describe(),
     }
 
 

@@ -18,7 +18,7 @@ from moesaic.testing.progress import RecordingProgress
 from moesaic.train.assemble import LMRun, assemble
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.lm import LanguageModelKind
-from moesaic.train.trainer import train
+from moesaic.train.trainer import Resume, train
 
 
 def start_run(
@@ -41,7 +41,8 @@ def train_text(
     """Train the job of `text_job`; return its progress."""
     progress = RecordingProgress()
     loaded = LoadedJob(text_job(text, **tables), "", [], plan)
-    train(loaded, out, resume, world, progress, LanguageModelKind())
+    start = None if resume is None else Resume(resume)
+    train(loaded, out, start, world, progress, LanguageModelKind())
     return progress
 
 

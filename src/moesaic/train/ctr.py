@@ -40,6 +40,7 @@ class CtrKind:
     """Jobs that train a recommender to predict clicks."""
 
     unit = "samples"
+    restarts_data = False
     data_change = "the files of its samples have changed"
     new_run = "start a new run"
 

@@ -1,15 +1,29 @@
-"""Checks of paths, vocabulary and packages that a job needs on this machine, before it starts."""
+"""Checks of paths, vocabulary, packages and data that a job needs on this machine.
+
+`check_inputs` is fast and comes before each start. `read_data` reads the data as the start does,
+for a dry run.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError, DataError, UserError
-from moesaic.facts.job import CtrJob, DataConfig, Job
-from moesaic.train.data.sources import COMPRESSED, TextSource
+from moesaic.base.errors import ConfigError, UserError
+from moesaic.facts.job import CtrJob, Job
+from moesaic.train.data.sources import find_sources
 from moesaic.train.job_file import LoadedJob, TrainingJob, blame_sets
+
+if TYPE_CHECKING:
+    from moesaic.train.data.clicks import ClickData
+    from moesaic.train.data.text_data import TextData
+
+WHOLE_BYTES = 8 << 20
+"""Largest data that a dry run reads as a whole."""
 
 
 def check_inputs(loaded: LoadedJob[TrainingJob]) -> None:
@@ -29,7 +43,7 @@ def _check_inputs(job: TrainingJob, origin: str) -> None:
         if isinstance(job, Job):
             _check_data(job)
         else:
-            _check_clicks(job)
+            list(_click_files(job))
     except UserError as error:
         raise ConfigError(f"{origin}: {error}") from None
     replay = job.routing.replay if isinstance(job, Job) else None
@@ -47,44 +61,68 @@ def _check_inputs(job: TrainingJob, origin: str) -> None:
             )
 
 
-def _check_clicks(job: CtrJob) -> None:
-    """Raise if files of samples are missing."""
+def _click_files(job: CtrJob) -> Iterator[Path]:
+    """Yield the files of samples; raise if there are none."""
     from moesaic.train.data.clicks_files import find_files
 
     for key in ("path", "validation_path"):
         path = getattr(job.data, key)
         if path is not None:
-            find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
+            yield from find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
 
 
-def _check_size(source: TextSource, data: DataConfig) -> None:
-    """Raise if plain text is surely too short for one sample, or for its validation share.
+def read_data(job: TrainingJob) -> tuple[ClickData | TextData | None, list[str]]:
+    """Read and encode the data as the start of training does, or their first part if they are more
+    than `WHOLE_BYTES`. Return them if they are whole, and lines about them.
 
-    A token takes at least a byte, and each file ends with one more.
+    Nothing stays on the disk, so only length and digest of the data may be used.
     """
-    if any(file.suffix.lower() in COMPRESSED for file in source.files):
-        return
-    most, needed = sum(file.stat().st_size + 1 for file in source.files), data.sequence + 1
-    share = data.validation_share if len(source.files) == 1 else 0.0
-    label = f"{source.key} = '{source.path}'"
-    takes = f"but one sample takes data.sequence + 1 = {needed}"
-    if most * (1 - share) < needed:
-        raise DataError(
-            f"{label} has at most {round(most * (1 - share))} tokens to train on, {takes}: give "
-            "more text, or shorten data.sequence"
-        )
-    if 0 < most * share < needed - 1:
-        raise DataError(
-            f"data.validation_share = {share} of {label} has at most {round(most * share)} tokens, "
-            f"{takes}: raise it, or name data.validation_path"
-        )
+    from moesaic.dist.world import World
+
+    with tempfile.TemporaryDirectory(prefix="moesaic-") as cache:
+        if _data_bytes(job) > WHOLE_BYTES:
+            parts = keys.join_words(list(_read_start(job, Path(cache))), "and")
+            return None, [f"{parts} read; the rest, and what is held out, at the start of training"]
+        lines, world = list[str](), World.solo()
+        data: ClickData | TextData
+        if isinstance(job, Job):
+            from moesaic.train.data.text_data import TextData
+
+            text = job.data.model_copy(update={"cache": cache})
+            data = TextData.open(text, job.seed, world, lines.append, job.control)
+        else:
+            from moesaic.train.data.clicks import ClickData
+
+            clicks = job.data.model_copy(update={"cache": cache})
+            data = ClickData.open(clicks, job.seed, world, lines.append)
+        held_out = "" if data.validation is None else f", {len(data.validation):,} to validate on"
+        return data, [f"all read: {len(data.train):,} samples to train on{held_out}", *lines]
+
+
+def _data_bytes(job: TrainingJob) -> int:
+    """Return the bytes of all files of the data of `job`."""
+    if isinstance(job, Job):
+        files = [file for source in find_sources(job.data) for file in source.files]
+    else:
+        files = list(_click_files(job))
+    return sum(file.stat().st_size for file in files)
+
+
+def _read_start(job: TrainingJob, cache: Path) -> Iterator[str]:
+    """Read the first part of the data, and yield a clause about each file or path."""
+    if isinstance(job, Job):
+        from moesaic.train.data.text_data import read_start
+
+        return read_start(job.data, job.control, cache, WHOLE_BYTES)
+    from moesaic.train.data import clicks
+
+    return clicks.read_start(job.data)
 
 
 def _check_data(job: Job) -> None:
     """Raise if the text, its first record, the tokenizer or the chat template of `job` is missing
     or does not fit."""
     from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
-    from moesaic.train.data.sources import find_sources
 
     sources = find_sources(job.data)
     for source in sources:
@@ -92,8 +130,6 @@ def _check_data(job: Job) -> None:
             from moesaic.train.data.text import check_first_record
 
             check_first_record(source)
-        elif source.kind == "text":
-            _check_size(source, job.data)
     has_control = job.control is not None
     if job.control is not None:
         from moesaic.train.data.control import open_control

@@ -41,7 +41,13 @@ from moesaic.facts.plan import (
 from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
-from moesaic.train.resumed_job import JOB_TEXT, RunSource, resolved_job, run_source
+from moesaic.train.resumed_job import (
+    JOB_TEXT,
+    RESOLVED_JOB,
+    RunSource,
+    resolved_job,
+    run_source,
+)
 
 ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std", "vocab"})
 """Keys of [model] that may stand beside `from`, because the weights mean the same with any value,
@@ -122,6 +128,11 @@ def _read_source(
 ) -> tuple[str, dict[str, Any], str]:
     """Return text and tables of a job, and the prefix of messages about it."""
     if isinstance(source, Path):
+        if (source / RESOLVED_JOB).is_file():
+            raise ConfigError(
+                f"'{source}' is a run and no job file: to continue it, moesaic train --out "
+                f"{shlex.quote(str(source))} --resume"
+            )
         text = read_text(source)
         return text, parse_toml(text, str(source)), str(source)
     if source is not None:
@@ -412,12 +423,12 @@ def _initial_model(source: str, run: Path | None) -> dict[str, Any] | None:
     return next(dict(one["model"]) for one in _with_students(job) if one["source"] == source)
 
 
-def _with_students(job: dict[str, Any]) -> list[dict[str, Any]]:
+def _with_students(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the tables of a job with a model and its source: the job and its students."""
     return [job, *job.get("student", ())]
 
 
-def _initial_job(source: str, run: Path | None) -> dict[str, Any] | None:
+def _initial_job(source: str, run: Path | None) -> Mapping[str, Any] | None:
     """Return the job of a run that began with `source`."""
     if run is not None:
         with suppress(TypeError, KeyError):

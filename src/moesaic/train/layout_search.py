@@ -7,16 +7,21 @@ plan. The search is a decision of the run.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
+from moesaic.dist.probe.compute import Axes
 from moesaic.dist.probe.probe import probe
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, LayoutConfig
+from moesaic.facts.plan.layout import plan_from_layout
+from moesaic.facts.plan.search import SEARCH_WORK
+from moesaic.facts.workload import GROUPED_MM, workload
 from moesaic.policy.plan.found import (
     Search,
     predict_found,
@@ -29,8 +34,8 @@ from moesaic.train.job_file import LoadedJob, apply_plan
 
 _PROBE_S = 4.0
 """Seconds of measuring, without startup."""
-_SEARCH_S = 20.0
-"""Seconds after which the search stops."""
+_MAX_SIZES = 4
+"""Sizes along an axis, besides the smallest."""
 
 
 def search_layout(
@@ -53,7 +58,7 @@ def search_layout(
         assert cluster is not None
         facts = search_facts(
             loaded.job, cluster, world.size, opens_micro_batches=loaded.has_open_micro_batches
-        ).model_copy(update={"limit_s": _SEARCH_S})
+        ).model_copy(update={"max_work": SEARCH_WORK})
         result = run_search(facts, log=log)
         if result.shortfall is not None:
             raise ConfigError(
@@ -72,5 +77,39 @@ def _measure(job: Job, world: World) -> Cluster | None:
     """Return the cluster of these ranks on rank 0, None elsewhere."""
     dtypes = list(dict.fromkeys((job.train.precision, "fp32")))
     settings = {"seconds": _PROBE_S, "disks": [], "device": job.train.device, "dtypes": dtypes}
-    result = probe(world, parse(ProbeConfig, settings, "probe"), lambda _phase: None)
+    config, sizes = parse(ProbeConfig, settings, "probe"), job_sizes(job, world.size)
+    result = probe(world, config, lambda _phase: None, sizes)
     return None if result is None else result.cluster
+
+
+def job_sizes(job: Job, ranks: int) -> Axes:
+    """Return the sizes of the job's matmuls that have most flops under data parallelism.
+
+    Other layouts have the same ones, or parts of them; an expert gets at most `ranks` times the
+    rows.
+    """
+    plan = plan_from_layout(LayoutConfig(), job.model, ranks)
+    works = [work for one in workload(job, plan, 0) for work in (one.forward, one.backward)]
+    plain, grouped, scores = (Counter[tuple[int, int, int]]() for _ in range(3))
+    for op in (op for work in works for op in work.ops):
+        is_attention = op.kind.startswith("attention")
+        flops = scores if is_attention else grouped if op.kind == GROUPED_MM else plain
+        for shape in op.matmuls[:1] if is_attention else op.matmuls:
+            if not shape.is_weight_gradient:  # Its sizes are those of its layer.
+                flops[shape.rows, shape.columns, shape.inner] += shape.flops
+    expert_rows = max(shape[0] for shape in grouped)
+    (length, _, head_dim), _ = scores.most_common(1)[0]
+    return Axes(
+        _most_frequent(plain, [0]), _most_frequent(plain + grouped, [1, 2]),
+        sorted({max(expert_rows // 4, 1), expert_rows, expert_rows * ranks}),
+        sorted({max(length // 4, 1), length}), head_dim,
+    )  # fmt: skip
+
+
+def _most_frequent(flops: Counter[tuple[int, int, int]], axes: list[int]) -> list[int]:
+    """Return the sizes along `axes` with most flops, and the smallest one, ascending."""
+    sizes = Counter[int]()
+    for shape, weight in flops.items():
+        for size in {shape[axis] for axis in axes}:
+            sizes[size] += weight
+    return sorted({size for size, _ in sizes.most_common(_MAX_SIZES)} | {min(sizes)})

@@ -40,7 +40,8 @@ class LanguageModelKind:
     """Jobs that train one language model on next-token prediction."""
 
     unit = "tokens"
-    data_change = "the files of its text or its tokenizer have changed"
+    restarts_data = True
+    data_change = "the files of its text have changed"
     new_run = "start a new run from its weights (moesaic convert, then [model] from)"
 
     def learning_rates(self, job: Job) -> str:

@@ -17,14 +17,14 @@ from moesaic.facts.job import Job, LayoutConfig
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import job_parts
 from moesaic.train.job_file import TrainingJob
-from moesaic.train.resumed_job import RESOLVED_JOB, VERSIONS
+from moesaic.train.resumed_job import PLAN, RESOLVED_JOB, VERSIONS
 
 LOCK = "LOCK"
 """Lock file of a run directory."""
 FAILED_TRY = "failed-"
 """Start of the names of directories that keep runs without a checkpoint."""
 
-_METADATA = (RESOLVED_JOB, "plan.json", VERSIONS)
+_METADATA = (RESOLVED_JOB, PLAN, VERSIONS)
 """Files that tell a run's directory from any other."""
 _RUN_FILES = ("rank-0.jsonl", "part-000000.parquet")
 """Names of files of a run that are in a format of texts."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
-from moesaic.base.errors import ConfigError
-from moesaic.dist.checkpoint import Checkpoint
+from moesaic.base.errors import ConfigError, StoreError
+from moesaic.dist.checkpoint import Checkpoint, resume_candidates
 from moesaic.dist.state import PARAMETER
 from moesaic.facts.job import Job
 from moesaic.facts.job.distill import student_prefix
 from moesaic.facts.workload.parts import auxiliary_parameters
+from moesaic.models.tokenizer import TOKENIZER_FILE
 from moesaic.train.assemble import DTYPES
 from moesaic.train.kinds import AnyJob
 from moesaic.train.resumed_job import (
@@ -26,17 +28,63 @@ class KindWords(Protocol):
 
     data_change: str
     """Reason for other samples if no key of the job has changed."""
+    restarts_data: bool
+    """True if a resumed run may go on with other data."""
     new_run: str
     """Remedy for a resume that cannot go on."""
 
 
+def newest_checkpoint(directory: Path) -> Path:
+    """Return the checkpoint to resume from; raise if there is none."""
+    candidates = resume_candidates(directory)
+    if not candidates:
+        raise StoreError(
+            f"resume: '{directory}' holds no complete checkpoint: start a new run, "
+            "in another directory"
+        )
+    return candidates[0]
+
+
+def open_to_resume(path: Path, job: AnyJob) -> Checkpoint:
+    """Return the checkpoint at `path`, unverified; raise if `job` has no step left after it."""
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.step >= job.train.steps:
+        raise ConfigError(
+            f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
+            "raise train.steps"
+        )
+    return checkpoint
+
+
+class OpenedData(Protocol):
+    """Data of a run, as far as they identify themselves."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that fixes the samples."""
+
+    def files(self) -> dict[str, bytes]:
+        """Return files for the run's directory, such as those of a tokenizer."""
+
+
+def is_same_data(checkpoint: Checkpoint, data: OpenedData) -> bool:
+    """Return whether `data` are those of `checkpoint`, perhaps with more behind them."""
+    return f"{data.digest} ".startswith(f"{checkpoint.facts.get('data')} ")
+
+
 def check_same_run(
-    checkpoint: Checkpoint, job: AnyJob, digest: str, kind: KindWords, ranks: int
+    checkpoint: Checkpoint,
+    job: AnyJob,
+    data: OpenedData | None,
+    kind: KindWords,
+    ranks: int,
+    *,
+    takes_data: bool = False,
 ) -> list[str]:
     """Return a sentence for each accepted change of the job or its ranks since `checkpoint`.
 
-    Raise if the job is of another model, or of other samples: then `digest` does not start with the
-    digest of the checkpoint.
+    Raise if the job is of another model, or of other samples unless `takes_data` is true. Without
+    `data` the samples are not compared.
     """
     facts, path = checkpoint.facts, checkpoint.path
     before, now = dict(flatten(facts["job"])), dict(flatten(job.model_dump(mode="json")))
@@ -53,17 +101,8 @@ def check_same_run(
             f"resume: '{path}' is of a job of kind = {show_value(before['kind'])}, the job has "
             f"{show_value(job.kind)}: resume it with its own job"
         )
-    if not f"{digest} ".startswith(f"{facts.get('data')} "):
-        changes = [
-            f"{key} = {show_value(now.get(key))}, was {show_value(before.get(key))}"
-            for key in changed_keys(before, now)
-            if key == "seed" or (key.startswith(("data.", "control")) and key != "data.cache")
-        ]
-        reason = "; ".join(changes) or kind.data_change
-        raise ConfigError(
-            f"resume: '{path}' was trained on other samples ({reason}): restore them, or "
-            f"{kind.new_run}"
-        )
+    if data is not None and not is_same_data(checkpoint, data):
+        messages.append(_new_data(checkpoint, before, now, data, kind, takes_data=takes_data))
     for key in changed_keys(before, now):
         old, new = before.get(key), now.get(key)
         change = f"{key} = {show_value(old)}, the job has {show_value(new)}"
@@ -83,6 +122,51 @@ def check_same_run(
     if isinstance(job, Job):
         _check_auxiliary(checkpoint, job)
     return messages
+
+
+def _new_data(
+    checkpoint: Checkpoint,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    data: OpenedData,
+    kind: KindWords,
+    *,
+    takes_data: bool,
+) -> str:
+    """Return a sentence about other data than those of `checkpoint`; raise if they are refused."""
+    changed = [
+        key for key in changed_keys(before, now)
+        if key == "seed" or (key.startswith(("data.", "control")) and key != "data.cache")
+    ]  # fmt: skip
+    changes = [
+        f"{key} = {show_value(now[key])}, was {show_value(before.get(key))}" for key in changed
+    ]
+    run = checkpoint.path.absolute().parent.parent
+    is_other_code = any(
+        (run / name).is_file() and (run / name).read_bytes() != content
+        for name, content in data.files().items()
+        if Path(name).name == TOKENIZER_FILE
+    )
+    if is_other_code and "data.tokenizer" not in changed:
+        changes.append("the tokenizer has other tokens")
+    reason = "; ".join(changes) or kind.data_change
+    is_fixed = is_other_code or any(
+        key == "seed" or key.startswith(("control", "data.tokenizer", "data.end_token"))
+        for key in changed
+    )
+    if is_fixed or not takes_data:
+        may = not is_fixed and kind.restarts_data
+        remedy = (
+            "add --change (change=True) to go on with the new ones from their first sample"
+            if may
+            else kind.new_run
+        )
+        raise ConfigError(
+            f"resume: '{checkpoint.path}' was trained on other samples ({reason}): restore them, "
+            f"or {remedy}"
+        )
+    step = checkpoint.step + 1
+    return f"other data since the checkpoint: step {step} begins with their first sample"
 
 
 def _check_auxiliary(checkpoint: Checkpoint, job: Job) -> None:

@@ -1,10 +1,14 @@
 """Job of a resumed run: its own job file and `--set` items, and what a new start changes in them.
 
-Imports no torch.
+They come from the run's newest checkpoint, which holds them beside the state. The files in the
+run's directory tell of its last start, which may have ended before it saved anything. Only a run
+without a checkpoint is read from them. Nothing here imports torch unless there is a checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +16,13 @@ from typing import Any
 
 from moesaic.base import keys
 from moesaic.base.config import parse_toml, read_json, read_text, tables_to_toml
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ConfigError, StoreError
 
-JOB_TEXT, RESOLVED_JOB, VERSIONS = "job.toml", "job.json", "versions.json"
-"""Files of a run: the job as written, with every default, and the command of its start."""
+JOB_TEXT, RESOLVED_JOB, PLAN, VERSIONS = "job.toml", "job.json", "plan.json", "versions.json"
+"""Files of a start: the job as written and with every default, the plan, and the command. The last
+one is written last, with hashes of the others."""
+START = "start"
+"""Fact of a checkpoint: `--set` items, plan and text of the job of the start that wrote it."""
 FIXED_KEYS = frozenset({"seed", "optimizer.moments", "table.optimizer", "table.init_std"})
 """Keys that a resume must not change: they decide which state a checkpoint holds, or the initial
 values of table rows."""
@@ -40,7 +47,7 @@ _HARMLESS_KEYS = FIXED_KEYS | {
 
 @dataclass(frozen=True)
 class RunSource:
-    """Job that a run was started with."""
+    """Job that a run goes on with."""
 
     text: str
     """Text of the job file."""
@@ -50,18 +57,40 @@ class RunSource:
     """Items of `--set`, those of earlier resumes included."""
     has_plan: bool
     """True if the run obeys a plan: that of `--plan`, or of a search."""
+    job: Mapping[str, Any]
+    """Job with every default; empty if unknown."""
+    plan: Mapping[str, Any] | None
+    """Content of the plan; None if unknown."""
+    checkpoint: Path | None
+    """Checkpoint that holds all this; None: the files of the run do."""
 
     @classmethod
     def read(cls, run: Path) -> RunSource | None:
-        """Return the job of the run at `run`; None if it has no job file."""
+        """Return the job of the run at `run`; None if it has neither a checkpoint with it nor a job
+        file."""
+        found = _newest_facts(run)
+        if found is not None:
+            path, facts = found
+            return cls._of(facts[START], facts["job"], path, f"job of '{path}'")
         path = run / JOB_TEXT
         if not path.is_file():
             return None
-        text = read_text(path)
-        started = _read_metadata(run / VERSIONS, "its --set items and its plan")
-        sets = [str(item) for item in started.get("sets") or ()]
-        tables = parse_toml(text, str(path))
-        return cls(_without_comments(text), tables, sets, bool(started.get("has_plan")))
+        started = {**_read_metadata(run / VERSIONS, "its --set items and its plan")}
+        plan = _read_metadata(run / PLAN, "its ranks and its plan") or None
+        record = {**started, "text": read_text(path), "plan": plan}
+        job = _read_metadata(run / RESOLVED_JOB, "a comparison with its earlier job")
+        return cls._of(record, job, None, str(path))
+
+    @classmethod
+    def _of(
+        cls, record: Mapping[str, Any], job: Mapping[str, Any], path: Path | None, origin: str
+    ) -> RunSource:
+        text = str(record["text"])
+        sets = [str(item) for item in record.get("sets") or ()]
+        return cls(
+            _without_comments(text), parse_toml(text, origin), sets, bool(record.get("has_plan")),
+            job, record["plan"], path,
+        )  # fmt: skip
 
     def merged_sets(self, tables: Mapping[str, Any], sets: Sequence[str]) -> list[str]:
         """Return the run's items of `--set`, then `sets`.
@@ -86,15 +115,87 @@ def run_source(run: Path) -> RunSource:
     return source
 
 
-def ruled_by_plan(run: Path) -> bool:
-    """Return whether the run at `run` obeys a plan."""
+def start_record(
+    text: str, sets: Sequence[str], plan_json: str, *, has_plan: bool
+) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a start, so that a resume needs nothing else."""
+    return {"text": text, "sets": list(sets), "has_plan": has_plan, "plan": json.loads(plan_json)}
+
+
+def _newest_facts(run: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint whose manifest is whole, and its facts; None if there is none
+    with a job to go on with."""
+    if not any((run / "checkpoints").glob("step-*/COMMIT")):
+        return None
+    from moesaic.dist.checkpoint import Checkpoint, resume_candidates
+
+    for path in resume_candidates(run / "checkpoints"):
+        try:
+            facts = Checkpoint.open(path).facts
+        except StoreError:
+            continue  # A resume that needs this one reports the damage.
+        return (path, facts) if START in facts else None
+    return None
+
+
+def resolved_job(run: Path) -> Mapping[str, Any]:
+    """Return the job of the run at `run` with every default; empty if it is unknown."""
     source = RunSource.read(run)
-    return source is not None and source.has_plan
-
-
-def resolved_job(run: Path) -> dict[str, Any]:
-    """Return the job of the run at `run` with every default; empty if the file is missing."""
+    if source is not None:
+        return source.job
     return _read_metadata(run / RESOLVED_JOB, "a comparison with its earlier job")
+
+
+def unkept_changes(run: Path) -> list[str]:
+    """Return a sentence for each difference between the files of a run and its newest checkpoint:
+    edits by hand, and changes by a start that saved nothing."""
+    source = RunSource.read(run)
+    if source is None:
+        return []
+    edited = _edited_files(run)
+    if source.checkpoint is None:
+        return [
+            f"'{run / name}' was edited after the start: it counts as it stands" for name in edited
+        ]
+    where = f"a resume goes on with the settings of '{source.checkpoint}'"
+    remedies = {JOB_TEXT: f"moesaic train {run / JOB_TEXT} ...", PLAN: f"--plan {run / PLAN}"}
+    texts = [
+        f"'{run / name}' was edited after the start, and {where}: "
+        + (
+            f"to take the edits, give {remedies[name]}"
+            if name in remedies
+            else "give changes with --set"
+        )
+        for name in edited
+    ]
+    if RESOLVED_JOB in edited or not (run / RESOLVED_JOB).is_file():
+        return texts
+    last = dict(flatten(_read_metadata(run / RESOLVED_JOB, "a comparison with its earlier job")))
+    kept = dict(flatten(source.job))
+    lost = [f"{key} = {show_value(last.get(key))}" for key in changed_keys(kept, last)]
+    if lost:
+        texts.append(
+            f"the last start of '{run}' saved nothing, and {where}, so without "
+            f"{', '.join(lost)}: give what you want to keep again"
+        )
+    return texts
+
+
+def _edited_files(run: Path) -> list[str]:
+    """Return the names of files of a start that differ from their hashes in the last one."""
+    try:
+        hashes = json.loads((run / VERSIONS).read_bytes())["sha256"]
+        return [
+            name for name, digest in hashes.items()
+            if (run / name).is_file() and file_hash((run / name).read_bytes()) != digest
+        ]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [VERSIONS] if (run / VERSIONS).exists() else []
+
+
+def file_hash(content: bytes) -> str:
+    """Return the hash of a file of a start."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def check_learning(run: Path, job: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +23,14 @@ from moesaic.kernels import device as devices
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob
 from moesaic.train.out_checks import LOCK, check_no_run, keep_failed_try
-from moesaic.train.resumed_job import JOB_TEXT, RESOLVED_JOB, VERSIONS
+from moesaic.train.resumed_job import (
+    JOB_TEXT,
+    PLAN,
+    RESOLVED_JOB,
+    VERSIONS,
+    file_hash,
+    start_record,
+)
 
 
 @contextmanager
@@ -67,20 +74,20 @@ def write_run_metadata(
     plan: Plan,
     world: World,
     data_files: Mapping[str, bytes],
-) -> None:
-    """Write the facts a run starts from: job as written, resolved job, plan, versions, and files of
-    its data such as the tokenizer."""
+) -> dict[str, Any]:
+    """Write the facts a run starts from: job as written, resolved job, plan, files of its data such
+    as the tokenizer, and at last versions and hashes. Return what checkpoints keep of the start."""
+    texts = {JOB_TEXT: loaded.text, RESOLVED_JOB: loaded.job.to_json(), PLAN: plan.to_json()}
+    files = {name: text.encode() for name, text in texts.items()}
+    start = start_record(loaded.text, loaded.sets, texts[PLAN], has_plan=loaded.plan is not None)
     versions = {
         "moesaic": moesaic.__version__, "torch": torch.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
         "device": devices.describe(world.device), "command": sys.argv,
-        "sets": list(loaded.sets), "has_plan": loaded.plan is not None,
+        "sets": start["sets"], "has_plan": start["has_plan"],
+        "sha256": {name: file_hash(content) for name, content in files.items()},
     }  # fmt: skip
-    texts = {
-        JOB_TEXT: loaded.text, RESOLVED_JOB: loaded.job.to_json(), "plan.json": plan.to_json(),
-        VERSIONS: json.dumps(versions, indent=2) + "\n",
-    }  # fmt: skip
-    files = {**{name: text.encode() for name, text in texts.items()}, **data_files}
+    files |= {**data_files, VERSIONS: (json.dumps(versions, indent=2) + "\n").encode()}
 
     def write() -> str:
         try:
@@ -94,6 +101,7 @@ def write_run_metadata(
         return ""
 
     world.run_on_rank_zero(write)
+    return start
 
 
 def record_run_end(out: Path, reason: str) -> None:

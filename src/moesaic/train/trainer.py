@@ -14,15 +14,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
 from moesaic.base.config import Section
 from moesaic.base.decisions import Decision
-from moesaic.base.errors import ConfigError, DivergedError, StoreError
+from moesaic.base.errors import DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
 from moesaic.dist.collectives import all_gather
+from moesaic.dist.probe.reference import RunReference
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
@@ -31,7 +32,13 @@ from moesaic.train import loss_scale
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob
 from moesaic.train.record import RunRecord
-from moesaic.train.resume_checks import check_same_run
+from moesaic.train.resume_checks import (
+    check_same_run,
+    is_same_data,
+    newest_checkpoint,
+    open_to_resume,
+)
+from moesaic.train.resumed_job import START
 from moesaic.train.run import Run
 from moesaic.train.run_directory import lock_run_directory, write_run_metadata
 from moesaic.train.stop_request import ENDED_BY_SIGTERM, StopRequest
@@ -40,6 +47,15 @@ from moesaic.train.topology import describe_ranks
 J = TypeVar("J", bound=AnyJob)
 StepCallback = Callable[[dict[str, float]], object]
 """Function of a step's figures; a false value other than None ends the run after that step."""
+
+
+class Resume(NamedTuple):
+    """Checkpoint that a run goes on from."""
+
+    path: str
+    """Path of the checkpoint, or "auto" for the newest one of the run."""
+    takes_changes: bool = False
+    """True if the run may go on with other data."""
 
 
 class Progress(Protocol):
@@ -108,6 +124,8 @@ class JobKind(Protocol[J]):
 
     unit: str
     """Plural noun of the unit of progress, such as "tokens": figures have `tokens_per_s`."""
+    restarts_data: bool
+    """True if a resumed run may go on with other data, from their first sample."""
     data_change: str
     """Clause for a resume on other samples though no key has changed: "the files ... have
     changed"."""
@@ -143,7 +161,7 @@ class JobKind(Protocol[J]):
 def train(
     loaded: LoadedJob[J],
     out: Path,
-    resume: str | None,
+    resume: Resume | None,
     world: World,
     progress: Progress,
     kind: JobKind[J],
@@ -157,7 +175,7 @@ def train(
     Args:
         loaded: the job, its text, and the plan that rules it, if any.
         out: the run's directory.
-        resume: path of a checkpoint, "auto" for the newest one under `out`, None for a new run.
+        resume: checkpoint to go on from; None for a new run.
         world: the ranks.
         progress: display of progress.
         kind: kind of the job.
@@ -173,7 +191,7 @@ def train(
 def _train(
     loaded: LoadedJob[J],
     out: Path,
-    resume: str | None,
+    resume: Resume | None,
     world: World,
     progress: Progress,
     kind: JobKind[J],
@@ -183,10 +201,13 @@ def _train(
     decisions = [*loaded.decisions]
     job, plan = loaded.job, kind.plan(loaded, world, decisions)
     data = kind.open_data(job, world, progress.message)
-    checkpoint = None
+    checkpoint, has_new_data = None, False
     if resume is not None:
-        checkpoint = _open_checkpoint(job, out, resume, world, progress)
-        for change in check_same_run(checkpoint, job, data.digest, kind, world.size):
+        checkpoint = _open_checkpoint(job, out, resume.path, world, progress)
+        takes_data = resume.takes_changes and kind.restarts_data
+        changes = check_same_run(checkpoint, job, data, kind, world.size, takes_data=takes_data)
+        has_new_data = not is_same_data(checkpoint, data)
+        for change in changes:
             progress.message(change)
     run = kind.assemble(
         RunStart(loaded, plan, world, out, checkpoint, data, progress.message, decisions)
@@ -194,13 +215,15 @@ def _train(
     try:
         if checkpoint is not None:
             _set_resume_point(checkpoint.path, out, world, progress)
-        write_run_metadata(out, loaded, run.plan, world, data.files())
+        if has_new_data:
+            run.counters["samples"] = 0
+        start = write_run_metadata(out, loaded, run.plan, world, data.files())
         record = RunRecord(out, job, world)
         run.stop = stop
     except BaseException:
         run.close()
         raise
-    with _Session(run, data, record, progress, world, job, kind) as session:
+    with _Session(run, data, record, progress, world, start, kind) as session:
         for line in _describe_placements(run) if world.size > 1 else ():
             progress.message(line)
         origin = None if checkpoint is None else str(checkpoint.path)
@@ -223,15 +246,10 @@ def _open_checkpoint(
     """Return the checkpoint to resume from, verified in part."""
     path = Path(resume)
     if resume == "auto":
-        path = Path(world.run_on_rank_zero(lambda: str(_newest_checkpoint(out / "checkpoints"))))
+        path = Path(world.run_on_rank_zero(lambda: str(newest_checkpoint(out / "checkpoints"))))
     progress.message(f"resuming from {path}")
-    checkpoint = Checkpoint.open(path)
+    checkpoint = open_to_resume(path, job)
     checkpoint.verify_shared(world)
-    if checkpoint.step >= job.train.steps:
-        raise ConfigError(
-            f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
-            "raise train.steps"
-        )
     return checkpoint
 
 
@@ -255,16 +273,6 @@ def _set_resume_point(origin: Path, out: Path, world: World, progress: Progress)
         )
 
 
-def _newest_checkpoint(directory: Path) -> Path:
-    candidates = resume_candidates(directory)
-    if not candidates:
-        raise StoreError(
-            f"resume: '{directory}' holds no complete checkpoint: start a new run, "
-            "in another directory"
-        )
-    return candidates[0]
-
-
 class _Session(Generic[J]):
     """Training of one process in one call of `train`."""
 
@@ -275,16 +283,18 @@ class _Session(Generic[J]):
         record: RunRecord,
         progress: Progress,
         world: World,
-        job: J,
+        start: Mapping[str, Any],
         kind: JobKind[J],
     ) -> None:
         self.run, self.data, self.record = run, data, record
-        self.progress, self.world, self.job, self.kind = progress, world, job, kind
+        self.progress, self.world, self.start, self.kind = progress, world, start, kind
+        self.job = cast(J, run.job)
         self.saver = Saver(
             record.out / "checkpoints", world, self.job.checkpoint.keep,
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.write_event,
         )  # fmt: skip
         run.phase_hook = self._on_phase
+        self.reference = RunReference(world.device, run.plan.predictions)
         self.figures: dict[str, Any] = {}
         self.validation_figures: dict[str, float] = {}
         """Figures of the last validation pass, which later steps repeat."""
@@ -405,7 +415,9 @@ class _Session(Generic[J]):
             self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
-        self.figures = {**self.validation_figures, **self.record.write_step(stats, step_s)}
+        reference_s = self.reference.after_step(stats.step)
+        written = self.record.write_step(stats, step_s, reference_s)
+        self.figures = {**self.validation_figures, **written}
         self.figures["step"] = stats.step
         self.progress.step(self.figures)
         for message in stats.messages():
@@ -461,7 +473,7 @@ class _Session(Generic[J]):
         self.run.flush()
         facts = {
             "job": self.job.model_dump(mode="json"), "plan": self.run.plan.decisions(),
-            "data": self.data.digest,
+            "data": self.data.digest, START: self.start,
         }  # fmt: skip
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
 

@@ -24,7 +24,7 @@ def dry_run(commands: Commands, *arguments: str) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "build" / "demo").mkdir(parents=True)
-    (tmp_path / "build" / "demo" / "topics.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "build" / "demo" / "topics.jsonl").write_text('{"text": "some text"}\n' * 99)
     monkeypatch.chdir(tmp_path)
 
 

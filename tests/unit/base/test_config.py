@@ -385,3 +385,12 @@ def test_error_names_the_set_item_of_a_list_of_tables() -> None:
     item = 'bags=[{name="a", pockets=[{litres=0}]}]'
     with pytest.raises(ConfigError, match=r"^bags=.*: bags\[0\]\.pockets\[0\]\.litres = 0"):
         parse(Luggage, apply_sets({"owner": "me"}, [item]), "l.toml", [item])
+
+
+def test_error_names_the_set_item_of_a_table_by_its_name() -> None:
+    raw = {"owner": "me", "bags": [{"name": name, "pockets": [{"litres": 1}]} for name in "ab"]}
+    item = "bags.b.pockets=[{litres=0}]"
+    with pytest.raises(
+        ConfigError, match=r"^bags\.b\.pockets=.*: bags\[1\]\.pockets\[0\]\.litres = 0"
+    ):
+        parse(Luggage, apply_sets(raw, [item]), "l.toml", ["bags.a.name=a", item])

@@ -108,7 +108,7 @@ def test_messages_name_keys_of_the_verb(commands: Commands) -> None:
 
 def test_labels_stand_only_where_there_is_a_head(commands: Commands) -> None:
     head = Path("train.jsonl")
-    head.write_text('{"text": "Yes.", "label": 1}\n{"text": "No.", "label": 0}\n')
+    head.write_text('{"text": "Yes.", "label": 1}\n{"text": "No.", "label": 0}\n' * 9)
     Path("held-out.jsonl").write_bytes(head.read_bytes())
     assert "# labels = 2" in commands.output("train job.toml --dry-run")
     plain = JOB.replace("[credibility]\ntext = 0.2\n", "").replace('"labelled"', '"jsonl"')

@@ -78,23 +78,25 @@ def test_resume_refuses_a_damaged_checkpoint(place: Path, commands: Commands) ->
     commands.run([*line.split(), "run/checkpoints/step-00000002"])
 
 
-def test_resume_refuses_truncated_files_of_the_run(place: Path, commands: Commands) -> None:
-    """It replaces whole files itself, so a killed start leaves the earlier ones."""
-    run, line = place / "run", "train --out run --resume"
-    for name in ("job.json", "versions.json"):
-        whole = (run / name).read_bytes()
-        for part in (b"", whole[:20]):
-            (run / name).write_bytes(part)
-            errors = commands.refusal(line)
-            assert f"error: 'run/{name}' is not readable JSON" in errors
-            assert "restore it from a copy, or delete it to resume the run without" in errors
-        (run / name).write_bytes(whole)
+def test_resume_needs_no_file_of_the_last_start(place: Path, commands: Commands) -> None:
+    """A kill may leave them torn, or of two starts; a user may have edited them."""
+    run, line = place / "run", "train --out run --resume --change --set train.steps=5"
     before = (run / "job.json").read_bytes()
     os.link(run / "job.json", place / "earlier")
-    (run / "versions.json").unlink()
-    commands.run(f"{line} --change --set train.steps=5")
+    whole = {name: (run / name).read_bytes() for name in ("job.toml", "job.json", "versions.json")}
+    for name, content in whole.items():
+        (run / name).write_bytes(content[:20])
+        errors = commands.run([*line.split(), "--dry-run"]).err
+        assert errors.startswith(f"warning: 'run/{name}' was edited after the start, and a resume")
+        assert errors.count("\n") == 1
+        (run / name).write_bytes(content)
+    for name in whole:
+        (run / name).unlink()
+    assert "changed since the checkpoint: train.steps = 5, was 4\n" in commands.output(line)
     assert (place / "earlier").read_bytes() == before != (run / "job.json").read_bytes()
     assert '"train.steps=5"' in (run / "versions.json").read_text()
+    text = commands.run("train --out run --resume --change --set train.steps=6 --dry-run")
+    assert text.err == ""
 
 
 def test_resume_from_an_older_checkpoint_is_final(place: Path, commands: Commands) -> None:

@@ -70,7 +70,15 @@ def test_a_mistake_in_a_set_names_it(commands: Commands) -> None:
 VERBS = [
     ("train", "JOB.toml is missing"),
     ("train no.toml", "'no.toml' cannot be read (No such file"),
-    ("train old", "'old' cannot be read (Is a directory"),
+    (
+        "train old",
+        "'old' is a run and no job file: to continue it, moesaic train --out old --resum",
+    ),
+    ("train old/checkpoints", "'old/checkpoints' cannot be read (Is a directory"),
+    (
+        "train job.toml --set train.batch=8 --set train.batch=7 --set train.micro_batches=2",
+        "error: job.toml with train.batch=7 and train.micro_batches=2: train.batch = 7 is not div",
+    ),
     ("train job.toml --nproc 0", "nproc = 0: give a number from 1"),
     ("train job.toml --nproc two", "invalid value for '--nproc': Input should be a valid integer"),
     ("train job.toml --nproc 3 --set layout.ep=2", "layout.ep=2: layout.ep = 2 does not"),
@@ -81,11 +89,11 @@ VERBS = [
     ("train job.toml --nproc 2000000", "job.toml: nproc = 2000000: give an integer from 1"),
     (
         "train job.toml --dry-run --set data.sequence=64",
-        "data.path = 'text.txt' has at most 47 tokens to train on, but one sample takes",
+        "data.path = 'text.txt' gives 47 tokens, but one sample takes data.sequence + 1 = 65",
     ),
     (
         "train job.toml --dry-run --set data.validation_share=0.1",
-        "data.validation_share = 0.1 of data.path = 'text.txt' has at most 5 tokens, but one",
+        "data.validation_share = 0.1 (the last 5 of 47 tokens) gives 5 tokens, but one sample",
     ),
     ("train job.toml --dry-run --out /proc/run", "'/proc/run' cannot be written"),
     ("train job.toml --dry-run --out file", "'file' is a file: give"),

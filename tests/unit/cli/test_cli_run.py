@@ -14,6 +14,7 @@ from moesaic.api import progress
 from moesaic.base.config import parse
 from moesaic.base.events import read_events
 from moesaic.cli.main import main
+from moesaic.dist.checkpoint import Checkpoint
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.writer import SHARD_BYTES
@@ -184,6 +185,71 @@ def test_a_resumed_run_keeps_its_settings(commands: Commands) -> None:
             "# --set log.loads_every=2\n# --set train.steps=4\n"
         )
     )
+
+
+def test_a_resume_that_saved_nothing_leaves_the_settings_of_the_checkpoint(
+    commands: Commands,
+) -> None:
+    commands.output("train job.toml --out calm --set train.steps=2")
+    line = "train --out calm --resume --change --set train.steps=6"
+    commands.run(f"{line} --set optimizer.lr=1e300 --set layout.dispatch=dedup", status=2)
+    assert json.loads(Path("calm/job.json").read_text())["optimizer"]["lr"] == 1e300
+    captured = commands.run(line)
+    words = (
+        "warning: the last start of 'calm' saved nothing, and a resume goes on with the settings "
+        "of 'calm/checkpoints/step-00000002', so without "
+    )
+    assert captured.err.startswith(words)
+    assert "optimizer.lr = 1e+300" in captured.err
+    assert captured.out.count("changed since the checkpoint") == 1
+    job = parse(Job, json.loads(Path("calm/job.json").read_text()), "job.json")
+    assert (job.optimizer.lr, job.layout.dispatch, job.train.steps) == (0.0003, "auto", 6)
+    assert "1e300" not in Path("calm/job.toml").read_text()
+    more = "train --out calm --resume --change --set train.steps=7 --dry-run"
+    assert commands.run(more).err == ""
+    assert "has done 6 already: raise train.steps" in commands.refusal(more.replace("=7", "=6"))
+
+
+def test_an_edited_plan_of_a_run_is_noticed(commands: Commands) -> None:
+    commands.output("train job.toml --out planned --set train.steps=2")
+    path = Path("planned/plan.json")
+    edited = json.dumps({**json.loads(path.read_text()), "recompute": True})
+    path.write_text(edited)
+    line = "train --out planned --resume --change --set train.steps=3"
+    captured = commands.run(line)
+    assert captured.err == (
+        "warning: 'planned/plan.json' was edited after the start, and a resume goes on with the "
+        "settings of 'planned/checkpoints/step-00000002': to take the edits, give --plan "
+        "planned/plan.json\n"
+    )
+    assert json.loads(path.read_text())["recompute"] is False
+    path.write_text(edited)
+    commands.output(f"{line.replace('=3', '=4')} --plan planned/plan.json")
+    assert json.loads(path.read_text())["recompute"] is True
+
+
+def test_a_run_goes_on_with_other_data_if_the_user_says_so(commands: Commands) -> None:
+    """A text that grew begins anew; the next resume takes it for the run's own."""
+    Path("growing.txt").write_text("few words " * 20)
+    began = "train job.toml --out grown --set train.steps=2 --set schedule.kind=constant"
+    commands.output(f"{began} --set data.path=growing.txt")
+    with Path("growing.txt").open("a") as file:
+        file.write("and many more words " * 30)
+    line = "train --out grown --resume --set train.steps=3"
+    refused = commands.run(f"{line} --change --set seed=1", status=2)
+    assert "(seed = 1, was 0): restore them, or start a new run" in refused.err
+    refused = commands.run(line, status=2)
+    assert (
+        "was trained on other samples (the files of its text have changed): restore them, or add "
+        "--change (change=True) to go on with the new ones from their first sample\n"
+    ) in refused.err
+    text = commands.output(f"{line} --change")
+    assert "other data since the checkpoint: step 3 begins with their first sample\n" in text
+    new = Checkpoint.open(Path("grown/checkpoints/step-00000003"))
+    assert new.counters["samples"] == 4
+    text = commands.output("train --out grown --resume --set train.steps=4")
+    assert "other data" not in text
+    assert Checkpoint.open(Path("grown/checkpoints/step-00000004")).counters["samples"] == 8
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_starts_anew(commands: Commands) -> None:

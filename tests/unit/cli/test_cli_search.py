@@ -60,8 +60,11 @@ model = "{model}"
 count = {count}
 memory_bytes = {memory}
 memory_bandwidth = 1e10
+reference_s = 1e-9
 matmul = [{{ dtype = "fp32", flops = {flops} }}]
 """
+REFERENCE_S = 1e-9
+"""Seconds of the reference work in the file: so few that runs repeat it after every step."""
 PINS = [
     f"--set=layout.{one}"
     for one in ("chunks=1", "dispatch=all_to_all", "overlap_local=false", "tp=1", "embedding=whole")
@@ -145,14 +148,16 @@ def test_nothing_fits(commands: Commands) -> None:
     short = figures["search"]["shortfall"]
     assert not figures["fits"]
     assert short["short_bytes"] > 0
-    change = short["changes"][0]
-    assert f"{change['key']} = " in captured.out
-    if change["fits"]:
-        commands.run([*line, "--set", f"{change['key']}={json.dumps(change['value'])}"])
+    remedy = figures["remedy"]
+    assert remedy["fits"]
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in remedy["changes"].items()]
+    assert all(f"{key} = " in captured.out for key in remedy["changes"])
+    changed = commands.facts([*line, *sets])
+    assert changed["memory_per_rank"]["peak_bytes"] == remedy["peak_bytes"]
 
 
 def test_questions(commands: Commands) -> None:
-    """Reasons for a block, two layouts side by side, the cheapest part, the largest model."""
+    """Reasons for a block, two layouts side by side, the largest model."""
     why = commands.facts([*LINE, "--search", "--why", "layers.0.moe", *PINS])
     assert sum(one["busy_s"] + one["waiting_s"] for one in why["events"]) == pytest.approx(
         why["seconds"]
@@ -171,8 +176,27 @@ def test_questions(commands: Commands) -> None:
     assert "both are equally fast" in alike
     assert "same" in alike
     assert "is neither a plan file nor a layout" in commands.refusal([*LINE, "--compare", "a", "b"])
+    write_cluster(memory=6e6)
+    wide = [*LINE, "--set", "train.batch=64", *PINS]
+    compared = commands.output([*wide, "--compare", "ep=2", "dp_shard=2"])
+    assert "DOES NOT FIT" in compared
+    assert "times as fast" not in compared
+    write_cluster(memory=1.5e7)
+    largest = commands.facts([*LINE, "--fit", "model", "--nproc", "1"])
+    assert largest["size"] > largest["own"]
+    sets = ["--set", f"model.experts={largest['next_size']}", "--nproc", "1"]
+    commands.run([*LINE, "--search", *sets], status=3)
+
+
+def test_parts_of_a_cluster(commands: Commands) -> None:
+    """The cheapest part per hour has its fastest plan; all parts are searched for --min-cost."""
     part = commands.facts([*LINE, "--fit", "cluster"])
-    assert part["plan"]["ranks"] == 1
+    assert part["plan"]["ranks"] == 2
+    (only,) = part["cluster_parts"]
+    fastest = commands.facts([*LINE, "--search", "--nproc", "2"])
+    assert only["tokens_per_s"] == pytest.approx(fastest["tokens_per_s"])
+    told = commands.output([*LINE, "--fit", "cluster"])
+    assert "for the least price per token ask --min-cost" in told.splitlines()[0]
     reached = commands.facts([*LINE, "--min-cost", "--floor", "10", *PINS])
     prices = [one["price_per_million_tokens"] for one in reached["cluster_parts"]]
     assert reached["price_per_million_tokens"] == pytest.approx(min(prices))
@@ -180,17 +204,9 @@ def test_questions(commands: Commands) -> None:
     assert beyond.out.startswith("no part reaches 1,000,000,000,000 tokens/s; the most is ")
     write_cluster(memory=6e6)
     wide = [*LINE, "--set", "train.batch=64", *PINS]
-    compared = commands.output([*wide, "--compare", "ep=2", "dp_shard=2"])
-    assert "DOES NOT FIT" in compared
-    assert "times as fast" not in compared
     unfit = commands.run([*wide, "--fit", "cluster"], status=3).out
     assert "does not fit" in unfit
-    assert "in time" not in unfit
-    write_cluster(memory=1.5e7)
-    largest = commands.facts([*LINE, "--fit", "model", "--nproc", "1"])
-    assert largest["size"] > largest["own"]
-    sets = ["--set", f"model.experts={largest['next_size']}", "--nproc", "1"]
-    commands.run([*LINE, "--search", *sets], status=3)
+    assert "within its work" not in unfit
 
 
 @pytest.mark.parametrize(
@@ -215,6 +231,26 @@ def test_presets_name_clusters(commands: Commands) -> None:
     assert "h100-8" in missing
 
 
+def check_reference(commands: Commands, losses: list[float]) -> None:
+    """The ranks of `run` did the reference work, and no bit of it depends on that."""
+    plan = json.loads(Path("run/plan.json").read_text())
+    assert plan["predictions"]["reference_s"] == REFERENCE_S
+    facts = Run.open("run").summary()["prediction"]
+    assert facts["machine_ratio"] == pytest.approx(facts["measured"]["reference_s"] / REFERENCE_S)
+    assert " during the run than in the probe; the rest, " in facts["text"]
+    del plan["predictions"]
+    Path("unpredicted.json").write_text(json.dumps(plan))
+    without = ["train", "job.toml", "--plan", "unpredicted.json", "--out", "without"]
+    commands.output(without)
+    assert Run.open("without").steps()["loss"].to_pylist() == losses
+    for run, steps in (("run", [1, 2, 3, 4]), ("without", [])):
+        for rank in (0, 1):
+            events = read_events(Path(run) / "events" / f"rank-{rank}.jsonl")
+            timed = [one for one in events if "reference_s" in one]
+            assert [one["step"] for one in timed] == steps
+            assert all(one["reference_s"] > 0 for one in timed)
+
+
 def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     """The numbers are those of one rank. Pins make the space small."""
     alone = Job.load("job.toml").train(out="alone", output=None)
@@ -225,15 +261,17 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     said = [line for line in text.splitlines() if line.startswith("plan: ")]
     assert [line.split()[1] for line in said[:2]] == ["chosen", "predicted"]
     assert "; next " in said[2]
-    assert "times the predicted time" in text
+    assert "  predicted " in text
+    assert " a step, measured " in text
     (decision,) = (one for one in run_start("run")["decisions"] if "pins" in one["facts"])
     assert "layout.tp" in decision["facts"]["pins"]
     assert "layout.ep" not in decision["facts"]["pins"]
-    plan = load_plan(Path("run/plan.json"))
+    plan, kept = load_plan(Path("run/plan.json")), json.loads(Path("run/plan.json").read_text())
     assert plan.predictions is not None
     assert plan.ep == decision["outcome"]["best"]["plan"]["ep"]
     losses = [run.steps()["loss"].to_pylist() for run in (alone, Run.open("run"))]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    check_reference(commands, losses[1])
     replayed = commands.facts(["replay", "run", "--search"])
     by_method = {one["method"]: one for one in replayed["methods"]}
     assert by_method["exhaustive"]["step_s"] == pytest.approx(by_method["best-first"]["step_s"])
@@ -245,10 +283,10 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     ):  # fmt: skip
         resumed = Job.load("job.toml", sets=["train.steps=8", *more])
         prepared = resumed.prepare(out="run", resume="auto", nproc=2, change=True)
-        assert prepared.task.plan == ("run/plan.json" if is_kept else None)
+        assert prepared.task.plan == (kept if is_kept else None)
         assert prepared.task.search is not is_kept
     alone = Job.load(None, run=Path("run")).prepare(out="run", resume="auto")
-    assert (alone.ranks, alone.task.plan, alone.plan.ep) == (2, "run/plan.json", plan.ep)
+    assert (alone.ranks, alone.task.plan, alone.plan.ep) == (2, kept, plan.ep)
 
 
 def test_a_job_says_where_its_layout_comes_from(commands: Commands) -> None:

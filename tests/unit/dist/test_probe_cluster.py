@@ -30,6 +30,7 @@ PATTERNS = {"read": 8.0, "write": 7.0, "random read": 6.0, "random write": 5.0, 
 
 def compute_figures(name: str, flops: float, bandwidth: float) -> Figures:
     return {
+        f"{name} reference": [3e-3],
         f"{name} calls": [2 * CHAIN_LENGTH * 1e-6],
         f"{name} functions": [(1e-9 + 4e-9) * FUNCTION_ELEMENTS, 1e-9 * FUNCTION_ELEMENTS],
         **{
@@ -41,7 +42,7 @@ def compute_figures(name: str, flops: float, bandwidth: float) -> Figures:
         f"{name} copies": [2 * size / bandwidth for size in SIZES.copy_bytes],
         **{
             f"{name} attention {kind} fp32": [
-                HEADS * (index + 1) * 1e-5 * n**2 for n in SIZES.lengths("fp32")
+                HEADS * (index + 1) * 1e-5 * n**2 for n in SIZES.axes("fp32").lengths
             ]
             for index, kind in enumerate(ATTENTION_KINDS)
         },
@@ -114,7 +115,7 @@ def test_curves_return_measured_times() -> None:
     assert cpu.memory_times.at(8192) == pytest.approx(
         8192 / 2e10, rel=1e-3
     )  # A copy of 4096 bytes reads and writes.
-    assert (cpu.launch_s, cpu.transcendental_s) == (1e-6, 4e-9)
+    assert (cpu.launch_s, cpu.transcendental_s, cpu.reference_s) == (1e-6, 4e-9, 3e-3)
     for kind in ELEMENTWISE_KINDS:
         times = cpu.elementwise_times(kind)
         assert times is not None

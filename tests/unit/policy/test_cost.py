@@ -40,6 +40,16 @@ def device(**changes: Any) -> Device:
     return Device(**make_device(**changes))
 
 
+def test_a_weight_gradient_is_looked_up_by_the_shape_of_its_layer() -> None:
+    """The grid's times are means over the three matmuls of a weight, so they add up to all."""
+    grid = Grid(rows=[2, 8], columns=[3, 5], inner=[3, 7], seconds=[1, 2, 3, 4, 5, 6, 7, 8])
+    speed = Matmul.model_validate({"dtype": "fp32", "flops": 1e9, "times": grid})
+    one = device(matmul=[speed])
+    forward, gradient = MatmulShape(8, 5, 3), MatmulShape(5, 3, 8, is_weight_gradient=True)
+    assert matmul_s(one, "fp32", forward) == matmul_s(one, "fp32", gradient) == 7
+    assert matmul_s(one, "fp32", replace(gradient, is_weight_gradient=False)) != 7
+
+
 def test_large_matmuls_run_at_peak_flops_and_thin_ones_at_memory_bandwidth() -> None:
     large, thin = MatmulShape(4096, 4096, 4096), MatmulShape(1, 4096, 4096, count=3)
     assert matmul_s(device(), "fp32", large) == pytest.approx(2 * 4096**3 / (PEAK_FRACTION * 1e12))

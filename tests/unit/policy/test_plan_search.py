@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -11,14 +13,18 @@ from benchmarks.plan_instances import CachedEstimates, cluster, instance, job
 
 from moesaic.base.config import parse
 from moesaic.base.decisions import Decision, decide
-from moesaic.facts.plan import check_plan, job_under_plan
-from moesaic.facts.plan.search import SEARCH_KEYS, SearchFacts, SearchResult
-from moesaic.policy.plan.bound import Bounds
+from moesaic.base.errors import ClusterError
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan, check_plan, job_under_plan
+from moesaic.facts.plan.search import SEARCH_KEYS, PlanEstimate, SearchFacts, SearchResult
 from moesaic.policy.plan.estimates import SimulatedEstimates
-from moesaic.policy.plan.found import chosen_text
+from moesaic.policy.plan.found import chosen_text, predict_found, proof_text
+from moesaic.policy.plan.parts import Part, cheapest_that_fits, cluster_parts
+from moesaic.policy.plan.remedy import shortfall
 from moesaic.policy.plan.search import search_facts, search_plans
 from moesaic.policy.plan.space import Candidate, Space
 from moesaic.policy.plan.trials import Trials
+from moesaic.policy.plan.work import Work
 
 
 def search(facts: SearchFacts, **changes: object) -> SearchResult:
@@ -34,9 +40,8 @@ def open_layouts() -> SearchFacts:
 def check_instance(facts: SearchFacts) -> None:
     """Compare best-first search with all other methods, and every bound with its plan."""
     estimates = CachedEstimates(SimulatedEstimates.from_facts(facts))
-    space = Space(facts.job, facts.cluster, facts.ranks, facts.pins)
-    bounds = Bounds(space)
-    trials = Trials(facts, space, estimates, bounds)
+    trials = Trials(facts, estimates)
+    space, bounds = trials.space, trials.bounds
     for shape in space.shapes():
         for dispatched in space.children(shape, 0):
             least = max(bounds.seconds(shape, 0), bounds.seconds(dispatched, 1))
@@ -107,8 +112,8 @@ def test_bounds_hold_where_all_is_open(
     """Chunks, dispatch through hosts, FSDP beside computing, and all schedules."""
     facts = search_facts(job(preset, **sizes), cluster(speeds, 2, bandwidth=1e9))
     estimates = SimulatedEstimates.from_facts(facts)
-    space, draw = Space(facts.job, facts.cluster, facts.ranks, facts.pins), random.Random(0)
-    trials = Trials(facts, space, estimates, Bounds(space))
+    trials, draw = Trials(facts, estimates), random.Random(0)
+    space = trials.space
     shapes = list(space.shapes())
     for _ in range(25):
         shape = path = draw.choice(shapes)
@@ -119,6 +124,34 @@ def test_bounds_hold_where_all_is_open(
             least = max(least, trials.bounds.seconds(path, level + 1))
         if trials.plan(path) is not None:
             check_bounds(trials, path, least)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_bounds_rule_out_only_what_does_not_fit(schedule: str, *, recompute: bool) -> None:
+    """Memory between that of parameters and that of a step: shapes, then all that is below them."""
+    own = job(
+        "tiny-qwen3", layers=6, micro_batches=8, batch=16, sequence=128, pp=2, schedule=schedule,
+        chunks=1, overlap_local=False, train={"recompute": recompute},
+    )  # fmt: skip
+    ruled_out = fitting = 0
+    for memory in (1.2e7, 1.25e7, 1.3e7, 1.4e7, 1.6e7, 2e7, 2.3e7, 2.4e7, 2.8e7, 3.2e7):
+        facts = search_facts(own, cluster([1e12], 4, memory))
+        trials = Trials(facts, SimulatedEstimates.from_facts(facts))
+        space, bounds = trials.space, trials.bounds
+        for shape in space.shapes():
+            is_ruled_out = bounds.exceeds_memory(shape, 0)
+            ruled_out += is_ruled_out and bounds.state_fraction(shape) <= 1
+            for leaf in space.leaves(shape):
+                made = trials.plan(leaf)
+                if made is None or not trials.estimates.fits(*made):
+                    continue
+                fitting += 1
+                assert not is_ruled_out, leaf
+                assert not bounds.exceeds_memory(leaf, len(Space.LEVELS)), leaf
+                assert bounds.seconds(leaf, len(Space.LEVELS)) < float("inf"), leaf
+    assert ruled_out
+    assert fitting
 
 
 def test_search_where_some_ranks_have_no_sample() -> None:
@@ -169,6 +202,41 @@ def test_larger_cluster_is_never_slower_with_the_plan_of_the_smaller_as_a_seed()
     second = search_plans(large, SimulatedEstimates.from_facts(large)).best
     assert second is not None
     assert second.estimate.step_s <= first.estimate.step_s
+    assert second.settings["stages"] in ("even", "balanced")
+
+
+def test_hosts_without_the_precision_are_left_out() -> None:
+    where = cluster([1e12, 2e12], 2)
+    dtypes = {"h0": "fp32", "h1": "bf16"}
+    hosts = [
+        host.model_copy(
+            update={
+                "devices": [
+                    device.model_copy(
+                        update={
+                            "matmul": [
+                                one.model_copy(update={"dtype": dtypes[host.name]})
+                                for one in device.matmul
+                            ]
+                        }
+                    )
+                    for device in host.devices
+                ]
+            }
+        )
+        for host in where.hosts
+    ]
+    where = where.model_copy(update={"hosts": hosts})
+    own = job(train={"precision": "bf16"})
+    facts = search_facts(own, where)
+    assert [host.name for host in facts.cluster.hosts] == ["h1"]
+    assert (facts.ranks, facts.left_out) == (2, ["h0"])
+    found = search(facts)
+    assert found.best is not None
+    assert {place.host for place in found.best.plan.places} == {"h1"}
+    assert "host h0 is left out: no matmul speed" in predict_found(facts, found).warnings[-1]
+    with pytest.raises(ClusterError, match="not for bf16"):
+        search(search_facts(own, where, 4))
 
 
 def test_runners_up_say_what_they_lose() -> None:
@@ -192,13 +260,53 @@ def test_chosen_settings_leave_out_what_is_off() -> None:
         assert "ep = " not in text
 
 
-def test_search_that_ends_early_has_a_gap() -> None:
+@pytest.mark.parametrize("limit", [{"max_tried": 1}, {"max_work": 150}])
+def test_search_that_ends_early_has_a_gap(limit: dict[str, int]) -> None:
     facts = open_layouts()
-    best, early = search(facts).best, search(facts, max_tried=1)
-    assert best is not None
+    whole, early = search(facts), search(facts, **limit)
+    assert whole.best is not None
+    assert early.best is not None
     assert not early.is_proven
-    assert early.bound_s is None or early.bound_s <= best.estimate.step_s
+    assert early.work < whole.work, (early.work, whole.work)
+    assert not whole.is_limited
+    assert early.is_limited == ("max_work" in limit)
+    assert early.bound_s is None or early.bound_s <= whole.best.estimate.step_s
     assert early.gap is None or 0 <= early.gap < 1
+    assert ("pin keys to search fewer layouts" in proof_text(early)) == early.is_limited
+
+
+class SlowEstimates(SimulatedEstimates):
+    """Predictions on a machine that is busy."""
+
+    def step(self, job: Job, plan: Plan) -> PlanEstimate:
+        time.sleep(0.05)
+        return super().step(job, plan)
+
+    def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
+        time.sleep(0.01)
+        return super().fits(job, plan, stages)
+
+
+@pytest.mark.parametrize("work", [80, 200])
+def test_a_busy_machine_changes_no_result(work: int) -> None:
+    facts = open_layouts().model_copy(update={"max_work": work})
+    slow = search_plans(facts, SlowEstimates(facts.cluster))
+    assert slow == search(facts)
+    assert slow.is_limited
+
+
+def test_an_explanation_has_a_limit_of_work() -> None:
+    own = job(layers=2, tp=1, embedding="whole", batch=1024, micro_batches=1)
+    facts = search_facts(own, cluster([1e12], 2, memory=1e6))
+    ends = []
+    for limit in (60.0, 1e9):
+        work = Work(limit)
+        short = shortfall(facts, SimulatedEstimates.from_facts(facts), lambda _: None, work)
+        assert short is not None
+        assert short.remedy is not None
+        ends.append((work.done, short.remedy.is_least))
+    assert ends[0][0] < 2 * 60 < ends[1][0]
+    assert [one[1] for one in ends] == [False, True]
 
 
 def test_shortfall_names_the_missing_bytes_and_a_change_that_is_true() -> None:
@@ -209,13 +317,17 @@ def test_shortfall_names_the_missing_bytes_and_a_change_that_is_true() -> None:
     assert found.best is None
     assert short is not None
     assert short.memory.short_bytes > 0
-    assert short.change is not None
-    assert short.change.fits
-    assert short.change.key in ("layout.tp", "layout.pp", "layout.dp_shard")
-    table, _, name = short.change.key.partition(".")
-    section = getattr(own, table).model_copy(update={name: short.change.value})
-    changed = own.model_copy(update={table: section})
-    assert search(search_facts(changed, where)).best is not None
+    remedy = short.remedy
+    assert remedy is not None
+    assert remedy.fits
+    assert remedy.is_least
+    (key,) = remedy.changes
+    assert key in ("layout.tp", "layout.pp", "layout.dp_shard")
+    table, _, name = key.partition(".")
+    section = getattr(own, table).model_copy(update={name: remedy.changes[key]})
+    best = search(search_facts(own.model_copy(update={table: section}), where)).best
+    assert best is not None
+    assert best.memory == remedy.memory
 
 
 def test_pins_that_exclude_each_other_are_named() -> None:
@@ -245,3 +357,31 @@ def test_a_pin_that_is_never_valid_has_one_error() -> None:
     assert found.conflict is not None
     assert found.conflict.startswith("layout.tp = 3 does not divide 4 ranks")
     assert ";" not in found.conflict
+
+
+def test_the_cheapest_part_that_fits_is_searched_in_full() -> None:
+    """Parts before it get any plan; later ones are not searched."""
+    own = job(layers=2, tp=1, schedule="1f1b", embedding="whole", train={"recompute": False})
+    where = cluster([1e12, 2e12], 2, memory=7e6)
+    prices = {"h0": 1.0, "h1": 1.5}
+    hosts = [host.model_copy(update={"price_per_hour": prices[host.name]}) for host in where.hosts]
+    parts = cluster_parts(where.model_copy(update={"hosts": hosts}))
+    assert [one.price_per_hour for one in parts] == sorted(one.price_per_hour for one in parts)
+    facts = search_facts(own, where).model_copy(update={"max_work": 50_000})
+    facts = facts.model_copy(update={"explains_shortfall": False})
+
+    def each(part: Part) -> SearchResult:
+        return search(facts, cluster=part.cluster, ranks=part.ranks)
+
+    fits = [each(part).best is not None for part in parts]
+    first = fits.index(True)
+    assert first > 0
+    done = cheapest_that_fits(parts, facts, lambda own: search(own))
+    assert [one.part for one in done] == parts[: first + 1]
+    assert [one.result.best is not None for one in done] == fits[: first + 1]
+    fastest = each(parts[first]).best
+    best = done[-1].result.best
+    assert fastest is not None
+    assert best is not None
+    assert best.estimate == fastest.estimate
+    assert done[-1].result.is_proven

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan.search import Remedy
 from moesaic.policy.plan.predict import choose_plan
-from moesaic.policy.plan.remedy import Remedy, find_remedy
+from moesaic.policy.plan.remedy import find_remedy
 from moesaic.policy.plan.search import search_facts
 
 
@@ -59,7 +62,7 @@ def test_the_smallest_change_fits(memory: float, keys: int) -> None:
     assert used(job("olmoe-1b-7b", train, changes), where, 8) > 1
     wanted = {**changes, **found.changes}
     fraction = used(job("olmoe-1b-7b", train, wanted), where, 8)
-    assert found.peak_bytes == pytest.approx(fraction * memory)
+    assert found.memory.peak_bytes == pytest.approx(fraction * memory)
     assert fraction <= 1
     for key in found.changes:
         fewer = {name: value for name, value in wanted.items() if name != key}
@@ -82,3 +85,53 @@ def test_what_comes_nearest_is_named_if_nothing_fits() -> None:
     found = remedy_for(job("tiny-dense", {"batch": 2}, {}), where, 1)
     assert found is not None
     assert not found.fits
+
+
+SMALL: dict[str, list[Any]] = {
+    "layout.pp": [1, 2], "layout.tp": [1, 2], "layout.ep": [1, 2, 4],
+    "layout.dp_shard": [1, 2, "all"], "train.recompute": [False, True],
+}  # fmt: skip
+"""Keys and values that a job on four ranks may change."""
+
+
+@pytest.mark.parametrize("memory", [2.4e8, 1.6e8, 1.2e8, 1e8, 8e7])
+def test_no_set_of_fewer_changes_fits(memory: float) -> None:
+    """The oracle tries every set of values."""
+    train = {"batch": 16, "micro_batches": 2}
+    where = cluster(1, count=4, memory_bytes=memory)
+    fewest = float("inf")
+    for values in itertools.product(*SMALL.values()):
+        wanted = dict(zip(SMALL, values, strict=True))
+        changed = {key: one for key, one in wanted.items() if one != SMALL[key][0]}
+        try:
+            if used(job("tiny-mixtral", train, wanted), where, 4) <= 1:
+                fewest = min(fewest, len(changed))
+        except ConfigError:
+            continue
+    found = remedy_for(job("tiny-mixtral", train, {}), where, 4)
+    assert found is not None
+    if fewest == float("inf"):
+        assert not found.changes.keys() <= SMALL.keys() or not found.fits
+        return
+    assert found.fits
+    assert found.is_least
+    assert len(found.changes) <= max(fewest, 0)
+    own = job("tiny-mixtral", train, found.changes)
+    assert used(own, where, 4) == found.memory.used_fraction
+
+
+def test_qwen3_on_two_hosts() -> None:
+    """Its default layout needs 656 GiB a rank; a known layout fits, and so must a remedy."""
+    train, where = {"batch": 256}, cluster(2)
+    known = {
+        "layout.ep": 8, "layout.dp_shard": "all", "train.recompute": True,
+        "train.micro_batches": 4, "data.sequence": 4096,
+    }  # fmt: skip
+    assert used(job("qwen3-30b-a3b", train, known), where, 16) <= 1
+    alone = job("qwen3-30b-a3b", train, {"data.sequence": 4096})
+    found = remedy_for(alone, where, 16)
+    assert found is not None
+    assert found.fits
+    assert found.changes.keys() <= known.keys()
+    changed = job("qwen3-30b-a3b", train, {"data.sequence": 4096, **found.changes})
+    assert used(changed, where, 16) == found.memory.used_fraction

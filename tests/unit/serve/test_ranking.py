@@ -204,7 +204,10 @@ def test_the_command_shows_scores(directory: Path, capsys: pytest.CaptureFixture
     rows = json.loads(capsys.readouterr().out)
     assert [row["score"] for row in rows] == sorted((row["score"] for row in rows), reverse=True)
     assert main([*command, "credibility", *sets]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    num_cut = sum(row["finish_reason"] == "length" for row in rows)
+    assert num_cut
+    assert f"warning: max_tokens = 6 cut {num_cut} of 2 texts, which were ranked without" in told
     assert shown.count("--- [credibility ") == 2
     assert f"--- [credibility {rows[0]['score']:.4f}] So\n{rows[0]['text']}\n" in shown
     assert main([*command, "credibility", "--input", "a", "--output", "b"]) == 2

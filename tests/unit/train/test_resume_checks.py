@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,12 +20,24 @@ from moesaic.train.resume_checks import KindWords, check_same_run
 from moesaic.train.resumed_job import learning_changes
 
 
+class Data(NamedTuple):
+    """Data that a job has opened."""
+
+    digest: str
+
+    def files(self) -> dict[str, bytes]:
+        """Return files for the run's directory."""
+        return {}
+
+
 def compare(
-    before: AnyJob, now: AnyJob, kind: KindWords, digest: str = "same", ranks: int = 2
-) -> list[str]:
+    before: AnyJob, now: AnyJob, kind: KindWords, digest: str = "same", ranks: int = 2,
+    *, takes_data: bool = False,
+) -> list[str]:  # fmt: skip
     facts = {"data": "same", "job": before.model_dump(mode="json"), "plan": {"ranks": ranks}}
     manifest = Manifest(serial=1, step=1, counters={}, facts=facts, tensors={}, files={})
-    return check_same_run(Checkpoint(Path("step"), manifest), now, digest, kind, ranks=2)
+    checkpoint = Checkpoint(Path("step"), manifest)
+    return check_same_run(checkpoint, now, Data(digest), kind, 2, takes_data=takes_data)
 
 
 def compare_models(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -105,3 +117,18 @@ def test_a_recommender_keeps_its_rows_on_resume() -> None:
         compare(job, job, kind, "other")
     with pytest.raises(ConfigError, match=r'is of a job of kind = "lm", the job has "ctr"'):
         compare(tiny_job(), job, kind)
+
+
+def test_other_data_are_taken_if_the_user_says_so() -> None:
+    """A seed or a tokenizer decides more than the samples, and stays."""
+    kind, job, longer = LanguageModelKind(), tiny_job(), tiny_job(data={"sequence": 24})
+    way = r"\(data\.sequence = 24, was 12\): restore them, or add --change \(change=True\) to go on"
+    with pytest.raises(ConfigError, match=way):
+        compare(job, longer, kind, "other")
+    assert compare(job, longer, kind, "other", takes_data=True) == [
+        "other data since the checkpoint: step 2 begins with their first sample",
+        "changed since the checkpoint: data.sequence = 24, was 12",
+    ]
+    for changes in ({"seed": 8}, {"data": {"tokenizer": "other"}}):
+        with pytest.raises(ConfigError, match=r"restore them, or start a new run from its weights"):
+            compare(job, tiny_job(**changes), kind, "other", takes_data=True)

@@ -11,7 +11,6 @@ from moesaic.dist.probe.compute import (  # fmt: skip
     CHAIN_LENGTH,
     ELEMENTWISE_KINDS,
     FUNCTION_ELEMENTS,
-    HEAD_DIM,
     HEADS,
     MATMULS_PER_LAYER,
     Sizes,
@@ -90,11 +89,11 @@ class ClusterBuilder:
     def _host(self, ranks: list[int], figures_by_rank: Sequence[Figures]) -> Host:
         hardware, own = self.hardware_by_rank[ranks[0]], figures_by_rank[ranks[0]]
         threads = max(1, hardware.cores // len(ranks))
-        cpu = _device(_select(own, "alone "), self.one_rank_sizes, {
+        devices, alone = [], _select(own, "alone ")
+        cpu = [_device(alone, self.one_rank_sizes, {
             "kind": "cpu", "model": hardware.cpu, "threads": hardware.cores,
             "memory_bytes": hardware.host_bytes,
-        })  # fmt: skip
-        devices = []
+        })] if alone else []  # fmt: skip
         if hardware.kind != "cpu" or len(ranks) > 1:
             figures = medians([_select(figures_by_rank[rank], "shared ") for rank in ranks])
             is_cpu = hardware.kind == "cpu"
@@ -107,7 +106,7 @@ class ClusterBuilder:
                 "price_per_hour": 0.0 if is_cpu else self.config.gpu_price_per_hour,
             })]  # fmt: skip
         return Host(
-            name=hardware.host, memory_bytes=hardware.host_bytes, devices=[*devices, cpu],
+            name=hardware.host, memory_bytes=hardware.host_bytes, devices=[*devices, *cpu],
             disks=[_disk(path, own) for path in self.config.disks if f"disk {path} read" in own],
             price_per_hour=self.config.price_per_hour,
         )  # fmt: skip
@@ -202,6 +201,7 @@ def _device(figures: Figures, sizes: Sizes, description: dict[str, object]) -> D
                 for kind in ELEMENTWISE_KINDS
             ],
             "launch_s": _round(figures["calls"][0] / (2 * CHAIN_LENGTH)),
+            "reference_s": _round(figures["reference"][0]),
             "transcendental_s": _round(max(function_s - pass_s, 0.0) / FUNCTION_ELEMENTS),
             "matmul": matmul,
         }
@@ -220,12 +220,13 @@ def _matmul(dtype: str, figures: Figures, sizes: Sizes) -> Matmul:
         kind: [_round(total_s / HEADS) for total_s in figures[f"attention {kind} {dtype}"]]
         for kind in ATTENTION_KINDS
     }
-    lengths = [float(length) for length in sizes.lengths(dtype)]
+    axes = sizes.axes(dtype)
+    lengths = [float(length) for length in axes.lengths]
     attention = AttentionTimes.model_validate(
-        {"head_dim": HEAD_DIM, "lengths": lengths, **head_times}
+        {"head_dim": axes.head_dim, "lengths": lengths, **head_times}
     )
-    columns = [float(size) for size in sizes.columns(dtype)]
-    rows = [float(size) for size in sizes.rows(dtype)]
+    columns = [float(size) for size in axes.columns]
+    rows = [float(size) for size in axes.rows]
     grid = Grid(rows=rows, columns=columns, inner=columns, seconds=_round_all(times))
     flops = 2 * rows[-1] * columns[-1] ** 2 / times[-1]
     group_times = [
@@ -234,7 +235,7 @@ def _matmul(dtype: str, figures: Figures, sizes: Sizes) -> Matmul:
             figures[f"grouped matmul {dtype}"], sizes.grouped_matmul_shapes(dtype), strict=True
         )
     ]
-    group_rows = [float(size) for size in sizes.grouped_rows(dtype)]
+    group_rows = [float(size) for size in axes.grouped_rows]
     grouped = Grid(rows=group_rows, columns=columns, inner=columns, seconds=_round_all(group_times))
     return Matmul.model_validate(
         {

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt
+from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from moesaic.dist.probe.reference import Reference
 from moesaic.dist.probe.timing import Figures, geometric_sizes, time_call
 from moesaic.kernels import device as devices
 from moesaic.kernels import threads
@@ -36,10 +39,12 @@ MATMULS_PER_LAYER = 3
 """Matmuls that are timed together: forward, input gradient, weight gradient."""
 ATTENTION_KINDS = ("forward", "backward", "masked_forward", "masked_backward")
 HEADS, HEAD_DIM = 8, 64
-"""Shape of the measured attention."""
+"""Shape of the measured attention, if no job says another."""
 _LENGTHS = (64, 1024)
 """Shortest and longest measured sequence, in tokens."""
 
+_REFERENCE_EVERY = 8
+"""Measurements between two of the reference work."""
 _MIN_GROUPS = 8
 _MAX_GROUP_FACTOR = 8
 """Maximum factor by which groups of small matmuls are larger."""
@@ -53,6 +58,50 @@ matrices: their sum is about 3, and each is run three times."""
 
 
 @dataclass(frozen=True)
+class Axes:
+    """Sizes of matmuls and attention, each ascending."""
+
+    rows: list[int]
+    """Rows of matmuls."""
+    columns: list[int]
+    """Columns and inner sizes of all matmuls."""
+    grouped_rows: list[int]
+    """Rows of each group of grouped matmuls."""
+    lengths: list[int]
+    """Sequence lengths for attention."""
+    head_dim: int = HEAD_DIM
+    """Width of an attention head."""
+
+    @classmethod
+    def up_to(cls, side: int) -> Axes:
+        """Return a grid of sizes up to `side`."""
+        rows, (shortest, longest) = sorted({1, *geometric_sizes(side // 64, side, 4)}), _LENGTHS
+        # Groups have fewer rows than the largest matmul.
+        lengths = geometric_sizes(shortest, max(shortest, min(longest, side)), 4)
+        return cls(rows, geometric_sizes(side // 16, side, 4), rows[:-1], lengths)
+
+    def within(self, grid: Axes) -> Axes:
+        """Return these axes, cut so that all matmuls together have no more flops than `grid`."""
+        limit = max(self.rows[-1], self.columns[-1], self.grouped_rows[-1])
+        found = self._cut(limit)
+        while found._volume() > grid._volume() and limit > grid.columns[-1]:
+            limit = max(limit // 2, grid.columns[-1])
+            found = self._cut(limit)
+        return found
+
+    def _cut(self, limit: int) -> Axes:
+        rows, columns, grouped_rows, lengths = (
+            sorted({min(one, limit) for one in axis})
+            for axis in (self.rows, self.columns, self.grouped_rows, self.lengths)
+        )
+        return Axes(rows, columns, grouped_rows, lengths, self.head_dim)
+
+    def _volume(self) -> int:
+        """Return about the multiplications of all matmuls."""
+        return (sum(self.rows) + _MIN_GROUPS * sum(self.grouped_rows)) * sum(self.columns) ** 2
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Sizes of the measurements, the same on every rank."""
 
@@ -62,49 +111,41 @@ class Sizes:
     """Bytes of the measured copies, ascending."""
     min_groups: int
     """Groups of the largest grouped matmul, enough to keep the whole device busy."""
+    job: Axes | None = None
+    """Sizes that a job has, to measure as far as time permits; None: a grid of sizes."""
+
+    @classmethod
+    def from_plain(cls, fields: dict[str, Any]) -> Sizes:
+        """Return the sizes of a plain dictionary."""
+        job = fields["job"]
+        return cls(**{**fields, "job": None if job is None else Axes(**job)})
 
     @property
     def elementwise_bytes(self) -> list[int]:
         """Bytes of the tensors for elementwise kernels, ascending."""
         return [size for size in self.copy_bytes if size * _ADAMW_TENSORS <= self.copy_bytes[-1]]
 
-    def rows(self, dtype: str) -> list[int]:
-        """Return the row counts of the matmuls, ascending."""
-        side = self.matrix_sides[dtype]
-        return sorted({1, *geometric_sizes(side // 64, side, 4)})
-
-    def columns(self, dtype: str) -> list[int]:
-        """Return the column counts and inner sizes of the matmuls, ascending."""
-        side = self.matrix_sides[dtype]
-        return geometric_sizes(side // 16, side, 4)
-
-    def lengths(self, dtype: str) -> list[int]:
-        """Return the sequence lengths for attention, ascending."""
-        shortest, longest = _LENGTHS
-        return geometric_sizes(shortest, max(shortest, min(longest, self.matrix_sides[dtype])), 4)
+    def axes(self, dtype: str) -> Axes:
+        """Return the sizes of matmuls and attention."""
+        grid = Axes.up_to(self.matrix_sides[dtype])
+        return grid if self.job is None else self.job.within(grid)
 
     def matmul_shapes(self, dtype: str) -> list[tuple[int, int, int]]:
         """Return rows, columns and inner size of every matmul; the inner size varies fastest."""
-        columns = self.columns(dtype)
-        return list(itertools.product(self.rows(dtype), columns, columns))
-
-    def grouped_rows(self, dtype: str) -> list[int]:
-        """Return the rows per group of grouped matmuls: all but the largest, since experts get
-        fewer."""
-        return self.rows(dtype)[:-1]
+        axes = self.axes(dtype)
+        return list(itertools.product(axes.rows, axes.columns, axes.columns))
 
     def num_groups(self, dtype: str, columns: int, inner: int) -> int:
         """Return the number of groups for weights of this size. Small experts come in larger
         numbers, which amortizes the launch."""
-        return self.min_groups * min(
-            _MAX_GROUP_FACTOR, self.columns(dtype)[-1] // isqrt(columns * inner)
-        )
+        largest = self.axes(dtype).columns[-1]
+        return self.min_groups * min(_MAX_GROUP_FACTOR, largest // isqrt(columns * inner))
 
     def grouped_matmul_shapes(self, dtype: str) -> list[tuple[int, int, int]]:
         """Return rows per group, columns and inner size of every grouped matmul; the inner size
         varies fastest."""
-        columns = self.columns(dtype)
-        return list(itertools.product(self.grouped_rows(dtype), columns, columns))
+        axes = self.axes(dtype)
+        return list(itertools.product(axes.grouped_rows, axes.columns, axes.columns))
 
 
 def choose_sizes(
@@ -168,14 +209,18 @@ def measure(
     benchmarks = list(_benchmarks(device, sizes))
     share_s = budget_s / sum(count for _, count, _ in benchmarks)
     figures: Figures = {}
+    reference, reference_s, num_calls = Reference(device), list[float](), itertools.count()
     for name, _, calls in benchmarks:
         figures[name] = []
         for call in calls:
+            if next(num_calls) % _REFERENCE_EVERY == 0:
+                barrier()
+                reference_s.append(reference.time_s())
             barrier()
             figures[name].append(
                 time_call(call, lambda: devices.synchronized_time_s(device), share_s)
             )
-    return figures
+    return figures | {"reference": [fmean(reference_s)]}
 
 
 _Call = Callable[[], object]
@@ -194,10 +239,10 @@ def _benchmarks(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, 
             map(make_call, sizes.elementwise_bytes),
         )
     for dtype in sizes.matrix_sides:
-        lengths = sizes.lengths(dtype)
+        axes = sizes.axes(dtype)
         for kind in ATTENTION_KINDS:
-            calls = _attention(device, dtype, kind, lengths)
-            yield f"attention {kind} {dtype}", len(lengths), calls
+            calls = _attention(device, dtype, kind, axes)
+            yield f"attention {kind} {dtype}", len(axes.lengths), calls
         shapes = sizes.matmul_shapes(dtype)
         yield f"matmul {dtype}", len(shapes), _matmuls(device, dtype, sizes, shapes)
         shapes = sizes.grouped_matmul_shapes(dtype)
@@ -282,13 +327,11 @@ ELEMENTWISE_KINDS: dict[str, Callable[[torch.device, Sizes, int], _Call]] = {
 """Elementwise kernels with their own times, by kind in cluster.toml."""
 
 
-def _attention(
-    device: torch.device, dtype: str, kind: str, lengths: Sequence[int]
-) -> Iterator[_Call]:
+def _attention(device: torch.device, dtype: str, kind: str, axes: Axes) -> Iterator[_Call]:
     """Yield attention of `HEADS` heads, causal or masked; forward, or backward alone."""
     with _precision(dtype):
-        for length in lengths:
-            shape = (1, HEADS, length, HEAD_DIM)
+        for length in axes.lengths:
+            shape = (1, HEADS, length, axes.head_dim)
             q, k, v = (
                 torch.full(shape, 0.5, dtype=_TYPES[dtype], device=device, requires_grad=True)
                 for _ in range(3)
@@ -306,7 +349,7 @@ def _matmuls(
     device: torch.device, dtype: str, sizes: Sizes, shapes: Sequence[tuple[int, int, int]]
 ) -> Iterator[_Call]:
     with _precision(dtype):
-        largest = sizes.columns(dtype)[-1] ** 2
+        largest = sizes.axes(dtype).columns[-1] ** 2
         weights = max(largest, sizes.copy_bytes[-1] // 2 // _TYPES[dtype].itemsize)
         arena = torch.full((weights,), 0.5, dtype=_TYPES[dtype], device=device)
         for rows, columns, inner in shapes:
@@ -336,7 +379,7 @@ def _grouped_matmuls(
     device: torch.device, dtype: str, sizes: Sizes, shapes: Sequence[tuple[int, int, int]]
 ) -> Iterator[_Call]:
     with _precision(dtype):
-        largest = sizes.min_groups * sizes.columns(dtype)[-1] ** 2
+        largest = sizes.min_groups * sizes.axes(dtype).columns[-1] ** 2
         weights = max(largest, sizes.copy_bytes[-1] // 2 // _TYPES[dtype].itemsize)
         arena = torch.full((weights,), 0.5, dtype=_TYPES[dtype], device=device)
         for rows, columns, inner in shapes:

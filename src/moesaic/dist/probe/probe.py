@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore
 from moesaic.base.errors import StoreError
 from moesaic.dist.probe import compute, disks, links
 from moesaic.dist.probe.cluster import ClusterBuilder, RankHardware, ranks_by_host
-from moesaic.dist.probe.compute import Sizes
+from moesaic.dist.probe.compute import Axes, Sizes
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures, medians, relative_range
 from moesaic.dist.world import World
@@ -55,9 +55,14 @@ def num_phases(config: ProbeConfig) -> int:
     return len(_PHASES) * config.repeats
 
 
-def probe(world: World, config: ProbeConfig, on_phase: PhaseCallback) -> ProbeResult | None:
+def probe(
+    world: World, config: ProbeConfig, on_phase: PhaseCallback, job: Axes | None = None
+) -> ProbeResult | None:
     """Measure the hardware and return the result on rank 0, None elsewhere. Collective over the
-    world."""
+    world.
+
+    With the sizes of a `job`, measure these, and CPUs only as the ranks use them.
+    """
     store_gather = _StoreGather(world)
     hardware = [
         RankHardware(**fields) for fields in store_gather.gather(asdict(_rank_hardware(world)))
@@ -65,7 +70,7 @@ def probe(world: World, config: ProbeConfig, on_phase: PhaseCallback) -> ProbeRe
     hosts = ranks_by_host(hardware)
     own_sizes = _choose_sizes(world, config, len(hosts[0]))
     sizes = store_gather.gather([asdict(item) for item in own_sizes])[0]
-    one_rank, all_ranks = (Sizes(**fields) for fields in sizes)
+    one_rank, all_ranks = (replace(Sizes.from_plain(fields), job=job) for fields in sizes)
     builder = ClusterBuilder(config, hardware, one_rank, all_ranks)
     rank_probe = _RankProbe(world, config, hosts, store_gather, builder, on_phase)
     threads = torch.get_num_threads()
@@ -158,7 +163,9 @@ class _RankProbe:
         return list(self.store_gather.gather(figures))
 
     def _measure_one_rank(self) -> Figures:
-        if self.world.rank != self.host_ranks[0]:
+        is_shared = self.world.device.type == "cpu" and min(map(len, self.hosts)) > 1
+        is_used = self.builder.one_rank_sizes.job is None or not is_shared
+        if self.world.rank != self.host_ranks[0] or not is_used:
             return {}
         torch.set_num_threads(devices.num_cores())
         cpu = torch.device("cpu")

@@ -92,6 +92,8 @@ class Device(Section):
     """Seconds of the smallest operation."""
     transcendental_s: float = Field(default=0.0, ge=0)
     """Seconds per element that an exponential or similar function adds to an elementwise kernel."""
+    reference_s: float | None = Field(default=None, gt=0)
+    """Mean seconds of a fixed piece of computing, which runs time again; unset: not measured."""
     matmul: list[Matmul] = Field(min_length=1)
     """Matmul speeds of one device while all are busy, one entry per dtype."""
     price_per_hour: float = Field(default=0.0, ge=0)

@@ -64,6 +64,9 @@ class Predictions(Section):
     each block; `step` is outside all blocks."""
     tokens_per_s: float = Field(gt=0)
     """Tokens a second over all ranks."""
+    reference_s: float | None = Field(default=None, gt=0)
+    """Seconds of the devices' reference work when they were measured, in the median over ranks. The
+    run times it again. Unset: unknown."""
     used_bytes_by_kind: dict[str, Annotated[int, Field(ge=0)]]
     """Bytes of memory on the rank by purpose; `peak` is the most at one time."""
     timeline: list[RankTimeline] = Field(default_factory=list)

@@ -30,6 +30,8 @@ LAYOUT_KEYS = (
 """Keys of the layout that a search may choose."""
 SEARCH_KEYS = (*LAYOUT_KEYS, "train.recompute", "train.micro_batches")
 """Keys of a job that a search may choose."""
+SEARCH_WORK = 60_000
+"""Work after which a search stops: about a minute of one core."""
 
 
 def written_keys(job: Job) -> list[str]:
@@ -57,6 +59,8 @@ class SearchFacts(Section):
     """Job whose keys are pinned or open."""
     cluster: Cluster
     """Cluster to plan for."""
+    left_out: list[str] = Field(default_factory=list)
+    """Hosts that the cluster lacks, because they have no speed for the job's precision."""
     ranks: int = Field(ge=1)
     """World size."""
     pins: list[str]
@@ -67,8 +71,9 @@ class SearchFacts(Section):
     """Load of each expert, by expert layer, [layers][experts]; unset: even loads."""
     method: SearchMethod = "best-first"
     """Method of searching."""
-    limit_s: float | None = Field(default=None, gt=0)
-    """Seconds after which the search stops with a gap; unset: when it ends."""
+    max_work: int | None = Field(default=None, ge=1)
+    """Work after which the search stops with a gap, in milliseconds of one core of the machine of
+    the records; unset: when it ends."""
     max_tried: int | None = Field(default=None, ge=1)
     """Plans whose step is simulated, at most; unset: no limit."""
     seeds: list[Plan] = Field(default_factory=list)
@@ -137,19 +142,18 @@ class RunnerUp(FoundPlan):
     """Seconds that it loses in that phase."""
 
 
-class Change(Section):
-    """A single change with which a job that does not fit would fit, or come nearer."""
+class Remedy(Section):
+    """Changes with which a job that does not fit would fit, or come nearest."""
 
-    key: str
-    """Key of the job, or "nproc" for more devices like the cluster's."""
-    value: Any
-    """Value to give to the key."""
+    changes: Settings
+    """New values by key of the job; "nproc": more devices like the cluster's."""
     fits: bool
-    """True if some plan fits after the change."""
+    """True if the job fits after exactly these changes."""
+    is_least: bool
+    """True if no fewer changes make it fit, or none at all if `fits` is false; false if a limit of
+    work left some untried."""
     memory: RankNeed
-    """Memory of the tightest rank after the change."""
-    plan: Plan
-    """Plan with that memory: the fastest tried one if it fits."""
+    """Memory of the tightest rank after these changes."""
 
 
 class Shortfall(Section):
@@ -161,10 +165,8 @@ class Shortfall(Section):
     """Settings of that plan."""
     plan: Plan
     """Plan that comes nearest."""
-    change: Change | None = None
-    """Single change that helps most; unset if none helps."""
-    others: list[Change] = Field(default_factory=list)
-    """Other single changes that help, best first."""
+    remedy: Remedy | None = None
+    """Changes that help; unset if none does."""
 
 
 class SearchResult(Section):
@@ -181,7 +183,11 @@ class SearchResult(Section):
     too_large: int = Field(default=0, ge=0)
     """Plans that do not fit in memory."""
     cut_off: int = Field(default=0, ge=0)
-    """Groups of plans that a bound ruled out, or that were open when time was up."""
+    """Groups of plans that a bound ruled out, or that were open at the limit of work."""
+    work: int = Field(default=0, ge=0)
+    """Work of the search, as in `SearchFacts.max_work`."""
+    is_limited: bool = False
+    """True if the limit of work ended the search."""
     is_proven: bool
     """True if no plan of the space is faster."""
     bound_s: float | None = None

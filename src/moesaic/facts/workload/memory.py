@@ -157,7 +157,8 @@ class _StepMemory:
         has_table = any(p.layer is None and params.is_trained(p) for p in params.dense)
         self.table_bytes = has_table * s.table_elements * s.stored_bytes
         """Bytes of the embedding's gradient."""
-        self.reductions = gradient_reductions(params)
+        # A pipeline reduces gradients after its last backward, without buckets.
+        self.reductions = gradient_reductions(params) if self.plan.pp == 1 else []
         # FSDP reduces embedding and head together, at the end, unless they are walked apart.
         self.reduces_by_layer = self.is_sharded and self.plan.pp == 1 and not self.is_by_block
         self.is_head_late = self.reduces_by_layer

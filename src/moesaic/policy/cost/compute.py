@@ -31,6 +31,9 @@ def matmul_s(device: Device, dtype: str, matmul: MatmulShape, *, is_grouped: boo
         return matmul.count * speed.grouped_times.at(rows, columns, inner)
     launch_s = matmul.count * device.launch_s if is_grouped else 0.0
     if speed.times is not None:
+        if matmul.is_weight_gradient and not is_grouped:
+            # The grid has means over the matmuls of a weight, by the shape of its forward.
+            rows, columns, inner = inner, rows, columns
         return launch_s + matmul.count * speed.times.at(rows, columns, inner)
     arithmetic_s = matmul.flops / (PEAK_FRACTION * speed.flops)
     memory_s = matmul.elements * ITEM_BYTES[dtype] / device.memory_bandwidth

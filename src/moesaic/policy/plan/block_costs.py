@@ -75,8 +75,9 @@ class BlockCosts:
         self._stages: dict[object, list[StageCost]] = {}
         self._bytes: dict[object, tuple[int, int]] = {}
         self._splits = "zero-bubble" in space.values("layout.schedule", SCHEDULES)
-        devices = [device_at(self._cluster, place) for place in dict.fromkeys(self.places)]
-        self.is_measured = any(_is_measured(device) for device in devices)
+        self.devices = [device_at(self._cluster, place) for place in self.places]
+        """Device by rank."""
+        self.is_measured = any(map(_is_measured, self.devices))
         """True if a device has measured times of matmuls."""
 
     def stages(self, candidate: Candidate) -> list[StageCost]:

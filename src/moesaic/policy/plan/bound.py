@@ -8,7 +8,7 @@ the step simulator takes seconds. Open settings count as little as they may.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +69,12 @@ class Bounds(MemoryBounds):
         self._scalars: dict[object, float] = {}
         self._known: dict[tuple[Candidate, int], float] = {}
         self._network = NetworkModel(self._cluster, self._places)
+        experts = (self._kind_of[f"layers.{layer}"] for layer in self._job.model.expert_layers)
+        self._expert_kinds = frozenset(experts)
+        devices, precision = self._blocks.devices, self._job.train.precision
+        is_known = self._cluster.calibration is not None or self._blocks.is_measured
+        self._speeds = [] if is_known else [one.matmul_speed(precision).flops for one in devices]
+        """Speeds of matmuls by rank; empty if one is measured, and so no limit."""
         self._is_async = all(
             device_at(self._cluster, one).kind != "cpu" for one in dict.fromkeys(self._places)
         )
@@ -78,22 +84,36 @@ class Bounds(MemoryBounds):
 
         None if the speed of a device is measured or calibrated, and so no limit.
         """
-        job, cluster = self._job, self._cluster
-        devices = [device_at(cluster, place) for place in self._places]
-        speeds = [one.matmul_speed(job.train.precision) for one in devices]
-        if cluster.calibration is not None or self._blocks.is_measured:
+        job, weights = self._job, 0
+        if not self._speeds:
             return None
-        weights = 0
         for p in parameters(job.model, lambda _: range(min(job.model.experts, 1))):
             is_matrix = len(p.shape) == 2 and p.kind not in ("router", "embedding")
             weights += is_matrix * p.size * (job.model.top_k if p.kind == "expert" else 1)
         if job.model.tied:
             weights += job.model.vocab * job.model.hidden
+        speed = PEAK_FRACTION * sum(self._speeds)
+        return ROUNDING * self._matmul_operations(weights) / speed
+
+    def _matmul_operations(self, weights: int) -> float:
+        """Return the operations of a step's matmuls with so many weights."""
+        job = self._job
         # Forward, and the gradients of inputs and of weights, with two operations each.
         passes = 3 if job.finetune is None or job.finetune.method == "full" else 2
         passes = 1 if job.distill.frozen else passes
-        flops = 2 * passes * weights * job.train.batch * job.data.sequence
-        return ROUNDING * flops / (PEAK_FRACTION * sum(one.flops for one in speeds))
+        return 2 * passes * weights * job.train.batch * job.data.sequence
+
+    def _expert_seconds(self, candidate: Candidate) -> float:
+        """Return seconds of a layer's experts in a micro-batch on a rank of a stage, at least.
+
+        Some rank of a stage computes as many rows as the average rank, whatever the dispatch.
+        """
+        if not self._speeds:
+            return 0.0
+        model, ranks = self._job.model, self._space.ranks // candidate.pp
+        weights = 3 * model.hidden * model.ffn * model.top_k
+        speed = PEAK_FRACTION * max(self._speeds) * ranks * candidate.micro_batches
+        return self._matmul_operations(weights) / speed
 
     def seconds(self, candidate: Candidate, level: int) -> float:
         """Return seconds of a step that no plan below `candidate` can beat."""
@@ -108,10 +128,12 @@ class Bounds(MemoryBounds):
         if level == 0 and candidate.ep > 1:
             options = self._space.children(candidate, 0)
             is_open = any(one.overlaps_dispatch for one in options)
-            chunks = min((one.chunks for one in options), default=1)
-            first = dict.fromkeys(one._replace(chunks=chunks) for one in options)
+            first = dict.fromkeys(map(self._space.with_fewest_chunks, options))
             found = [self._partly(one, is_open=is_open) for one in first]
             return min(found, default=0.0)
+        if level == 1:  # Most chunks are ruled out by those bounds, before their blocks are built.
+            fewest = self._space.with_fewest_chunks(candidate)
+            return self._partly(fewest, is_open=fewest != candidate)
         if level < 2:
             return self._partly(candidate)
         if level == 2:
@@ -152,34 +174,65 @@ class Bounds(MemoryBounds):
         rest_s = self._scalars_of(candidate)
         if self._job.distill.frozen:  # The teacher computes only forward.
             rest_s, update = 0.0, [dict.fromkeys(self._counts, np.zeros(1))] * candidate.pp
+        experts_s = 0.0 if has_experts else self._expert_seconds(candidate)
         if pp == 1:
             total = sum(
                 count * (micro_batches * work[0][kind].total_s + update[0][kind])
                 for kind, count in self._counts.items()
             )
-            return float(np.max(total)) + rest_s
+            experts_s *= micro_batches * sum(map(self._counts.__getitem__, self._expert_kinds))
+            return max(float(np.max(total)), float(np.min(total)) + experts_s) + rest_s
+        if not has_experts:
+            return rest_s + self._partly_piped(candidate, work, update, -1, experts_s)
+        level = 3 if has_state else 0 if is_open else 1
+        return rest_s + self._partly_piped(candidate, work, update, level)
+
+    def _partly_piped(
+        self,
+        candidate: Candidate,
+        work: Sequence[Mapping[str, Work]],
+        update: Sequence[Mapping[str, Seconds]],
+        level: int,
+        experts_s: float = 0.0,
+    ) -> float:
+        """Return the seconds of a step of a pipeline whose stage boundaries are open."""
+        pp, micro_batches = candidate.pp, candidate.micro_batches
         # Passes alone, what later stages wait for, forward, and passes with the rest of a step.
-        own, front, forward, whole = (np.zeros((pp, len(self._kinds))) for _ in range(4))
-        for at, kind in enumerate(self._kinds):
-            for pp_rank in range(pp):
-                one, more = work[pp_rank][kind], update[pp_rank][kind] / micro_batches
-                own[pp_rank, at] = one.total_s.min()
-                front[pp_rank, at] = one.front_s.min()
-                forward[pp_rank, at] = one.forward_s.min()
-                whole[pp_rank, at] = (one.total_s + more).min()
+        each = np.array([
+            [
+                (
+                    one.total_s.min(), one.front_s.min(), one.forward_s.min(),
+                    (one.total_s + update[pp_rank][kind] / micro_batches).min(),
+                )
+                for kind, one in work[pp_rank].items()
+            ]
+            for pp_rank in range(pp)
+        ])  # fmt: skip
+        own, front, forward, whole = np.moveaxis(each, 2, 0)[:, :, self._positions(work[0])]
+        # The rank with the most rows may wait for ranks with few: `front` has no such rows.
+        has_experts = np.array([kind in self._expert_kinds for kind in self._kinds])
+        own, whole = own + experts_s * has_experts, whole + experts_s * has_experts
         transfer_s = 2 * min(self._sends_of(candidate).values())
         least_s = micro_batches * float(whole.min(axis=0).sum()) / pp
         if candidate.schedule == "interleaved":
             one_s = float(front.min(axis=0).sum()) + (2 * pp - 1) * transfer_s
-            return max(least_s, micro_batches * float(own.min(axis=0).max()), one_s) + rest_s
+            return max(least_s, micro_batches * float(own.min(axis=0).max()), one_s)
         receives = candidate.schedule not in EAGER_SCHEDULES
         transfer_s *= receives
+        fits = self.stages_fit(candidate, level) if level >= 0 else None
         # While the stages before a rank end their backward, it does the rest of its step.
-        return rest_s + max(
+        return max(
             least_s,
-            least_pipeline_seconds(own, front, transfer_s, micro_batches, receives=receives),
-            least_pipeline_seconds(whole, forward, 0.0, micro_batches, receives=False),
+            least_pipeline_seconds(
+                own, front, transfer_s, micro_batches, receives=receives, fits=fits
+            ),
+            least_pipeline_seconds(whole, forward, 0.0, micro_batches, receives=False, fits=fits),
         )
+
+    def _positions(self, kinds: Iterable[str]) -> list[int]:
+        """Return the position of each block's kind in `kinds`."""
+        order = {kind: at for at, kind in enumerate(kinds)}
+        return [order[kind] for kind in self._kinds]
 
     def _work(
         self, stage: StageCost, candidate: Candidate, is_open: bool, has_embedding: bool

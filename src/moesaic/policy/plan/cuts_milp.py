@@ -17,9 +17,8 @@ def solve_cuts(
     block_seconds: Sequence[Sequence[float]],
     micro_batches: int,
     fits: Fits | None = None,
-    limit_s: float | None = None,
 ) -> StageCuts | None:
-    """Return the cuts that HiGHS finds, as `best_cuts` does; None if there are none, or in time.
+    """Return the cuts that HiGHS finds, as `best_cuts` does; None if there are none.
 
     A binary variable tells whether a stage has the blocks from one index to another. Every block is
     in one stage, every stage has one range of blocks, and the slowest stage bounds all others.
@@ -63,10 +62,10 @@ def solve_cuts(
         optimize.LinearConstraint(slowest.tocsr(), 0, np.inf),
         optimize.LinearConstraint(order.tocsr(), 0, 0),
     ]
-    options = {"mip_rel_gap": 0.0} | ({} if limit_s is None else {"time_limit": limit_s})
     found = optimize.milp(
         costs, constraints=constraints, integrality=np.array([1] * len(ranges) + [0]),
-        bounds=optimize.Bounds(0, np.array([1.0] * len(ranges) + [np.inf])), options=options,
+        bounds=optimize.Bounds(0, np.array([1.0] * len(ranges) + [np.inf])),
+        options={"mip_rel_gap": 0.0},
     )  # fmt: skip
     if found.x is None:
         return None

@@ -10,13 +10,12 @@ import numpy as np
 
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
-from moesaic.base.keys import toml
+from moesaic.base.keys import join_words, toml
 from moesaic.base.units import format_bytes, format_seconds
 from moesaic.facts.cluster import Cluster, place_ranks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import (
-    Change,
     FoundPlan,
     PlanEstimate,
     RankNeed,
@@ -30,6 +29,7 @@ from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, with_balance_costs
 from moesaic.policy.plan.estimates import Estimates, SimulatedEstimates
 from moesaic.policy.plan.predict import DOES_NOT_FIT, PlannedJob, predict_plan
+from moesaic.policy.plan.remedy import NO_REMEDY, describe_remedy, remedy_text
 from moesaic.policy.plan.search import search_plans
 
 Search = Decision[SearchFacts, SearchResult]
@@ -98,11 +98,25 @@ def predict_found(
     if result.shortfall is not None:
         figures |= {
             "fits": False, "bottleneck": shortfall_text(result.shortfall),
-            "remedy": _describe_change(result.shortfall.change),
+            "remedy": None if result.shortfall.remedy is None
+            else describe_remedy(result.shortfall.remedy),
         }  # fmt: skip
         warnings = [one for one in warnings if not one.startswith(DOES_NOT_FIT)]
         warnings = [f"{DOES_NOT_FIT}{figures['bottleneck']}", *warnings]
+    if facts.left_out:
+        warnings = [*warnings, left_out_text(facts)]
     return planned._replace(figures=figures, warnings=warnings, found=result)
+
+
+def left_out_text(facts: SearchFacts) -> str:
+    """Return which hosts a search left out, and why."""
+    many, precision = len(facts.left_out) > 1, facts.job.train.precision
+    return (
+        f"{'hosts' if many else 'host'} {join_words(facts.left_out, 'and')} "
+        f"{'are' if many else 'is'} left out: no matmul speed for train.precision = "
+        f'"{precision}"; add [[hosts.devices.matmul]] with dtype = "{precision}", or set another '
+        "train.precision"
+    )
 
 
 def predict_one(
@@ -132,7 +146,8 @@ def describe_search(facts: SearchFacts, result: SearchResult) -> dict[str, Any]:
         "method": result.method, "pins": {key: found.settings.get(key) for key in facts.pins},
         "chosen": {key: value for key, value in found.settings.items() if key not in facts.pins},
         "tried": result.tried, "too_large": result.too_large, "is_proven": result.is_proven,
-        "gap": result.gap, "bound_s": result.bound_s,
+        "is_limited": result.is_limited, "work": result.work, "gap": result.gap,
+        "bound_s": result.bound_s,
         "runners_up": [
             {
                 "differs": differences(one.settings, found.settings),
@@ -146,27 +161,11 @@ def describe_search(facts: SearchFacts, result: SearchResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _describe_change(change: Change | None) -> dict[str, Any] | None:
-    """Return a single change as a remedy."""
-    if change is None:
-        return None
-    peak_bytes, values = change.memory.peak_bytes, {change.key: change.value}
-    return {"changes": values, "peak_bytes": peak_bytes, "fits": change.fits}
-
-
 def _describe_shortfall(shortfall: Shortfall) -> dict[str, Any]:
-    helping = [shortfall.change] if shortfall.change is not None else []
     return {
         "memory": shortfall.memory.model_dump(mode="json"),
         "short_bytes": shortfall.memory.short_bytes,
-        "changes": [
-            {
-                "key": one.key, "value": one.value, "fits": one.fits,
-                "memory": one.memory.model_dump(mode="json"),
-            }
-            for one in (*helping, *shortfall.others)
-        ],
-    }  # fmt: skip
+    }
 
 
 def differences(settings: Settings, others: Settings) -> Settings:
@@ -185,9 +184,12 @@ def proof_text(result: SearchResult) -> str:
     """Return in words how good the plan of a search is."""
     if result.is_proven:
         return "proven: no layout is faster by prediction"
+    text = "the limit of work ended the search" if result.is_limited else "not proven"
     if result.gap is None:
-        return "not proven to be the fastest"
-    return f"not proven: another layout may be up to {result.gap:.0%} faster"
+        text += ", and another layout may be faster"
+    else:
+        text += f", and another layout may take up to {result.gap:.0%} less time"
+    return f"{text}; pin keys to search fewer layouts" if result.is_limited else text
 
 
 def runner_up_text(one: RunnerUp, best: FoundPlan) -> str:
@@ -201,23 +203,14 @@ def runner_up_text(one: RunnerUp, best: FoundPlan) -> str:
 
 
 def shortfall_text(shortfall: Shortfall) -> str:
-    """Return how much memory is short, and the single change that helps most."""
-    need, change = shortfall.memory, shortfall.change
-    text = (
+    """Return how much memory is short, and the remedy."""
+    need, remedy = shortfall.memory, shortfall.remedy
+    return (
         f"memory: even the layout that comes nearest needs {format_bytes(need.peak_bytes)} on rank "
         f"{need.rank}, but may use {format_bytes(need.usable_bytes)} of {need.device} "
         f"({format_bytes(need.short_bytes)} short); "
+        f"{NO_REMEDY if remedy is None else remedy_text(remedy)}"
     )
-    if change is None:
-        return f"{text}no single change helps: use a smaller model, or devices with more memory"
-    return f"{text}{change_text(change)}"
-
-
-def change_text(change: Change) -> str:
-    """Return a single change and what it reaches."""
-    what = f"{change.key} = {toml(change.value)}"
-    sizes = memory_text(change.memory)
-    return f"it fits with {what} ({sizes})" if change.fits else f"{what} helps most ({sizes})"
 
 
 def memory_text(need: RankNeed) -> str:

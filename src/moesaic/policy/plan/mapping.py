@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster import Cluster, device_at, place_ranks
+from moesaic.facts.cluster import Cluster, Host, device_at, place_ranks
 from moesaic.facts.plan import Plan, RankPlace
 
 
@@ -14,6 +16,26 @@ def max_ranks(cluster: Cluster) -> int:
         accelerators = sum(device.count for device in host.devices if device.kind != "cpu")
         total += accelerators or max(device.count for device in host.devices)
     return total
+
+
+def only_hosts(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
+    """Return `cluster` with these hosts alone."""
+    names = {host.name for host in hosts}
+    links = [
+        link for link in cluster.links
+        if all(names.intersection(cluster.hosts_of_end[end]) for end in link.ends)
+    ]  # fmt: skip
+    return cluster.model_copy(update={"hosts": list(hosts), "links": links})
+
+
+def hosts_without_speed(cluster: Cluster, dtype: str) -> list[str]:
+    """Return the names of hosts with a rank's device that has no matmul speed for `dtype`."""
+    found = list[str]()
+    for host in cluster.hosts:
+        devices = [one for one in host.devices if one.kind != "cpu"] or host.devices
+        if any(all(speed.dtype != dtype for speed in one.matmul) for one in devices):
+            found.append(host.name)
+    return found
 
 
 def assign_places(plan: Plan, cluster: Cluster) -> Plan:

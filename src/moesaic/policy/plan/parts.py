@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moesaic.facts.cluster import Cluster, Host, place_ranks, price_per_hour
 from moesaic.facts.plan.search import SearchFacts, SearchResult
-from moesaic.policy.plan.mapping import max_ranks
+from moesaic.policy.plan.mapping import max_ranks, only_hosts
 
 _MAX_PARTS = 64
 """Parts to search, at most."""
@@ -42,8 +42,11 @@ class PartSearch(NamedTuple):
 
 
 def cluster_parts(cluster: Cluster) -> list[Part]:
-    """Return parts of a cluster, cheapest first: numbers of hosts of each kind, by powers of two,
-    and powers of two of the devices of a single host."""
+    """Return parts of a cluster: numbers of hosts of each kind, by powers of two, and powers of two
+    of the devices of a single host.
+
+    The cheapest come first; of equal prices those with most ranks, without prices with fewest.
+    """
     kinds = list[list[Host]]()
     for host in cluster.hosts:
         unnamed = host.model_copy(update={"name": "-"})
@@ -59,13 +62,18 @@ def cluster_parts(cluster: Cluster) -> list[Part]:
         hosts = [host for host in cluster.hosts if host.name in taken]
         if not hosts:
             continue
-        part = _only(cluster, hosts)
+        part = only_hosts(cluster, hosts)
         most = max_ranks(part)
         sizes = _device_counts(hosts[0]) if len(hosts) == 1 else [most]
         for ranks in sizes:
             price = price_per_hour(part, place_ranks(part, ranks))
             found.append(Part(part, ranks, price))
-    return sorted(found, key=lambda one: (one.price_per_hour, one.ranks))[:_MAX_PARTS]
+
+    def order(part: Part) -> tuple[float, int]:
+        price = part.price_per_hour
+        return price, -part.ranks if price else part.ranks
+
+    return sorted(found, key=order)[:_MAX_PARTS]
 
 
 def _counts(most: int) -> list[int]:
@@ -81,31 +89,51 @@ def _device_counts(host: Host) -> list[int]:
     return sorted(one.count for one in host.devices)
 
 
-def _only(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
-    """Return `cluster` with these hosts alone."""
-    names = {host.name for host in hosts}
-    links = [
-        link for link in cluster.links
-        if all(names.intersection(cluster.hosts_of_end[end]) for end in link.ends)
-    ]  # fmt: skip
-    return cluster.model_copy(update={"hosts": list(hosts), "links": links})
+Search = Callable[[SearchFacts], SearchResult]
+"""Function of facts: the result of their search."""
 
 
-def search_parts(
-    parts: Sequence[Part], facts: SearchFacts, search: Callable[[SearchFacts], SearchResult]
-) -> Iterator[PartSearch]:
-    """Yield the search of each part, in their order; plans found seed the searches that follow."""
-    tokens = facts.job.train.batch * facts.job.data.sequence
+def search_parts(parts: Sequence[Part], facts: SearchFacts, search: Search) -> Iterator[PartSearch]:
+    """Yield the search of each part, in their order."""
     for part in parts:
-        own = facts.model_copy(update={"cluster": part.cluster, "ranks": part.ranks})
-        result = search(own)
-        speed = 0.0 if result.best is None else tokens / result.best.estimate.step_s
-        yield PartSearch(part, own, result, speed)
+        own = facts.model_copy(update=_where(part))
+        yield _searched(part, own, search)
 
 
-def first_that_fits(searches: Iterator[PartSearch]) -> PartSearch | None:
-    """Return the first part on which a plan fits; None if there is none."""
-    return next((one for one in searches if one.result.best is not None), None)
+def _where(part: Part) -> dict[str, Any]:
+    return {"cluster": part.cluster, "ranks": part.ranks}
+
+
+def _searched(part: Part, facts: SearchFacts, search: Search) -> PartSearch:
+    result, tokens = search(facts), facts.job.train.batch * facts.job.data.sequence
+    speed = 0.0 if result.best is None else tokens / result.best.estimate.step_s
+    return PartSearch(part, facts, result, speed)
+
+
+def cheapest_that_fits(
+    parts: Sequence[Part], facts: SearchFacts, search: Search
+) -> list[PartSearch]:
+    """Return the searches of parts, in their order, up to the first on which a plan fits.
+
+    Each part is searched for any plan that fits, with its share of the work; the part on which one
+    is found is then searched for its fastest plan, with all of the work.
+    """
+    share = shared_work(facts, len(parts)).model_copy(update={"max_tried": 1})
+    done = list[PartSearch]()
+    for one in search_parts(parts, share, search):
+        if one.result.best is not None:
+            seeds = [one.result.best.plan]
+            own = facts.model_copy(update={**_where(one.part), "seeds": seeds})
+            return [*done, _searched(one.part, own, search)]
+        done.append(one)
+    return done
+
+
+def shared_work(facts: SearchFacts, searches: int) -> SearchFacts:
+    """Return the facts of one of several searches that share the limit of work."""
+    limit = facts.max_work
+    each = None if limit is None else max(limit // searches, 1)
+    return facts.model_copy(update={"max_work": each})
 
 
 def least_cost(searches: Sequence[PartSearch], floor: float) -> PartSearch | None:

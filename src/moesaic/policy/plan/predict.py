@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
@@ -249,6 +250,7 @@ def _predictions(
         phases_s={name: round_digits(seconds) for name, seconds in figures["phases_s"].items()},
         blocks_s={name: round_digits(seconds) for name, seconds in figures["blocks_s"].items()},
         tokens_per_s=round_digits(figures["tokens_per_s"]),
+        reference_s=_reference_s(facts),
         used_bytes_by_kind={
             name.removesuffix("_bytes"): int(num_bytes)
             for name, num_bytes in figures["memory_per_rank"].items()
@@ -257,6 +259,13 @@ def _predictions(
             _rank_timeline(timeline, rank) for rank in dict.fromkeys((timeline.critical_rank, 0))
         ],
     )
+
+
+def _reference_s(facts: PlanFacts) -> float | None:
+    """Return the seconds of the reference work, in the median over ranks; None if unknown."""
+    measured = [device_at(facts.cluster, place).reference_s for place in facts.places]
+    known = [one for one in measured if one is not None]
+    return round_digits(median(known)) if known and len(known) == len(measured) else None
 
 
 def _rank_timeline(timeline: Timeline, rank: int) -> RankTimeline:

@@ -1,221 +1,380 @@
-"""Smallest change with which a job that does not fit in memory would fit."""
+"""Remedy of a job that does not fit: the fewest changes with which a plan of it fits.
+
+Every verb asks here. Keys of the layout and `train.recompute` change first, since results do not
+depend on them. Then come more micro-batches, a smaller batch, shorter samples and more devices.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import assignments
 from moesaic.base.units import format_bytes
+from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
-from moesaic.facts.plan import plan_from_job
-from moesaic.facts.plan.search import SearchFacts, Settings
-from moesaic.policy.cost.memory import RankMemory
-from moesaic.policy.plan.choices import embedding_layouts
-from moesaic.policy.plan.estimates import SimulatedEstimates
+from moesaic.facts.plan import Plan
+from moesaic.facts.plan.search import (
+    SEARCH_KEYS,
+    RankNeed,
+    Remedy,
+    SearchFacts,
+    Settings,
+    Shortfall,
+)
+from moesaic.policy.plan.estimates import Estimates, SimulatedEstimates
+from moesaic.policy.plan.mapping import max_ranks
 from moesaic.policy.plan.predict import DOES_NOT_FIT, PlannedJob, choose_plan
+from moesaic.policy.plan.space import Candidate, Space
+from moesaic.policy.plan.trials import Trials
+from moesaic.policy.plan.work import Work
 
+REMEDY_WORK = 5_000
+"""Work to find the remedy of a plan that was not searched: a few seconds."""
 NOTHING_FITS = "no change was found with which it fits"
-"""Start of a message; the search for a remedy does not try everything."""
+"""Start of a message."""
 NO_REMEDY = f"{NOTHING_FITS}: use a smaller model, or devices with more memory"
 _MICRO_BATCHES = "train.micro_batches"
-_SHRINKING = ("train.batch", "data.sequence")
-"""Keys whose values become smaller."""
-_MAX_CHANGES = 4
-"""Keys of the layout to change, at most."""
-_MAX_TRIED = 160
-"""Sets of changes whose memory is computed, at most."""
-_NEAR = 1.25
-"""Used fraction with defaults up to which settings that a plan chooses may make a job fit."""
-_KEPT = 2
-"""Sets of changes of one size that are extended by another key: those with the least memory."""
+_STAGES = "stages"
+_DISPATCH = {
+    f"layout.{one}" for one in ("dispatch", "dispatch_hosts", "chunks", "overlap_local")
+}  # fmt: skip
+"""Keys that no remedy changes."""
+_SPLITS = {"layout.pp", "layout.tp", "layout.etp"}
+"""Keys that split layers or matrices, and so cost speed: others come before them."""
+_DECIDED: tuple[tuple[str, ...], ...] = (
+    ("layout.pp", "layout.schedule", "layout.tp", "layout.etp", "layout.ep", "train.recompute"),
+    (), ("layout.dp_shard",), ("layout.embedding",), (_STAGES,),
+)  # fmt: skip
+"""Keys that candidates of a level have decided, in addition to those of the level before."""
+_STEP_SHARE = 0.3
+"""Fraction of the work that is left, for one step of the way to a remedy."""
+_PLANNED = 200.0
+"""Work of the plan of a changed job."""
+_MAX_SHAPES = 24
+"""Shapes whose memory is computed, those with the least state first."""
 _MIN_SEQUENCE = 16
+_MAX_RANK_FACTOR = 64
 
-
-class Remedy(NamedTuple):
-    """Changes with which a job fits, or comes nearest."""
-
-    changes: Settings
-    """New values by key of the job."""
-    peak_bytes: int
-    """Memory of the fullest rank after them."""
-    fits: bool
+Planned = Callable[[SearchFacts], RankNeed | None]
+"""Function of changed facts: the memory of the plan that the verb makes then; None without one."""
 
 
 def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
-    """Return a planned job that does not fit with the smallest change that makes it fit.
+    """Return a planned job that does not fit with its remedy.
 
-    `facts` are those of a search for its layout; the remedy may change keys that they pin.
+    `facts` are those of a search for its layout.
     """
     remedy = find_remedy(facts)
-    bottleneck = f"{planned.figures['bottleneck'].partition('; ')[0]}; {_remedy_text(remedy)}"
+    text = remedy_text(remedy) if remedy is not None else NO_REMEDY
+    bottleneck = f"{planned.figures['bottleneck']}; {text}"
     figures = {
-        **planned.figures,
-        "bottleneck": bottleneck, "remedy": None if remedy is None else remedy._asdict(),
+        **planned.figures, "bottleneck": bottleneck,
+        "remedy": None if remedy is None else describe_remedy(remedy),
     }  # fmt: skip
     others = [one for one in planned.warnings if not one.startswith(DOES_NOT_FIT)]
     return planned._replace(figures=figures, warnings=[f"{DOES_NOT_FIT}{bottleneck}", *others])
 
 
 def find_remedy(facts: SearchFacts) -> Remedy | None:
-    """Return the smallest change of a job with which it fits, else the one that helps most; None if
-    none helps.
-
-    Changes of the layout and of recomputation come first, since results do not depend on them. Then
-    come more micro-batches, a smaller batch and shorter samples. Pins of `facts` are ignored.
-    """
-    search, train = _MemorySearch(facts), facts.job.train
-    nearest = search.best_layout({})
-    tries = [nearest]
-    if not search.fits(nearest) and train.batch > train.micro_batches:
-        tries.append(search.best_layout({_MICRO_BATCHES: train.batch}))
-    if not any(map(search.fits, tries)):
-        tries += [{**nearest, key: value} for key, value in _smaller(facts.job)]
-    fitting = next((one for one in tries if search.fits(one)), None)
-    if fitting is not None:
-        fewest = search.reduced(fitting)
-        return search.as_planned(fewest) or search.as_planned(fitting)
-    return search.as_planned(nearest, must_fit=False) if nearest else None
+    """Return the remedy of a job whose plan has the layout of its file; None without any plan."""
+    written = {*facts.pins, *(key for key in SEARCH_KEYS if _value(facts.job, key) != "auto")}
+    written.discard("layout.dispatch_hosts")  # Unset: as the dispatch method needs.
+    pins = [key for key in (*SEARCH_KEYS, _STAGES) if key in written or key == _STAGES]
+    own = facts.model_copy(update={"pins": pins})
+    return _find(own, SimulatedEstimates.from_facts(facts), _as_chosen, Work(REMEDY_WORK))
 
 
-class _MemorySearch:
-    """Search over sets of changes, by the memory of the fullest rank."""
-
-    def __init__(self, facts: SearchFacts) -> None:
-        self._facts, self._estimates = facts, SimulatedEstimates.from_facts(facts)
-        self._fractions: dict[str, float | None] = {}
-
-    def best_layout(self, start: Settings) -> Settings:
-        """Return the smallest set of changes of the layout beside `start` that fits, or the one
-        with the least memory."""
-        sets, best = [start], start
-        for _ in range(_MAX_CHANGES):
-            wider = dict[str, Settings]()
-            for changes in sets:
-                for more in _options(_changed(self._facts.job, changes), self._facts.ranks):
-                    both = {**changes, **more}
-                    if not more.keys() & changes and self._used(both) is not None:
-                        wider[_name(both)] = both
-            sets = sorted(wider.values(), key=self._least)[:_KEPT]
-            if sets and self._least(sets[0]) < self._least(best):
-                best = sets[0]
-            if self.fits(best) or not sets:
-                return best
-        return best
-
-    def fits(self, changes: Settings) -> bool:
-        """Return whether the changed job is valid and fits."""
-        return self._least(changes) <= 1
-
-    def reduced(self, changes: Settings) -> Settings:
-        """Return the part of `changes` that is needed, with the least values."""
-        for key in list(changes):
-            fewer = {name: value for name, value in changes.items() if name != key}
-            if self._fits_as_planned(fewer):
-                changes = fewer
-        for key, value in list(changes.items()):
-            while isinstance(value, int) and value % 2 == 0 and key not in _SHRINKING:
-                value //= 2
-                if self.fits({**changes, key: value}):
-                    changes = {**changes, key: value}
-        return changes
-
-    def _fits_as_planned(self, changes: Settings) -> bool:
-        """Return whether the changed job fits, also with what a plan chooses for it."""
-        is_near = self._least(changes) <= _NEAR
-        return self.fits(changes) or (is_near and self.as_planned(changes) is not None)
-
-    def _least(self, changes: Settings) -> float:
-        fraction = self._used(changes)
-        return math.inf if fraction is None else fraction
-
-    def _used(self, changes: Settings) -> float | None:
-        """Return the used fraction of the fullest device, with defaults for what is open; None for
-        an invalid job."""
-        key = _name(changes)
-        if key not in self._fractions and len(self._fractions) >= _MAX_TRIED:
-            return None
-        if key not in self._fractions:
-            job = _changed(self._facts.job, changes)
-            try:
-                plan = plan_from_job(job, self._facts.ranks)
-                is_open = job.layout.embedding == "auto"
-                self._fractions[key] = min(
-                    self._estimates.memory(job, one).used_fraction
-                    for one in (embedding_layouts(plan, job) if is_open else [plan])
-                )
-            except ConfigError:
-                self._fractions[key] = None
-        return self._fractions[key]
-
-    def as_planned(self, changes: Settings, *, must_fit: bool = True) -> Remedy | None:
-        """Return changes with the memory that a plan of the changed job has; None if it is too
-        much."""
-        needed = _planned_memory(_changed(self._facts.job, changes), self._facts)
-        if needed is None or (must_fit and needed.used_fraction > 1):
-            return None
-        return Remedy(changes, int(needed.memory.peak_bytes), needed.used_fraction <= 1)
-
-
-def _planned_memory(job: Job, facts: SearchFacts) -> RankMemory | None:
+def _as_chosen(facts: SearchFacts) -> RankNeed | None:
+    """Return the memory of the plan with the layout of a job."""
     try:
-        choices, plan_facts = choose_plan(job, facts.cluster, facts.ranks)
+        choices, plan_facts = choose_plan(facts.job, facts.cluster, facts.ranks)
     except ConfigError:
         return None
-    return plan_facts.tightest_rank(choices.plan)
+    found = plan_facts.tightest_rank(choices.plan)
+    return RankNeed(
+        rank=found.rank, device=found.device.model, peak_bytes=int(found.memory.peak_bytes),
+        usable_bytes=float(found.device.usable_bytes),
+    )  # fmt: skip
 
 
-def _options(job: Job, ranks: int) -> Iterator[Settings]:
-    """Yield single changes to try; some of them are invalid."""
-    layout, train = job.layout, job.train
-    if not train.recompute:
-        yield {"train.recompute": True}
-    if layout.dp_shard != "all":
-        yield {"layout.dp_shard": "all"}
-    for table in ("whole", "columns"):
-        if layout.embedding not in (table, "auto"):
-            yield {"layout.embedding": table}
-    for name, most in (("ep", min(ranks, job.model.experts)), ("pp", ranks), ("tp", ranks)):
-        size = 2 * getattr(layout, name)
-        while size <= most:
-            yield {f"layout.{name}": size}
-            size *= 2
+def shortfall(
+    facts: SearchFacts, estimates: Estimates, search: Planned, work: Work
+) -> Shortfall | None:
+    """Return what is short in the plan that comes nearest, and the remedy; None without any plan.
 
-
-def _smaller(job: Job) -> Iterator[tuple[str, int]]:
-    """Yield smaller batches, then shorter samples."""
-    train, sequence = job.train, job.data.sequence
-    batch = train.batch
-    while batch % 2 == 0 and batch // 2 % train.micro_batches == 0:
-        batch //= 2
-        yield "train.batch", batch
-    while sequence % 2 == 0 and sequence // 2 >= _MIN_SEQUENCE:
-        sequence //= 2
-        yield "data.sequence", sequence
-
-
-def _name(changes: Settings) -> str:
-    return repr(sorted(changes.items()))
-
-
-def _changed(job: Job, changes: Mapping[str, Any]) -> Job:
-    tables: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        table, _, name = key.partition(".")
-        tables.setdefault(table, {})[name] = value
-    return job.model_copy(
-        update={
-            table: getattr(job, table).model_copy(update=values) for table, values in tables.items()
-        }
+    `search` returns the memory of the best plan that the same search finds for changed facts.
+    """
+    trials = Trials(facts, estimates, work.part(_STEP_SHARE))
+    nearest = least_memory(trials)
+    work.add(trials.work.done)
+    if nearest is None:
+        return None
+    remedy = _find(facts, estimates, search, work)
+    return Shortfall(
+        memory=nearest.memory, settings=nearest.settings, plan=nearest.plan, remedy=remedy
     )
 
 
-def _remedy_text(remedy: Remedy | None) -> str:
-    if remedy is None:
-        return NO_REMEDY
-    size = format_bytes(remedy.peak_bytes)
+class LeastMemory(NamedTuple):
+    """Plan with the smallest fraction of memory in use."""
+
+    memory: RankNeed
+    settings: Settings
+    plan: Plan
+    candidate: Candidate
+
+
+def least_memory(trials: Trials) -> LeastMemory | None:
+    """Return the plan of a space with the smallest fraction of memory in use, or None.
+
+    In a large space only the shapes with the least state are tried, as far as the work allows.
+    """
+    space = trials.space
+    shapes = heapq.nsmallest(_MAX_SHAPES, space.shapes(), key=trials.bounds.state_fraction)
+    found: LeastMemory | None = None
+    for leaf in (leaf for shape in shapes for leaf in _frugal(trials, shape)):
+        if found is not None and trials.work.used():
+            break
+        made = trials.plan(leaf)
+        if made is None:
+            continue
+        memory = trials.estimates.memory(*made)
+        if found is None or memory.used_fraction < found.memory.used_fraction:
+            found = LeastMemory(memory, leaf.settings(), made[1], leaf)
+    return found
+
+
+def _frugal(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
+    """Yield complete candidates of a shape that may need least memory."""
+    space = trials.space
+    plain = [one for one in space.children(shape, 0) if not one.overlaps_dispatch]
+    for dispatched in plain or space.children(shape, 0)[:1]:
+        shards = space.children(dispatched, 1)
+        for sharded in {shards[-1]: None, shards[0]: None} if shards else {}:
+            yield from space.leaves(sharded, 2)
+
+
+def _find(facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work) -> Remedy | None:
+    """Return the remedy for changes of pinned keys; one that does not fit if none was found."""
+    is_least = True
+    for start, changed in _starts(facts):
+        own = _LayoutChanges(changed, estimates.on_cluster(changed.cluster), work.part(_STEP_SHARE))
+        found = own.first_that_fits(planned)
+        work.add(own.trials.work.done)
+        is_least = is_least and own.is_complete
+        if found is not None:
+            changes, memory = found
+            both = {**changes, **start}
+            return Remedy(changes=both, fits=True, is_least=is_least, memory=memory)
+        if work.used():
+            is_least = False
+            break
+    own = _LayoutChanges(facts, estimates, work.part(1.0))
+    nearest = own.nearest()
+    if nearest is None:
+        return None
+    changes, memory = nearest
+    return Remedy(changes=changes, fits=False, is_least=is_least, memory=memory)
+
+
+class _LayoutChanges:
+    """Search for the fewest changes of a layout that fit: best first, by their number."""
+
+    def __init__(self, facts: SearchFacts, estimates: Estimates, work: Work) -> None:
+        self._facts = facts
+        self._changeable = [
+            key for key in facts.pins
+            if key not in _DISPATCH and key != _MICRO_BATCHES
+            and not (key == "layout.schedule" and facts.job.layout.schedule == "1f1b")
+        ]  # fmt: skip
+        pins = [one for one in facts.pins if one not in self._changeable]
+        self.trials = Trials(facts.model_copy(update={"pins": pins}), estimates, work)
+        self._number = 0
+        self.is_complete = True
+        """True if the result needed no limit."""
+
+    def first_that_fits(self, planned: Planned) -> tuple[Settings, RankNeed] | None:
+        """Return the fewest changes, and the memory of the plan that is made then."""
+        trials, seen, queue = self.trials, set[str](), list[_Entry]()
+        for shape in trials.space.shapes():
+            self._push(queue, shape, 0)
+        while queue:
+            entry = heapq.heappop(queue)
+            level, candidate = -entry.depth, entry.candidate
+            if trials.work.used():
+                self.is_complete = False
+                return None
+            if level < len(Space.LEVELS):
+                for child in trials.space.children(candidate, level):
+                    self._push(queue, child, level + 1)
+                continue
+            changes = self.changes(candidate)
+            if repr(changes) in seen or not self._fits(candidate):
+                continue
+            seen.add(repr(changes))
+            trials.work.add(_PLANNED)
+            memory = planned(_with_values(self._facts, changes))
+            if memory is not None and memory.used_fraction <= 1:
+                return changes, memory
+        return None
+
+    def nearest(self) -> tuple[Settings, RankNeed] | None:
+        """Return the changes with the least memory."""
+        found = least_memory(self.trials)
+        return None if found is None else (self.changes(found.candidate), found.memory)
+
+    def changes(self, candidate: Candidate, level: int = len(Space.LEVELS)) -> Settings:
+        """Return the changed keys among those that a candidate of a level has decided."""
+        settings, job, found = candidate.settings(), self._facts.job, dict[str, Any]()
+        whole = max(self._facts.ranks // candidate.pp // candidate.tp, 1)
+        for key in (key for keys in _DECIDED[: level + 1] for key in keys):
+            if key not in self._changeable:
+                continue
+            own, value = _value(job, key), settings[key]
+            is_shard = key == "layout.dp_shard"
+            if value != (whole if is_shard and own == "all" else own):
+                found[key] = "all" if is_shard and value == whole > 1 else value
+        return found
+
+    def _push(self, queue: list[_Entry], candidate: Candidate, level: int) -> None:
+        self.trials.estimates.note_bound()
+        changes = self.changes(candidate, level)
+        if _STAGES in changes or self.trials.bounds.exceeds_memory(candidate, level):
+            return
+        far = sum(_distance(value, _value(self._facts.job, key)) for key, value in changes.items())
+        self._number += 1
+        used = self.trials.bounds.state_fraction(candidate, level)
+        splits = len(_SPLITS.intersection(changes))
+        entry = _Entry(len(changes), splits, far, -level, used, self._number, candidate)
+        heapq.heappush(queue, entry)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        made = self.trials.plan(candidate)
+        return made is not None and self.trials.estimates.fits(*made)
+
+
+class _Entry(NamedTuple):
+    """Candidate in the queue."""
+
+    number: int
+    """Number of its changes."""
+    splits: int
+    """Number of these that split layers or matrices."""
+    distance: float
+    """Sum of the doublings of values."""
+    depth: int
+    """Its level, negative: candidates with more decisions come first."""
+    used: float
+    """Fraction of memory that its state takes at least."""
+    order: int
+    """Number of the entry."""
+    candidate: Candidate
+
+
+def _distance(value: Any, own: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int) or not isinstance(own, int):
+        return 1.0
+    return abs(math.log2(value / own))
+
+
+def _value(job: Job, key: str) -> Any:
+    """Return the value of a key of the job; "auto" for one that is unset."""
+    if key == _STAGES:
+        return "even"
+    table, _, name = key.partition(".")
+    value = getattr(getattr(job, table), name)
+    return "auto" if value is None else value
+
+
+def _starts(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
+    """Yield changes beside those of the layout, in order, and the facts after each."""
+    yield {}, facts
+    train, most = facts.job.train, facts.job.train.micro_batches
+    number = 2 * train.micro_batches
+    while _MICRO_BATCHES in facts.pins and number <= train.batch:
+        if train.batch % number == 0:
+            most = number
+            yield _started(facts, {_MICRO_BATCHES: number})
+        number *= 2
+    batch = train.batch
+    while batch % 2 == 0 and batch // 2 % train.micro_batches == 0:
+        batch //= 2
+        yield _started(facts, {"train.batch": batch})
+    split = {_MICRO_BATCHES: most} if most > train.micro_batches else {}
+    for more in ({}, split) if split else ({},):
+        sequence = facts.job.data.sequence
+        while sequence % 2 == 0 and sequence // 2 >= _MIN_SEQUENCE:
+            sequence //= 2
+            yield _started(facts, {**more, "data.sequence": sequence})
+    for ranks, cluster in _more_devices(facts.ranks, facts.cluster):
+        yield {"nproc": ranks}, facts.model_copy(update={"ranks": ranks, "cluster": cluster})
+
+
+def _started(facts: SearchFacts, values: Settings) -> tuple[Settings, SearchFacts]:
+    return values, _with_values(facts, values)
+
+
+def _with_values(facts: SearchFacts, values: Settings) -> SearchFacts:
+    """Return facts whose job has other values of some keys."""
+    tables: dict[str, Settings] = {}
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        tables.setdefault(table, {})[name] = value
+    job = facts.job.model_copy(
+        update={
+            table: getattr(facts.job, table).model_copy(update=own) for table, own in tables.items()
+        }
+    )
+    return facts.model_copy(update={"job": job})
+
+
+def _more_devices(ranks: int, cluster: Cluster) -> Iterator[tuple[int, Cluster]]:
+    """Yield twice the ranks, four times, and so on, on more hosts like the last one if needed."""
+    most = _MAX_RANK_FACTOR * ranks
+    while ranks < most:
+        ranks *= 2
+        while max_ranks(cluster) < ranks:
+            larger = _with_another_host(cluster)
+            if larger is None:
+                return
+            cluster = larger
+        yield ranks, cluster
+
+
+def _with_another_host(cluster: Cluster) -> Cluster | None:
+    """Return the cluster with another host like the last; None if no link would join it."""
+    last, number = cluster.hosts[-1], len(cluster.hosts)
+    if not any(link.ends == ["*", "*"] for link in cluster.links):
+        return None
+    host = last.model_copy(update={"name": f"{last.name}-more-{number}"})
+    inside = [
+        link.model_copy(update={"ends": [host.name, host.name]})
+        for link in cluster.links
+        if link.ends == [last.name, last.name]
+    ]
+    return cluster.model_copy(
+        update={"hosts": [*cluster.hosts, host], "links": [*cluster.links, *inside]}
+    )
+
+
+def describe_remedy(remedy: Remedy) -> dict[str, Any]:
+    """Return a remedy as plain data."""
+    return {
+        "changes": remedy.changes, "peak_bytes": remedy.memory.peak_bytes,
+        "usable_bytes": remedy.memory.usable_bytes, "fits": remedy.fits,
+        "is_least": remedy.is_least,
+    }  # fmt: skip
+
+
+def remedy_text(remedy: Remedy) -> str:
+    """Return in words with which changes a job fits, or which come nearest."""
+    size = format_bytes(remedy.memory.peak_bytes)
+    told = f"{assignments(remedy.changes)} ({size})"
     if remedy.fits:
-        return f"it fits with {assignments(remedy.changes)} ({size})"
-    return f"{NOTHING_FITS}: {assignments(remedy.changes)} comes nearest ({size})"
+        return f"it fits with {told}"
+    text = NO_REMEDY if remedy.is_least else NOTHING_FITS
+    return f"{text}; {told} comes nearest" if remedy.changes else text

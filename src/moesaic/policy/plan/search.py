@@ -13,27 +13,30 @@ proven to be the best of the space.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import NamedTuple
 
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
-from moesaic.facts.plan.search import SearchFacts, SearchResult, written_keys
+from moesaic.facts.plan.search import RankNeed, SearchFacts, SearchResult, written_keys
 from moesaic.policy.plan import search_methods
-from moesaic.policy.plan.bound import Bounds
 from moesaic.policy.plan.estimates import Estimates
-from moesaic.policy.plan.mapping import max_ranks
-from moesaic.policy.plan.memory_relief import shortfall
+from moesaic.policy.plan.mapping import hosts_without_speed, max_ranks, only_hosts
+from moesaic.policy.plan.remedy import shortfall
 from moesaic.policy.plan.space import Candidate, Space
 from moesaic.policy.plan.trials import Trials
+from moesaic.policy.plan.work import Work
 
 _MAX_FAILS = 4
 """Plans in a row that are no faster, before the search turns from likely plans to all of them."""
 _MAX_DISPATCHES = 6
 """Dispatch methods of a usual layout that are tried, at most."""
-_USUAL_TIME, _SHAPES_TIME = 0.3, 0.6
-"""Fractions of the time limit after which usual layouts, and bounds of shapes, must end."""
-_DIVE_TIME = 0.7
-"""Fraction of the time limit after which no more likely plans are tried."""
+_USUAL_WORK, _SHAPES_WORK = 0.3, 0.6
+"""Fractions of the limit of work after which usual layouts, and bounds of shapes, must end."""
+_DIVE_WORK = 0.7
+"""Fraction of the limit of work after which no more likely plans are tried."""
+_EXPLAIN_WORK = 0.5
+"""Fraction of the limit of work to find what helps if nothing fits, without the search after it."""
 
 
 def search_facts(
@@ -56,14 +59,26 @@ def search_facts(
     pins = written_keys(job)
     if opens_micro_batches:
         pins.remove("train.micro_batches")
-    ranks = num_ranks or max_ranks(cluster)
-    return SearchFacts(job=job, cluster=cluster, ranks=ranks, pins=pins)
+    usable, left_out = _usable_hosts(job, cluster, num_ranks)
+    ranks = num_ranks or max_ranks(usable)
+    return SearchFacts(job=job, cluster=usable, ranks=ranks, pins=pins, left_out=left_out)
+
+
+def _usable_hosts(job: Job, cluster: Cluster, num_ranks: int | None) -> tuple[Cluster, list[str]]:
+    """Return the hosts that compute in the precision of `job`, and the names of the others; all
+    hosts if the ranks need them."""
+    left_out = hosts_without_speed(cluster, job.train.precision)
+    hosts = [host for host in cluster.hosts if host.name not in left_out]
+    if not hosts:
+        return cluster, []
+    usable = only_hosts(cluster, hosts)
+    return (usable, left_out) if max_ranks(usable) >= (num_ranks or 1) else (cluster, [])
 
 
 def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:
     """Return the fastest plan that `facts.method` finds, or what is short if none fits.
 
-    The same facts give the same result, unless `facts.limit_s` ends the search.
+    The same facts give the same result on every machine.
     """
     trials, is_proven, bound_s = _run(facts, estimates)
     result = trials.result(is_proven=is_proven, bound_s=bound_s)
@@ -71,16 +86,19 @@ def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:
     if result.best is not None or not explains:
         return result
 
-    def search(changed: SearchFacts) -> Trials:
-        return _run(changed, estimates.on_cluster(changed.cluster))[0]
+    def search(changed: SearchFacts) -> RankNeed | None:
+        found, is_proven, bound_s = _run(changed, estimates.on_cluster(changed.cluster))
+        best = found.result(is_proven=is_proven, bound_s=bound_s).best
+        return None if best is None else best.memory
 
-    return result.model_copy(update={"shortfall": shortfall(facts, trials, search)})
+    limit = None if facts.max_work is None else _EXPLAIN_WORK * facts.max_work
+    short = shortfall(facts, estimates, search, Work(limit))
+    return result.model_copy(update={"shortfall": short})
 
 
 def _run(facts: SearchFacts, estimates: Estimates) -> tuple[Trials, bool, float | None]:
     """Return the trials of a search, whether its best plan is proven, and a bound for all plans."""
-    space = Space(facts.job, facts.cluster, facts.ranks, facts.pins)
-    trials = Trials(facts, space, estimates, Bounds(space, has_loads=facts.loads is not None))
+    trials = Trials(facts, estimates)
     for plan in facts.seeds:
         trials.try_plan(plan)
     if facts.method in ("best-first", "milp"):
@@ -96,6 +114,8 @@ class _BestFirst:
         self._trials, self._space, self._bounds = trials, trials.space, trials.bounds
         self._queue: list[_Entry] = []
         self._number = 0
+        self._shapes = self._space.shapes()
+        """Shapes that are not queued yet."""
 
     def run(self) -> tuple[bool, float | None]:
         """Try candidates; return whether the best is proven, and a bound for all of them."""
@@ -104,23 +124,26 @@ class _BestFirst:
         if first is not None:
             trials.try_candidate(first)
         self._try_usual()
-        is_whole = self._push_shapes()
+        is_whole = self._push_shapes(_SHAPES_WORK)
         self._dive()
-        while self._queue:
-            entry = heapq.heappop(self._queue)
-            if entry.least_s >= trials.best_s or trials.is_over:
-                trials.cut_off += 1 + len(self._queue)
-                is_best = is_whole and entry.least_s >= trials.best_s
-                return is_best, self._bound(min(entry.least_s, trials.best_s), is_whole)
-            self._expand(entry)
-        return is_whole, self._bound(trials.best_s, is_whole) if trials.found else None
+        while not trials.is_over:
+            if self._queue and self._queue[0].least_s < trials.best_s:
+                self._expand(heapq.heappop(self._queue))
+            elif is_whole:
+                break
+            else:
+                is_whole = self._push_shapes(1.0)
+        least_s = self._queue[0].least_s if self._queue else math.inf
+        trials.cut_off += len(self._queue)
+        is_best, least_s = is_whole and least_s >= trials.best_s, min(least_s, trials.best_s)
+        return is_best, None if least_s == math.inf else self._bound(least_s, is_whole)
 
     def _try_usual(self) -> None:
         """Try usual layouts of large runs, those with the least bounds first."""
         trials, bounds, fails = self._trials, self._bounds, 0
         shapes = {one: bounds.seconds(one, -1) for one in search_methods.usual_shapes(trials)}
         for shape in sorted(shapes, key=shapes.__getitem__):
-            if shapes[shape] >= trials.best_s or fails == _MAX_FAILS or self._is_over(_USUAL_TIME):
+            if shapes[shape] >= trials.best_s or fails == _MAX_FAILS or self._is_over(_USUAL_WORK):
                 break
             before, before_s = trials.tried, trials.best_s
             for leaf in search_methods.likely_leaves(trials, shape)[:_MAX_DISPATCHES]:
@@ -131,7 +154,7 @@ class _BestFirst:
                 fails = 0 if trials.best_s < before_s else fails + 1
 
     def _is_over(self, fraction: float) -> bool:
-        return self._trials.is_over or self._trials.used_time(fraction)
+        return self._trials.is_over or self._trials.work.used(fraction)
 
     def _bound(self, queued_s: float, is_whole: bool) -> float | None:
         """Return a bound for all plans, from that of the queued shapes."""
@@ -147,13 +170,17 @@ class _BestFirst:
             return
         self._number += 1
         own_s = max(least_s, self._bounds.seconds(candidate, level))
+        if math.isinf(own_s):  # No stage boundaries fit.
+            self._trials.too_large += 1
+            return
         heapq.heappush(self._queue, _Entry(own_s, -level, self._number, candidate))
 
-    def _push_shapes(self) -> bool:
-        """Queue the shapes by quick bounds; return whether time sufficed for all of them."""
-        for shape in self._space.shapes():
+    def _push_shapes(self, fraction: float) -> bool:
+        """Queue more shapes by quick bounds, up to a fraction of the work; return whether all are
+        queued."""
+        for shape in self._shapes:
             self._push(shape, -1, 0.0)
-            if self._trials.used_time(_SHAPES_TIME):
+            if self._trials.work.used(fraction):
                 return False
         return True
 
@@ -169,7 +196,7 @@ class _BestFirst:
     def _dive(self) -> None:
         """Try one plan of each promising shape that may fit, until some in a row are no faster."""
         trials, fails, done = self._trials, 0, list[_Entry]()
-        while self._queue and fails < _MAX_FAILS and not trials.used_time(_DIVE_TIME):
+        while self._queue and fails < _MAX_FAILS and not trials.work.used(_DIVE_WORK):
             entry = heapq.heappop(self._queue)
             if entry.depth > 0:
                 self._expand(entry)

@@ -144,6 +144,8 @@ def _fits(trials: Trials, candidate: Candidate) -> bool:
 def _leaves(trials: Trials) -> Iterator[Candidate]:
     """Yield every complete candidate."""
     for shape in trials.space.shapes():
+        if trials.is_over:
+            return
         yield from trials.space.leaves(shape)
 
 

@@ -168,6 +168,12 @@ class Space:
         # A pinned number of hosts need not be that of the cluster.
         return options or [candidate]
 
+    def with_fewest_chunks(self, candidate: Candidate) -> Candidate:
+        """Return `candidate` with as few chunks of the dispatch as the job lets it have."""
+        if candidate.ep == 1 or not self.is_open("layout.chunks"):
+            return candidate
+        return candidate._replace(chunks=1)
+
     def _dp_shard_options(self, candidate: Candidate) -> list[Candidate]:
         if not self.is_open("layout.dp_shard"):
             return [candidate]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moesaic.facts.job.train import PipelineSchedule
 from moesaic.facts.plan import Action
@@ -139,7 +140,13 @@ def pipeline_seconds(
 
 
 def least_pipeline_seconds(
-    own_s: Seconds, front_s: Seconds, transfer_s: float, micro_batches: int, *, receives: bool
+    own_s: Seconds,
+    front_s: Seconds,
+    transfer_s: float,
+    micro_batches: int,
+    *,
+    receives: bool,
+    fits: NDArray[np.bool_] | None = None,
 ) -> float:
     """Return the seconds that no contiguous stages beat, with one stage on each pipeline rank.
 
@@ -151,6 +158,7 @@ def least_pipeline_seconds(
         transfer_s: seconds of a round trip of a micro-batch between two stages; 0: unknown.
         micro_batches: micro-batches of a step.
         receives: whether a rank does nothing else while it receives.
+        fits: ranges of blocks that may be a rank's stage, [pp, blocks + 1, blocks + 1]; None: all.
     """
     pp, num_blocks = own_s.shape
     sums = np.concatenate([np.zeros((pp, 1)), own_s.cumsum(axis=1)], axis=1)
@@ -165,5 +173,6 @@ def least_pipeline_seconds(
             waits_s -= transfer_s / 2 if rank else 0.0  # The rank's own first receive.
         each_s = micro_batches * (sums[rank][None, :] - sums[rank][:, None])
         each_s += before_s[:, None] + waits_s
-        best = np.where(is_stage, np.maximum(best[:, None], each_s), np.inf).min(axis=0)
+        may_be = is_stage if fits is None else is_stage & fits[rank]
+        best = np.where(may_be, np.maximum(best[:, None], each_s), np.inf).min(axis=0)
     return float(best[num_blocks])

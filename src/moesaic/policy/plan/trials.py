@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import pairwise
 
 from moesaic.base.errors import ConfigError
@@ -16,40 +15,34 @@ from moesaic.facts.plan.search import (
     Settings,
     runner_up,
 )
-from moesaic.policy.plan.bound import Bounds
 from moesaic.policy.plan.cuts import best_cuts
 from moesaic.policy.plan.cuts_milp import solve_cuts
 from moesaic.policy.plan.estimates import Estimates
 from moesaic.policy.plan.mapping import assign_places
-from moesaic.policy.plan.space import Candidate, Space
+from moesaic.policy.plan.space import Candidate
+from moesaic.policy.plan.work import CountedBounds, CountedEstimates, CountedSpace, Work
 
 
 class Trials:
     """Estimates of the candidates of one search."""
 
-    def __init__(
-        self, facts: SearchFacts, space: Space, estimates: Estimates, bounds: Bounds
-    ) -> None:
-        self.facts, self.space, self.bounds = facts, space, bounds
-        self.estimates = estimates
+    def __init__(self, facts: SearchFacts, estimates: Estimates, work: Work | None = None) -> None:
+        self.facts, self.work = facts, work or Work(facts.max_work)
+        self.space = CountedSpace(facts.job, facts.cluster, facts.ranks, facts.pins, self.work)
+        self.bounds = CountedBounds(self.space, self.work, has_loads=facts.loads is not None)
+        self.estimates = CountedEstimates(estimates, self.work)
         self.found: list[FoundPlan] = []
         """Plans that fit, in the order of their trials."""
         self.tried = self.too_large = self.cut_off = 0
         self.best_s = math.inf
         """Seconds of the fastest plan found."""
         self._seconds: dict[str, float] = {}
-        self._began = time.monotonic()
 
     @property
     def is_over(self) -> bool:
         """True if a limit of the search is reached."""
         max_tried = self.facts.max_tried
-        return (max_tried is not None and self.tried >= max_tried) or self.used_time(1.0)
-
-    def used_time(self, fraction: float) -> bool:
-        """Return whether a fraction of the time limit is over."""
-        limit_s = self.facts.limit_s
-        return limit_s is not None and time.monotonic() - self._began >= fraction * limit_s
+        return (max_tried is not None and self.tried >= max_tried) or self.work.used()
 
     def try_candidate(self, candidate: Candidate, *, skips_slow: bool = False) -> float:
         """Return the seconds of a step of a complete candidate; infinity if it does not fit.
@@ -67,9 +60,7 @@ class Trials:
         if skips_slow and self.bounds.stages_seconds(candidate, stages) >= self.best_s:
             self.cut_off += 1
             return math.inf
-        if candidate.cuts == "balanced" and plan.stages == stage_blocks(
-            plan.model_copy(update={"stages": None}), job.model
-        ):
+        if _has_even_stages(plan, job):
             candidate = candidate._replace(cuts="even")
         return self._try(job, plan, candidate.settings())
 
@@ -84,7 +75,8 @@ class Trials:
         layout = {f"layout.{key}": value for key, value in _layout(plan).items()}
         settings = {
             **layout, "train.micro_batches": job.train.micro_batches,
-            "train.recompute": job.train.recompute, "stages": plan.stages,
+            "train.recompute": job.train.recompute,
+            "stages": "even" if _has_even_stages(plan, job) else "balanced",
         }  # fmt: skip
         return self._try(job, plan, settings)
 
@@ -123,7 +115,7 @@ class Trials:
         self, candidate: Candidate, job: Job, plan: Plan
     ) -> list[list[str]] | None:
         """Return the blocks of each stage by the fastest cuts that fit."""
-        names = block_names(job.model)
+        names, known = block_names(job.model), dict[object, bool]()
 
         # Several stages of a pipeline rank share its memory: the trial decides.
         def may_fit(stage: int, start: int, end: int) -> bool:
@@ -136,10 +128,13 @@ class Trials:
                 return False
             if plan.num_stages > plan.pp:
                 return True
-            stages: list[list[str]] = [[] for _ in range(plan.num_stages)]
-            stages[stage] = names[start:end]
-            own = plan.model_copy(update={"stages": stages})
-            return self.estimates.fits(job, own, [stage])
+            key = stage, self.bounds.like_blocks(start, end)
+            if key not in known:
+                stages: list[list[str]] = [[] for _ in range(plan.num_stages)]
+                stages[stage] = names[start:end]
+                own = plan.model_copy(update={"stages": stages})
+                known[key] = self.estimates.fits(job, own, [stage])
+            return known[key]
 
         seconds = self.bounds.block_seconds(candidate)
         if self.facts.method == "milp":
@@ -159,7 +154,9 @@ class Trials:
             method=self.facts.method, best=best,
             runners_up=[runner_up(one, best) for one in others] if best is not None else [],
             tried=self.tried, too_large=self.too_large, cut_off=self.cut_off, is_proven=is_proven,
-            bound_s=bound_s, conflict=None if self.space.has_plans else self.space.conflict(),
+            bound_s=bound_s, work=round(self.work.done),
+            is_limited=not is_proven and self.work.used(),
+            conflict=None if self.space.has_plans else self.space.conflict(),
         )  # fmt: skip
 
 
@@ -170,3 +167,9 @@ def _layout(plan: Plan) -> Settings:
         "chunks", "overlap_local",
     }  # fmt: skip
     return plan.model_dump(include=keys)
+
+
+def _has_even_stages(plan: Plan, job: Job) -> bool:
+    """Return whether each stage of a plan has the blocks that it has by default."""
+    even = plan.model_copy(update={"stages": None})
+    return stage_blocks(plan, job.model) == stage_blocks(even, job.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from moesaic.train.data.clicks_cache import (
     FileDay,
     MapDay,
     ProgressCallback,
+    encode_file,
     map_day,
     open_day,
 )
@@ -114,6 +115,25 @@ def _open_files(
             )
         ),
     )
+
+
+def read_start(config: ClicksConfig) -> Iterator[str]:
+    """Read the first block of the first file of each setting, and yield a clause about each; raise
+    as opening would."""
+    bad = BadLines(config.max_bad_lines, is_text=not config.is_parquet)
+    for key in ("path", "validation_path"):
+        path = getattr(config, key)
+        if path is None:
+            continue
+        file = find_files(f"data.{key}", path, is_parquet=config.is_parquet)[0]
+        try:
+            block = next(encode_file(file, Columns.of(config)), None)
+            if block is None:
+                raise DataError(f"'{file}' holds no samples: remove it, or give others")
+            bad.add(file, block.num_bad, block.examples)
+        except DataError as error:
+            raise DataError(f"data.{key} = '{path}': {error}") from None
+        yield f"the first {len(block.arrays['labels']):,} samples of '{file}' (data.{key})"
 
 
 def _open_days(

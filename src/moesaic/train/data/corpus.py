@@ -144,13 +144,8 @@ def _build(
     on_progress: ProgressCallback,
     encoder: DocumentEncoder | None,
 ) -> None:
-    names: tuple[str, ...] = _FILES
-    if encoder is None:
-        datasets = directory.parent / "datasets"
-        documents = _encode_text(read_text(source, datasets), tokenizer)
-    else:
-        documents = encoder.encode(source)
-        names = (*_FILES, f"{encoder.extra}.bin")
+    names = _FILES if encoder is None else (*_FILES, f"{encoder.extra}.bin")
+    documents = encode(source, tokenizer, directory.parent, encoder)
     facts = _write(directory, documents, tokenizer.size, on_progress, names)
     facts |= {"format": FORMAT, "path": source.path, "files": names}
     if not facts["documents"]:
@@ -161,6 +156,20 @@ def _build(
         json.dump(facts, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
+
+
+def encode(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    cache: Path,
+    encoder: DocumentEncoder | None,
+    longest: int | None = None,
+) -> Iterator[EncodedDocuments]:
+    """Yield the documents of `source`, some at a time; texts have at most `longest` characters."""
+    if encoder is not None:
+        return encoder.encode(source)
+    texts = read_text(source, cache / "datasets")
+    return _encode_text((text[:longest] for text in texts), tokenizer)
 
 
 def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +24,21 @@ from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.chat_packing import ConversationSamples
 from moesaic.train.data.control import ControlEncoder, open_control
 from moesaic.train.data.control_samples import ControlSamples
-from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
+from moesaic.train.data.corpus import (
+    DEFAULT_CACHE,
+    Corpus,
+    ProgressCallback,
+    encode,
+    open_corpus,
+)
 from moesaic.train.data.labelled import LabelEncoder, LabelledSamples
 from moesaic.train.data.rank_zero_first import make_progress_log, run_rank_zero_first
 from moesaic.train.data.sources import TextSource, find_sources
 from moesaic.train.data.text import NO_LABEL
 
 _CHUNK = 1 << 20
+_CHARACTERS_PER_TOKEN = 4
+"""Characters of a typical token."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +90,8 @@ def _open(
     log: Callable[[str], None],
     control: ControlConfig | None,
 ) -> TextData:
-    encoder: ChatEncoder | ControlEncoder | LabelEncoder | None = None
     sources = find_sources(config)
-    if control is not None:
-        tokenizer, encoder = open_control(config, control, sources[0])
-    else:
-        tokenizer = open_tokenizer(config.tokenizer, config.end_token)
-        if config.format == "chat":
-            encoder = ChatEncoder(config, tokenizer)
-        elif config.format == "labelled":
-            encoder = LabelEncoder(tokenizer)
+    tokenizer, encoder = _open_encoder(config, control, sources[0])
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
     report = make_progress_log(heartbeat, log)
     corpora = [
@@ -115,6 +115,37 @@ def _open(
         fields += ["prompts", *prompts.genres]
     digest = hashlib.sha256("\n".join(map(str, fields)).encode()).hexdigest()
     return TextData(tokenizer, samples[0], validation, digest)
+
+
+def _open_encoder(
+    config: DataConfig, control: ControlConfig | None, train: TextSource
+) -> tuple[Tokenizer, ChatEncoder | ControlEncoder | LabelEncoder | None]:
+    """Return the tokenizer, and the encoder of documents that are more than a text."""
+    if control is not None:
+        return open_control(config, control, train)
+    tokenizer = open_tokenizer(config.tokenizer, config.end_token)
+    if config.format == "chat":
+        return tokenizer, ChatEncoder(config, tokenizer)
+    return tokenizer, LabelEncoder(tokenizer) if config.format == "labelled" else None
+
+
+def read_start(
+    config: DataConfig, control: ControlConfig | None, cache: Path, num_characters: int
+) -> Iterator[str]:
+    """Read and encode the first documents of each text, with about `num_characters`, and yield a
+    clause about each; raise as opening would."""
+    sources = find_sources(config)
+    tokenizer, encoder = _open_encoder(config, control, sources[0])
+    for source in sources:
+        label, documents, tokens = f"{source.key} = '{source.path}'", 0, 0
+        try:
+            for chunk in encode(source, tokenizer, cache, encoder, num_characters):
+                documents, tokens = documents + len(chunk.lengths), tokens + len(chunk.tokens)
+                if tokens >= num_characters // _CHARACTERS_PER_TOKEN:
+                    break
+        except DataError as error:
+            raise DataError(f"{label}: {error}") from None
+        yield f"the first {tokens:,} tokens of {label} ({documents:,} documents)"
 
 
 def _progress_callback(source: TextSource, report: Callable[[str], None]) -> ProgressCallback:
@@ -212,9 +243,10 @@ def _make_samples(
     if corpus.loss_mask is None:
         packed = PackedSamples(corpus, selected, config.sequence, config.packing, seed)
         samples: Samples = packed
+        more = "raise it" if origin.startswith("data.validation_share") else "give more text"
         problem = (
             f"gives {packed.num_tokens} tokens, but one sample takes data.sequence + 1 = "
-            f"{config.sequence + 1}: give more text, or shorten data.sequence"
+            f"{config.sequence + 1}: {more}, or shorten data.sequence"
         )
     else:
         samples = conversations = ConversationSamples(corpus, selected, config.sequence, seed)

@@ -1,0 +1,58 @@
+"""Reference work: fixed computing that the probe times, and that a run times again.
+
+The two times say how much faster or slower a machine has become, whatever the job. It needs no
+random numbers and no other rank, so it changes nothing in a run but its duration.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from moesaic.facts.plan import Predictions
+from moesaic.kernels import device as devices
+
+_WEIGHTS, _ELEMENTS = 4, 1 << 20
+"""Matmuls, and elements of the tensor that is read and written."""
+_SHARE = 0.003
+"""Largest share of a run's time, by prediction."""
+
+
+class Reference:
+    """Reference work of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        side = devices.max_matmul_size(device) // 4
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._device = device
+        self._left = torch.ones(side, side, dtype=dtype, device=device)
+        self._product = torch.empty_like(self._left)
+        self._weights = torch.ones(_WEIGHTS, side, side, dtype=dtype, device=device)
+        self._elements = torch.ones(_ELEMENTS, device=device)
+        self.time_s()  # Warm up threads and caches.
+
+    @torch.no_grad()
+    def time_s(self) -> float:
+        """Do the work and return its seconds."""
+        began = devices.synchronized_time_s(self._device)
+        for weight in self._weights:
+            torch.mm(self._left, weight, out=self._product)
+        self._elements.mul_(1.0)
+        return devices.synchronized_time_s(self._device) - began
+
+
+class RunReference:
+    """Reference work between the steps of a run, on all ranks after the same steps."""
+
+    def __init__(self, device: torch.device, predicted: Predictions | None) -> None:
+        self._reference, self.every = None, 0
+        if predicted is not None and predicted.reference_s is not None:
+            self._reference = Reference(device)
+            self.every = math.ceil(predicted.reference_s / (_SHARE * predicted.step_s))
+
+    def after_step(self, step: int) -> float | None:
+        """Return the seconds of the reference work if it is due after `step`, else None."""
+        if self._reference is None or step % self.every:
+            return None
+        return self._reference.time_s()
