@@ -51,6 +51,8 @@ FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
 FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
 FAMILIES["words"] = {**FAMILIES["dense"], "layers": 2, "hidden": 384, "ffn": 96, "vocab": 3000}
 FAMILIES["words, tied"] = {**FAMILIES["words"], "tied": True}
+FAMILIES["words, experts"] = {**FAMILIES["mixtral"], "layers": 2, "vocab": 16384}
+FAMILIES["large layers"] = {**FAMILIES["dense"], "layers": 4, "hidden": 256, "ffn": 768}
 EVEN = {"router": "balanced", "balance_loss": 0.0}
 AGAIN, PARTS, FOUR = {"recompute": True}, {"micro_batches": 2}, {"micro_batches": 4}
 DEEP, FEW = {**FOUR, "batch": 16}, {"batch": 2}
@@ -60,6 +62,8 @@ Case = tuple[int, dict[str, Any], str, dict[str, Any]]
 CASES: list[Case] = [
     (1, {}, "olmoe", {}),
     (2, {"ep": 2, "dp_shard": 2}, "deepseek", AGAIN),
+    (2, {"dp_shard": 2}, "large layers", FOUR),
+    (2, {"ep": 2, "dp_shard": 2}, "words, experts", FOUR),
     (4, {"ep": 2, "dp_shard": 2}, "mixtral", PARTS),
     (2, {"tp": 2, "etp": 2}, "deepseek", {**PARTS, "precision": "bf16"}),
     (4, {"tp": 2, "ep": 4, "dp_shard": 2}, "qwen3", {}),

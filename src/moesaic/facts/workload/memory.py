@@ -140,12 +140,16 @@ class _StepMemory:
         """Bytes of gradients per module that a split backward keeps."""
         self.dense_bytes: Counter[str] = Counter()
         """Bytes of the dense parameters of each module, which FSDP gathers, in model order."""
+        self.reduced_bytes: Counter[str] = Counter()
+        """Bytes of the whole gradients of each module, which FSDP reduces."""
         for block in builder.blocks():
             name = block.spec.model_block
             self.saved[name] += block.saved_bytes
             self.captured[name] += block.captured_bytes
-            elements = sum(p.size for p in block.spec.dense if not p.is_column_shard)
-            self.dense_bytes[name] += elements * s.stored_bytes
+            sharded = [p for p in block.spec.dense if not p.is_column_shard]
+            self.dense_bytes[name] += sum(p.size for p in sharded) * s.stored_bytes
+            elements = sum(p.size for p in sharded if params.is_trained(p))
+            self.reduced_bytes[name] += elements * s.stored_bytes
         trained = [p for p in params.experts if params.is_trained(p)]
         arena_elements = sum(p.size for p in trained if p.layer == trained[0].layer)
         self.arena_bytes = arena_elements * s.stored_bytes
@@ -156,7 +160,8 @@ class _StepMemory:
         # A pipeline reduces gradients after its last backward, without buckets.
         self.reductions = gradient_reductions(params) if self.plan.pp == 1 else []
         # FSDP reduces embedding and head together, at the end, unless they are walked apart.
-        self.is_head_late = self.is_sharded and self.plan.pp == 1 and not self.is_by_block
+        self.reduces_by_layer = self.is_sharded and self.plan.pp == 1 and not self.is_by_block
+        self.is_head_late = self.reduces_by_layer
         self.current = self.made = 0
         """Bytes of activations and buffers, and of gradients, at present."""
         self.peak = lasting
@@ -344,6 +349,8 @@ class _StepMemory:
             recomputed = self.recomputes * (self.saved[name] - self.stream_bytes)
             working = recomputed + self._working_bytes(index, adds=not stage.gradients)
             yield _Peak(self._gradients_at(stage, index) + held, base, gathered, working)
+            if self.reduces_by_layer:
+                yield from self._whole_gradient_peaks(stage, index, base, held)
             if self.group_size > 1:  # The second micro-batch adds to gradients that FSDP gathers.
                 freed = stage.saved[name] // self.group_size - self.stream_bytes
                 gathered += self.is_sharded * self.dense_bytes[name]
@@ -355,6 +362,25 @@ class _StepMemory:
             gradients = self._gradients_at(stage, -1.0) + held
             gathered = self._gathered_bytes() if self.plan.pp > 1 else 0
             yield _Peak(gradients, base, gathered, self.table_bytes)
+            if self.reduces_by_layer:
+                # Embedding and head are reduced together; FSDP keeps the last gradient meanwhile.
+                whole = self.reduced_bytes["embed"] + self.reduced_bytes["head"]
+                yield _Peak(gradients, base, whole, self.table_bytes)
+                kept = self.reduced_bytes["head"] + whole // self.plan.dp_shard
+                yield _Peak(gradients - held, base, (1 + s.on_cpu) * whole, kept)
+
+    def _whole_gradient_peaks(
+        self, stage: _Stage, index: int, base: int, held: int
+    ) -> Iterator[_Peak]:
+        """Yield the peaks before and after backward of a sharded layer: Gloo has a copy of the next
+        layer that arrives, and the layer's whole gradient waits for its reduction."""
+        name, gathered = f"layers.{index}", self._gathered_bytes(index)
+        arriving = (index > 0 and self.sizes.on_cpu) * self.dense_bytes[f"layers.{index - 1}"]
+        yield _Peak(self._gradients_at(stage, index) + held, base, gathered + arriving, 0)
+        gradients = self._gradients_at(stage, index - 0.25) + held
+        after = base - stage.saved[name]
+        whole = gathered + self.reduced_bytes[name]
+        yield _Peak(gradients, after, whole, self.stream_bytes)
 
 
 def _expert_backward_bytes(s: Sizes, routed: RoutedTokens) -> int:

@@ -128,7 +128,8 @@ class BlockCosts:
         if key not in self._bytes:
             job, plan = self.reduced(candidate)
             costs = self.costs(job, plan, places)
-            sizes = [Sizes(job, plan, rank) for rank in rank_of_each_kind(costs)]
+            ranks = rank_of_each_kind(costs)
+            sizes = [Sizes(job, plan, rank, on_cpu(costs, rank)) for rank in ranks]
             stream = min(one.stream_elements * one.stored_bytes for one in sizes)
             self._bytes[key] = stream, min(map(logits_bytes, sizes))
         return self._bytes[key]
