@@ -13,6 +13,7 @@ from rich.console import Console
 
 from moesaic.api.progress import LINE_EVERY_S, make_console
 from moesaic.base import keys
+from moesaic.base.errors import ConfigError
 from moesaic.base.units import format_seconds
 from moesaic.facts.plan.search import SearchFacts, SearchMethod, SearchResult
 
@@ -50,6 +51,10 @@ class SearchProgress:
     _printed_s: float = 0.0
     _tried: int = 0
     _best_s: float = float("inf")
+
+    def begin(self, what: str) -> None:
+        """Name the part of the search that begins, and count its layouts anew."""
+        self.what, self._tried, self._best_s = what, 0, float("inf")
 
     def step(self, step_s: float) -> None:
         """Count a layout whose step was simulated."""
@@ -160,11 +165,16 @@ def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> P
     )
 
     parts, progress = cluster_parts(facts.cluster), SearchProgress(is_shown)
+    if floor is not None and not any(part.price_per_hour for part in parts):
+        raise ConfigError(
+            "--min-cost needs prices: set price_per_hour of the devices or hosts in the cluster file"
+        )
     quiet = facts.model_copy(update={"explains_shortfall": False})
 
     def search(own: SearchFacts) -> SearchResult:
-        hosts = len(own.cluster.hosts)
-        progress.what = f" {own.ranks} ranks on {hosts} host{'s' * (hosts > 1)}"
+        names = [host.name for host in own.cluster.hosts]
+        more = f" and {len(names) - 1} more hosts" * (len(names) > 1)
+        progress.begin(f" {own.ranks} ranks on {names[0]}{more}")
         with shown_search(own, progress) as estimates:
             return run_search(own, estimates)
 

@@ -67,22 +67,31 @@ def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
     if figures["fits"]:
         screen.print_line(f"fits: {sizes}")
         return
-    from moesaic.policy.plan.remedy import NO_REMEDY, NOTHING_FITS
-
     remedy = figures.get("remedy")
     if remedy is None:
+        from moesaic.policy.plan.remedy import NO_REMEDY
+
         advice = advice or NO_REMEDY
     else:
-        learns = "; auxiliary losses are then taken over smaller micro-batches"
-        told = assignments(remedy["changes"])
-        size = f" ({format_used_bytes(remedy['peak_bytes'], remedy['usable_bytes'])})"
-        least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
-        advice = f"{least}: {told}{size}"
-        if not remedy["fits"]:
-            advice = NO_REMEDY if remedy["is_least"] else NOTHING_FITS
-            advice += f"; {told} comes nearest{size}" * bool(told)
-        advice += learns * ("train.micro_batches" in remedy["changes"])
+        advice = _remedy_text(remedy)
     screen.print_line(f"DOES NOT FIT: {sizes}; {advice}")
+
+
+def _remedy_text(remedy: Mapping[str, Any]) -> str:
+    """Return the change with which a job fits, or comes nearest."""
+    from moesaic.policy.plan.remedy import NO_REMEDY, NOTHING_FITS, OTHER_STAGES
+
+    size = f" ({format_used_bytes(remedy['peak_bytes'], remedy['usable_bytes'])})"
+    text = NO_REMEDY if remedy["is_least"] else NOTHING_FITS
+    if not remedy["changes"]:
+        return f"{OTHER_STAGES}{size}" if remedy["fits"] else text
+    told = assignments(remedy["changes"])
+    learns = "; auxiliary losses are then taken over smaller micro-batches"
+    learns *= "train.micro_batches" in remedy["changes"]
+    if not remedy["fits"]:
+        return f"{text}; {told} comes nearest{size}{learns}"
+    least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
+    return f"{least}: {told}{size}{learns}"
 
 
 def _reserve_text(figures: Mapping[str, Any]) -> str:
@@ -230,10 +239,12 @@ def _basis(figures: Mapping[str, Any]) -> str:
 
 
 def error_text(figures: Mapping[str, Any]) -> str:
-    """Return the error that calibration has seen, or that it is unknown."""
+    """Return the error that calibration has seen, or how far other predictions were off."""
     calibration = figures["calibration"]
     error = calibration["error"] if calibration else None
-    return " (error unknown)" if error is None else f" ± {round_text(100 * error)}%"
+    return (
+        " (not calibrated: may be off by 2x)" if error is None else f" ± {round_text(100 * error)}%"
+    )
 
 
 def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:

@@ -12,7 +12,7 @@ from moesaic.report.log import Steps
 from moesaic.report.series import Floats
 
 _FEWEST_STEPS = 10
-"""Steps from which a finite loss is judged."""
+"""Steps from which a finite loss is judged by its course; fewer steps tell an explosion only."""
 _EXPLODED = 2.0
 """Multiple of the loss of the first steps that the last ones exceed if it exploded ..."""
 _EXPLODED_AT_ONCE = 3.0
@@ -77,7 +77,7 @@ def find_divergence(
 def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
     """Return how a finite loss rose at the end, if it did."""
     if len(loss) < _FEWEST_STEPS:
-        return None
+        return _find_explosion(loss, numbers)
     first, start = float(loss[0]), float(np.median(loss[:3]))
     end = float(np.median(loss[-max(3, len(loss) // 10) :]))
     usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, _WINDOW), axis=1)
@@ -92,6 +92,15 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
         onset = lowest + _onset(loss[lowest:], usual[lowest:], low + fallen / 2)
         return Divergence("lost", int(numbers[onset]), low, end, 0)
     return None
+
+
+def _find_explosion(loss: Floats, numbers: Floats) -> Divergence | None:
+    """Return how the loss of a few steps exploded: their second half is far above the first one."""
+    end = float(np.median(loss[-(len(loss) // 2) :])) if len(loss) > 1 else 0.0
+    if len(loss) < 2 or end <= _EXPLODED_AT_ONCE * loss[0]:
+        return None
+    onset = int(np.flatnonzero(loss > _ONSET * loss[0])[0])
+    return Divergence("exploded", int(numbers[onset]), float(loss[0]), end, 0)
 
 
 def _stays_high(loss: Floats) -> bool:

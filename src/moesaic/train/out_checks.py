@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from fnmatch import fnmatch
 from itertools import takewhile
+import shlex
 from pathlib import Path
 
 from moesaic.base import keys
@@ -40,7 +41,10 @@ def check_no_run(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"'{out}' is a file: give a directory for the run")
     if holds_checkpoint(out):
-        raise ConfigError(f"'{out}' already holds a run: resume it, or give another directory")
+        raise ConfigError(
+            f"'{out}' already holds a run: resume it (moesaic train --out {shlex.quote(str(out))} "
+            "--resume), or give another directory"
+        )
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     found = [name for name in names if name != LOCK]
     if found and not holds_failed_try(out):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 PROGRAMS = re.findall(
     r"^```python(?: ranks=([0-9,]+))?\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL
@@ -36,6 +38,7 @@ def run(path: Path, ranks: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(300)
 def test_the_programs_run(tmp_path: Path) -> None:
     outputs = []
     (tmp_path / "programs").mkdir()

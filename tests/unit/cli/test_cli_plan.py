@@ -85,7 +85,7 @@ def test_output_names_the_bottleneck_and_a_timeline_is_written(
     assert re.fullmatch(rf"fits: [0-9.]+ {USABLE}", verdict)
     assert layout.startswith("two nodes (32 x NVIDIA H100 SXM5): 32 ranks, experts over 8, ")
     assert layout.endswith("; predicted, not calibrated, not measured")
-    assert re.search(r"\nstep +[0-9.]+ m?s \(error unknown\), of which\n", text)
+    assert re.search(r"\nstep +[0-9.]+ m?s \(not calibrated: may be off by 2x\), of which\n", text)
     assert re.search(r"\ntokens +[1-9][0-9],?[0-9]?0,?000 per second\n", text)
     assert "bottleneck         elementwise: " in text
     assert "parameters         6,919,161,856, 1,282,017,280 active per token\n" in text

@@ -53,6 +53,7 @@ _BY_KEY = {
     "finetune.alpha": "lora_alpha",
     "finetune.targets": "target_modules lora_target_modules",
     "data.path": "dataset dataset_path data_path dataset_name train_file train_data",
+    "data.text_key": "column text_column text_field dataset_text_field",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_model tokenizer_name_or_path",
     "data.sequence": "seq_len seq_length sequence_length max_seq_len max_seq_length max_length "
     "block_size context_length cutoff_len",

@@ -121,8 +121,9 @@ def idle_ranks_warning(plan: Plan, job: Job) -> str | None:
         return None
     return (
         f"{idle} of {plan.ranks} ranks {'has' if idle == 1 else 'have'} no sample in a micro-batch "
-        f"(train.batch = {batch}, train.micro_batches = {micro}): lower train.micro_batches, use "
-        f"fewer ranks, or raise train.batch to {plan.dp * micro}"
+        f"(train.batch = {batch}, train.micro_batches = {micro}): "
+        f"{'lower train.micro_batches, ' * (micro > 1)}use fewer ranks, or raise train.batch to "
+        f"{plan.dp * micro}"
     )
 
 

@@ -183,6 +183,7 @@ def predict_plan(
     warnings = [
         None if figures["fits"] else f"{DOES_NOT_FIT}{bottleneck}",
         idle_ranks_warning(plan, job), *unit_warnings(cluster), dispatch_hosts_warning(plan),
+        _replicas_warning(figures, memory),
     ]  # fmt: skip
     predicted = plan.model_copy(
         update={"predictions": _predictions(plan, facts, figures, timeline)}
@@ -353,6 +354,19 @@ def _replica_costs(job: Job, plan: Plan) -> dict[str, Any] | None:
         "replica_tokens": break_even_tokens(problem),
         "max_bytes": None if max_replicas is None else max_replicas * _replica_bytes(job, plan),
     }
+
+
+def _replicas_warning(figures: dict[str, Any], memory: RankMemory) -> str | None:
+    """Return a warning if a plan fits, but not with the most expert replicas; None if it does."""
+    most = (figures["balance"] or {}).get("max_bytes")
+    free = memory.device.usable_bytes - memory.memory.peak_bytes
+    if most is None or not 0 <= free < most:
+        return None
+    return (
+        f"uneven experts may need {format_bytes(most)} more for replicas, but "
+        f"{format_bytes(int(free))} are free on rank {memory.rank}: set balance.max_replicas = 0 "
+        "for none, or take a plan with more free memory"
+    )
 
 
 def _replica_bytes(job: Job, plan: Plan) -> int:

@@ -37,6 +37,8 @@ REMEDY_WORK = 5_000
 NOTHING_FITS = "no change was found with which it fits"
 """Start of a message."""
 NO_REMEDY = f"{NOTHING_FITS}: use a smaller model, or devices with more memory"
+OTHER_STAGES = "the same layout fits with other stage boundaries"
+"""Start of a message about a plan file whose layout fits, but not as the file cuts it."""
 _MICRO_BATCHES = "train.micro_batches"
 _STAGES = "stages"
 _DISPATCH = {
@@ -373,8 +375,8 @@ def describe_remedy(remedy: Remedy) -> dict[str, Any]:
 def remedy_text(remedy: Remedy) -> str:
     """Return in words with which changes a job fits, or which come nearest."""
     size = format_bytes(remedy.memory.peak_bytes)
-    told = f"{assignments(remedy.changes)} ({size})"
-    if remedy.fits:
-        return f"it fits with {told}"
     text = NO_REMEDY if remedy.is_least else NOTHING_FITS
-    return f"{text}; {told} comes nearest" if remedy.changes else text
+    if not remedy.changes:
+        return f"{OTHER_STAGES} ({size})" if remedy.fits else text
+    told = f"{assignments(remedy.changes)} ({size})"
+    return f"it fits with {told}" if remedy.fits else f"{text}; {told} comes nearest"
