@@ -12,6 +12,9 @@ from moesaic.base.errors import StoreError
 from moesaic.base.events import find_run_log, read_events
 from moesaic.facts.plan.search import SearchFacts, SearchMethod
 
+_FORMER_LIMIT = "limit_s"
+"""Key of facts that older versions recorded; a replay has a limit of its own."""
+
 
 def replay_search(
     run: Path, max_work: int = 10_000, log: Callable[[str], None] | None = None
@@ -64,4 +67,5 @@ def _recorded_search(run: Path) -> tuple[SearchFacts, dict[str, Any]]:
         )
     origin = f"the search in '{run}'"
     best = found["outcome"].get("best") or {}
-    return parse(SearchFacts, found["facts"], origin), dict(best.get("settings", {}))
+    facts = {key: one for key, one in found["facts"].items() if key != _FORMER_LIMIT}
+    return parse(SearchFacts, facts, origin), dict(best.get("settings", {}))

@@ -264,7 +264,7 @@ def check_choice(where: str, value: object, words: Sequence[str]) -> str:
 
 def join_words(words: Sequence[str], last: str = "or") -> str:
     """Join words: `a, b or c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def assignments(values: Mapping[str, Any]) -> str:

@@ -32,6 +32,9 @@ def print_verdict(planned: PlannedJob) -> None:
             f"search: {result.tried:,} layouts simulated{too_large}; {proof_text(result)} "
             f"({result.method})"
         )
+    elif not result.is_proven:
+        why = "the limit of work ended it" if result.is_limited else "not all layouts were tried"
+        screen.print_line(f"search: {why}, so another layout may fit ({result.method})")
     pins = figures["search"]["pins"]
     if result.best is not None:
         screen.print_line(f"chosen: {chosen_text(result.best, pins)}")

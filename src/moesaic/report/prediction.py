@@ -80,10 +80,12 @@ class Prediction:
         most = self._most_wrong_phase(machine or 1.0)
         most = f", mostly in {most}" if most else ""
         if machine is None or model is None:
-            return (
-                f"{text}{most}; how fast the machine was is unknown, because the cluster has no "
-                "reference_s: probe it (moesaic probe)"
+            why = (
+                "the plan has no reference_s: probe the cluster (moesaic probe) and plan again"
+                if self.predicted.reference_s is None
+                else "the run was too short to time the reference work"
             )
+            return f"{text}{most}; how fast the machine was is unknown, because {why}"
         if abs(math.log(machine)) < _SAME_SPEED:
             speed = "as fast during the run as"
         elif machine > 1.0:

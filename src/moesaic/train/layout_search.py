@@ -62,7 +62,7 @@ def search_layout(
         result = run_search(facts, log=log)
         if result.shortfall is not None:
             raise ConfigError(
-                f"{loaded.origin}: no layout fits: {shortfall_text(result.shortfall)}"
+                f"{loaded.origin}: the job does not fit: {shortfall_text(result, result.shortfall)}"
             )
         planned = predict_found(facts, result)
         for line in search_lines(facts, result, planned):
@@ -89,7 +89,8 @@ def job_sizes(job: Job, ranks: int) -> Axes:
     rows.
     """
     plan = plan_from_layout(LayoutConfig(), job.model, ranks)
-    works = [work for one in workload(job, plan, 0) for work in (one.forward, one.backward)]
+    blocks = workload(job, plan, ranks - 1)  # The last rank has a sample if any rank has.
+    works = [work for one in blocks for work in (one.forward, one.backward)]
     plain, grouped, scores = (Counter[tuple[int, int, int]]() for _ in range(3))
     for op in (op for work in works for op in work.ops):
         is_attention = op.kind.startswith("attention")
@@ -97,7 +98,7 @@ def job_sizes(job: Job, ranks: int) -> Axes:
         for shape in op.matmuls[:1] if is_attention else op.matmuls:
             if not shape.is_weight_gradient:  # Its sizes are those of its layer.
                 flops[shape.rows, shape.columns, shape.inner] += shape.flops
-    expert_rows = max(shape[0] for shape in grouped)
+    expert_rows = max((shape[0] for shape in grouped), default=1)  # Dense models have none.
     (length, _, head_dim), _ = scores.most_common(1)[0]
     return Axes(
         _most_frequent(plain, [0]), _most_frequent(plain + grouped, [1, 2]),

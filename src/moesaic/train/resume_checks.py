@@ -139,18 +139,18 @@ def _new_data(
         if key == "seed" or (key.startswith(("data.", "control")) and key != "data.cache")
     ]  # fmt: skip
     changes = [
-        f"{key} = {show_value(now[key])}, was {show_value(before.get(key))}" for key in changed
+        f"{key} = {show_value(now.get(key))}, was {show_value(before.get(key))}" for key in changed
     ]
     run = checkpoint.path.absolute().parent.parent
-    is_other_code = any(
+    has_other_tokenizer = any(
         (run / name).is_file() and (run / name).read_bytes() != content
         for name, content in data.files().items()
         if Path(name).name == TOKENIZER_FILE
     )
-    if is_other_code and "data.tokenizer" not in changed:
+    if has_other_tokenizer and "data.tokenizer" not in changed:
         changes.append("the tokenizer has other tokens")
     reason = "; ".join(changes) or kind.data_change
-    is_fixed = is_other_code or any(
+    is_fixed = has_other_tokenizer or any(
         key == "seed" or key.startswith(("control", "data.tokenizer", "data.end_token"))
         for key in changed
     )

@@ -18,7 +18,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, check_plan, job_under_plan
 from moesaic.facts.plan.search import SEARCH_KEYS, PlanEstimate, SearchFacts, SearchResult
 from moesaic.policy.plan.estimates import SimulatedEstimates
-from moesaic.policy.plan.found import chosen_text, predict_found, proof_text
+from moesaic.policy.plan.found import chosen_text, predict_found, proof_text, shortfall_text
 from moesaic.policy.plan.parts import Part, cheapest_that_fits, cluster_parts
 from moesaic.policy.plan.remedy import shortfall
 from moesaic.policy.plan.search import search_facts, search_plans
@@ -307,6 +307,22 @@ def test_an_explanation_has_a_limit_of_work() -> None:
         ends.append((work.done, short.remedy.is_least))
     assert ends[0][0] < 2 * 60 < ends[1][0]
     assert [one[1] for one in ends] == [False, True]
+
+
+def test_a_plan_that_a_method_left_untried_is_no_shortfall() -> None:
+    """The rule of thumb tries one layout, which does not fit; the one with least memory does."""
+    own = job("tiny-qwen3", layers=6, micro_batches=8, batch=16, sequence=128)
+    facts = search_facts(own, cluster([1e12], 4, memory=1.67e7))
+    found = search(facts, method="rule-of-thumb", max_work=3000)
+    assert found.best is not None
+    assert found.best.memory.used_fraction <= 1
+    assert (found.is_proven, found.shortfall) == (False, None)
+    limited = search(facts, max_work=60)
+    assert limited.best is None
+    assert limited.shortfall is not None
+    assert not limited.is_proven
+    text = shortfall_text(limited, limited.shortfall)
+    assert text.startswith("memory: no layout was found that fits, though some were not tried: ")
 
 
 def test_shortfall_names_the_missing_bytes_and_a_change_that_is_true() -> None:

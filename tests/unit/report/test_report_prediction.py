@@ -54,7 +54,10 @@ def test_words_say_the_direction(measured_s: float, reference_s: float, words: s
 
 
 def test_without_a_reference_the_machine_is_unknown() -> None:
-    for found in (prediction(0.2, None), prediction(0.2, 1e-3, None)):
+    short, unprobed = prediction(0.2, None), prediction(0.2, 1e-3, None)
+    assert short.describe().endswith("because the run was too short to time the reference work")
+    assert "because the plan has no reference_s: probe the cluster" in unprobed.describe()
+    for found in (short, unprobed):
         assert found.machine_ratio is None
         assert found.model_ratio is None
         assert "(2.00x), mostly in backward; how fast the machine was is unknown" in (

@@ -97,7 +97,7 @@ def predict_found(
     warnings = planned.warnings
     if result.shortfall is not None:
         figures |= {
-            "fits": False, "bottleneck": shortfall_text(result.shortfall),
+            "fits": False, "bottleneck": shortfall_text(result, result.shortfall),
             "remedy": None if result.shortfall.remedy is None
             else describe_remedy(result.shortfall.remedy),
         }  # fmt: skip
@@ -202,12 +202,17 @@ def runner_up_text(one: RunnerUp, best: FoundPlan) -> str:
     )
 
 
-def shortfall_text(shortfall: Shortfall) -> str:
+def shortfall_text(result: SearchResult, shortfall: Shortfall) -> str:
     """Return how much memory is short, and the remedy."""
     need, remedy = shortfall.memory, shortfall.remedy
+    nearest = (
+        "even the layout that comes nearest"
+        if result.is_proven
+        else "no layout was found that fits, though some were not tried: the nearest one"
+    )
     return (
-        f"memory: even the layout that comes nearest needs {format_bytes(need.peak_bytes)} on rank "
-        f"{need.rank}, but may use {format_bytes(need.usable_bytes)} of {need.device} "
+        f"memory: {nearest} needs {format_bytes(need.peak_bytes)} on rank {need.rank}, but may use "
+        f"{format_bytes(need.usable_bytes)} of {need.device} "
         f"({format_bytes(need.short_bytes)} short); "
         f"{NO_REMEDY if remedy is None else remedy_text(remedy)}"
     )

@@ -41,15 +41,16 @@ OTHER_STAGES = "the same layout fits with other stage boundaries"
 """Start of a message about a plan file whose layout fits, but not as the file cuts it."""
 _MICRO_BATCHES = "train.micro_batches"
 _STAGES = "stages"
-_DISPATCH = {
-    f"layout.{one}" for one in ("dispatch", "dispatch_hosts", "chunks", "overlap_local")
+_KEPT = {
+    "layout.dispatch", "layout.dispatch_hosts", "layout.chunks", "layout.overlap_local",
+    _MICRO_BATCHES, _STAGES,
 }  # fmt: skip
-"""Keys that no remedy changes."""
+"""Keys that are no changes of a layout."""
 _SPLITS = {"layout.pp", "layout.tp", "layout.etp"}
 """Keys that split layers or matrices, and so cost speed: others come before them."""
 _DECIDED: tuple[tuple[str, ...], ...] = (
     ("layout.pp", "layout.schedule", "layout.tp", "layout.etp", "layout.ep", "train.recompute"),
-    (), ("layout.dp_shard",), ("layout.embedding",), (_STAGES,),
+    (), ("layout.dp_shard",), ("layout.embedding",),
 )  # fmt: skip
 """Keys that candidates of a level have decided, in addition to those of the level before."""
 _STEP_SHARE = 0.3
@@ -108,6 +109,8 @@ def shortfall(
 ) -> Shortfall | None:
     """Return what is short in the plan that comes nearest, and the remedy; None without any plan.
 
+    Nothing is short if the search had not tried that plan.
+
     `search` returns the memory of the best plan that the same search finds for changed facts.
     """
     trials = Trials(facts, estimates, work.part(_STEP_SHARE))
@@ -115,7 +118,8 @@ def shortfall(
     work.add(trials.work.done)
     if nearest is None:
         return None
-    remedy = _find(facts, estimates, search, work)
+    fits = nearest.memory.used_fraction <= 1
+    remedy = None if fits else _find(facts, estimates, search, work)
     return Shortfall(
         memory=nearest.memory, settings=nearest.settings, plan=nearest.plan, remedy=remedy
     )
@@ -180,6 +184,10 @@ def _find(facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work
     if nearest is None:
         return None
     changes, memory = nearest
+    if memory.used_fraction <= 1:  # The limit of work had left it untried.
+        made = planned(_with_values(facts, changes))
+        if made is not None and made.used_fraction <= 1:
+            return Remedy(changes=changes, fits=True, is_least=False, memory=made)
     return Remedy(changes=changes, fits=False, is_least=is_least, memory=memory)
 
 
@@ -190,7 +198,7 @@ class _LayoutChanges:
         self._facts = facts
         self._changeable = [
             key for key in facts.pins
-            if key not in _DISPATCH and key != _MICRO_BATCHES
+            if key not in _KEPT
             and not (key == "layout.schedule" and facts.job.layout.schedule == "1f1b")
         ]  # fmt: skip
         pins = [one for one in facts.pins if one not in self._changeable]
@@ -245,7 +253,7 @@ class _LayoutChanges:
     def _push(self, queue: list[_Entry], candidate: Candidate, level: int) -> None:
         self.trials.estimates.note_bound()
         changes = self.changes(candidate, level)
-        if _STAGES in changes or self.trials.bounds.exceeds_memory(candidate, level):
+        if self.trials.bounds.exceeds_memory(candidate, level):
             return
         far = sum(_distance(value, _value(self._facts.job, key)) for key, value in changes.items())
         self._number += 1
@@ -285,8 +293,6 @@ def _distance(value: Any, own: Any) -> float:
 
 def _value(job: Job, key: str) -> Any:
     """Return the value of a key of the job; "auto" for one that is unset."""
-    if key == _STAGES:
-        return "even"
     table, _, name = key.partition(".")
     value = getattr(getattr(job, table), name)
     return "auto" if value is None else value

@@ -93,6 +93,9 @@ def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:
 
     limit = None if facts.max_work is None else _EXPLAIN_WORK * facts.max_work
     short = shortfall(facts, estimates, search, Work(limit))
+    if short is not None and not short.memory.short_bytes:  # The method had not tried that plan.
+        trials.try_plan(short.plan)
+        return trials.result(is_proven=False, bound_s=bound_s)
     return result.model_copy(update={"shortfall": short})
 
 

@@ -189,8 +189,9 @@ class Space:
 
     def _cuts_options(self, candidate: Candidate) -> list[Candidate]:
         # The plan of balanced cuts is the even one; the search sets its stages.
-        both: tuple[Cuts, ...] = ("even", "balanced") if candidate.pp > 1 else ("even",)
-        return [candidate._replace(cuts=one) for one in both]
+        is_open = candidate.pp > 1 and self.is_open("stages")
+        options: tuple[Cuts, ...] = ("even", "balanced") if is_open else ("even",)
+        return [candidate._replace(cuts=one) for one in options]
 
     def leaves(self, candidate: Candidate, level: int = 0) -> Iterator[Candidate]:
         """Yield every complete candidate below `candidate`, a candidate of `level`."""
