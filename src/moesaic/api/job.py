@@ -322,7 +322,9 @@ class Job:
             check_out_is_not_data(directory, loaded.job)
         check_inputs(loaded)
         texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
-        texts += [] if run is None else unkept_changes(run)
+        if run is not None:
+            files = [Path(one) for one in (self._source, plan) if isinstance(one, str | Path)]
+            texts += unkept_changes(run, loaded.job.model_dump(mode="json"), files)
         if directory is not None and is_leader():
             check_writable(directory)
             texts += disk_warnings(directory, loaded.job)

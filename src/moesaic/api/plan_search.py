@@ -167,7 +167,7 @@ def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> P
     parts, progress = cluster_parts(facts.cluster), SearchProgress(is_shown)
     if floor is not None and not any(part.price_per_hour for part in parts):
         raise ConfigError(
-            "--min-cost needs prices: set price_per_hour of the devices or hosts in the cluster file"
+            "--min-cost needs prices: set price_per_hour of devices or hosts in the cluster file"
         )
     quiet = facts.model_copy(update={"explains_shortfall": False})
 

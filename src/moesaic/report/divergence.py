@@ -96,8 +96,10 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
 
 def _find_explosion(loss: Floats, numbers: Floats) -> Divergence | None:
     """Return how the loss of a few steps exploded: their second half is far above the first one."""
-    end = float(np.median(loss[-(len(loss) // 2) :])) if len(loss) > 1 else 0.0
-    if len(loss) < 2 or end <= _EXPLODED_AT_ONCE * loss[0]:
+    if len(loss) < 2:
+        return None
+    end = float(np.median(loss[-(len(loss) // 2) :]))
+    if not 0 < _EXPLODED_AT_ONCE * loss[0] < end:
         return None
     onset = int(np.flatnonzero(loss > _ONSET * loss[0])[0])
     return Divergence("exploded", int(numbers[onset]), float(loss[0]), end, 0)

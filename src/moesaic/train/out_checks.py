@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import glob
 import itertools
+import shlex
 import shutil
 import tempfile
 from fnmatch import fnmatch
 from itertools import takewhile
-import shlex
 from pathlib import Path
 
 from moesaic.base import keys

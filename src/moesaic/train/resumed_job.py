@@ -146,13 +146,17 @@ def resolved_job(run: Path) -> Mapping[str, Any]:
     return _read_metadata(run / RESOLVED_JOB, "a comparison with its earlier job")
 
 
-def unkept_changes(run: Path) -> list[str]:
+def unkept_changes(run: Path, job: Mapping[str, Any], given: Sequence[Path] = ()) -> list[str]:
     """Return a sentence for each difference between the files of a run and its newest checkpoint:
-    edits by hand, and changes by a start that saved nothing."""
+    edits by hand, and changes by a start that saved nothing.
+
+    A resume with the resolved `job` takes the edits in files that are `given`.
+    """
     source = RunSource.read(run)
     if source is None:
         return []
-    edited = _edited_files(run)
+    taken = {one.resolve() for one in given}
+    edited = [name for name in _edited_files(run) if (run / name).resolve() not in taken]
     if source.checkpoint is None:
         return [
             f"'{run / name}' was edited after the start: it counts as it stands" for name in edited
@@ -171,8 +175,11 @@ def unkept_changes(run: Path) -> list[str]:
     if RESOLVED_JOB in edited or not (run / RESOLVED_JOB).is_file():
         return texts
     last = dict(flatten(_read_metadata(run / RESOLVED_JOB, "a comparison with its earlier job")))
-    kept = dict(flatten(source.job))
-    lost = [f"{key} = {show_value(last.get(key))}" for key in changed_keys(kept, last)]
+    kept, now = dict(flatten(source.job)), dict(flatten(job))
+    lost = [
+        f"{key} = {show_value(last.get(key))}" for key in changed_keys(kept, last)
+        if now.get(key) != last.get(key)
+    ]  # fmt: skip
     if lost:
         texts.append(
             f"the last start of '{run}' saved nothing, and {where}, so without "
@@ -184,12 +191,13 @@ def unkept_changes(run: Path) -> list[str]:
 def _edited_files(run: Path) -> list[str]:
     """Return the names of files of a start that differ from their hashes in the last one."""
     try:
-        hashes = json.loads((run / VERSIONS).read_bytes())["sha256"]
+        versions = json.loads((run / VERSIONS).read_bytes())
+        hashes = versions.get("sha256", {})  # Older runs have none.
         return [
             name for name, digest in hashes.items()
             if (run / name).is_file() and file_hash((run / name).read_bytes()) != digest
         ]  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return [VERSIONS] if (run / VERSIONS).exists() else []
 
 

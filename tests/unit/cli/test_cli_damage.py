@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -90,6 +91,10 @@ def test_resume_needs_no_file_of_the_last_start(place: Path, commands: Commands)
         assert errors.startswith(f"warning: 'run/{name}' was edited after the start, and a resume")
         assert errors.count("\n") == 1
         (run / name).write_bytes(content)
+    older = json.loads(whole["versions.json"])
+    del older["sha256"]
+    (run / "versions.json").write_text(json.dumps(older))
+    assert commands.run([*line.split(), "--dry-run"]).err == ""
     for name in whole:
         (run / name).unlink()
     assert "changed since the checkpoint: train.steps = 5, was 4\n" in commands.output(line)

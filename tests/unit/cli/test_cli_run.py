@@ -194,6 +194,8 @@ def test_a_resume_that_saved_nothing_leaves_the_settings_of_the_checkpoint(
     line = "train --out calm --resume --change --set train.steps=6"
     commands.run(f"{line} --set optimizer.lr=1e300 --set layout.dispatch=dedup", status=2)
     assert json.loads(Path("calm/job.json").read_text())["optimizer"]["lr"] == 1e300
+    again = commands.run(f"{line} --set optimizer.lr=1e300 --set layout.dispatch=dedup --dry-run")
+    assert again.err == ""
     captured = commands.run(line)
     words = (
         "warning: the last start of 'calm' saved nothing, and a resume goes on with the settings "
@@ -224,7 +226,8 @@ def test_an_edited_plan_of_a_run_is_noticed(commands: Commands) -> None:
     )
     assert json.loads(path.read_text())["recompute"] is False
     path.write_text(edited)
-    commands.output(f"{line.replace('=3', '=4')} --plan planned/plan.json")
+    captured = commands.run(f"{line.replace('=3', '=4')} --plan planned/plan.json")
+    assert captured.err == ""
     assert json.loads(path.read_text())["recompute"] is True
 
 

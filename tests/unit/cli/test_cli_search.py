@@ -276,6 +276,9 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     by_method = {one["method"]: one for one in replayed["methods"]}
     assert by_method["exhaustive"]["step_s"] == pytest.approx(by_method["best-first"]["step_s"])
     assert min(one["step_s"] for one in replayed["methods"]) == by_method["best-first"]["step_s"]
+    log = Path("run/events/rank-0.jsonl")
+    log.write_text(log.read_text().replace('"max_work": ', '"limit_s": '))  # As older runs did.
+    assert len(commands.facts(["replay", "run", "--search"])["methods"]) == len(by_method)
     assert "has not searched for its layout" in commands.refusal("replay alone --search")
     for more, is_kept in (
         ([], True), (["plan=auto"], True), ([f"layout.ep={plan.ep}", "plan=auto"], True),

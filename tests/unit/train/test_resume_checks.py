@@ -12,6 +12,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import Manifest
 from moesaic.facts.job import CtrJob
+from moesaic.facts.job.control import ControlConfig
 from moesaic.testing.jobs import TINY, tiny_job
 from moesaic.train.ctr import CtrKind
 from moesaic.train.kinds import AnyJob
@@ -90,6 +91,14 @@ def test_extras_may_change_on_resume() -> None:
     ]
     with pytest.raises(ConfigError, match=r"is of a model with model\.hidden = 32, the job has 64"):
         compare_models({"hidden": 32}, {"hidden": 64})
+
+
+def test_a_table_that_is_gone_is_no_reason_to_fail() -> None:
+    """Other samples, because the job has no [control] any more."""
+    now = tiny_job()
+    before = now.model_copy(update={"control": ControlConfig(topic="subject")})
+    with pytest.raises(ConfigError, match=r'control\.topic = unset, was "subject".* start a new'):
+        compare(before, now, LanguageModelKind(), "other")
 
 
 def test_a_recommender_keeps_its_rows_on_resume() -> None:
