@@ -185,9 +185,8 @@ def predict_plan(
         idle_ranks_warning(plan, job), *unit_warnings(cluster), dispatch_hosts_warning(plan),
         _replicas_warning(figures, memory),
     ]  # fmt: skip
-    predicted = plan.model_copy(
-        update={"predictions": _predictions(plan, facts, figures, timeline)}
-    )
+    predictions = _predictions(plan, facts, figures, timeline)
+    predicted = plan.model_copy(update={"predictions": predictions})
     texts = [one for one in warnings if one is not None]
     return PlannedJob(predicted, figures, timeline, texts, facts)
 
