@@ -200,6 +200,8 @@ def test_parts_of_a_cluster(commands: Commands) -> None:
     reached = commands.facts([*LINE, "--min-cost", "--floor", "10", *PINS])
     prices = [one["price_per_million_tokens"] for one in reached["cluster_parts"]]
     assert reached["price_per_million_tokens"] == pytest.approx(min(prices))
+    unpriced = [*LINE[:-1], "h100-8"]
+    assert "--min-cost needs prices" in commands.refusal([*unpriced, "--min-cost", *PINS])
     beyond = commands.run([*LINE, "--min-cost", "--floor", "1e12", *PINS], status=3)
     assert beyond.out.startswith("no part reaches 1,000,000,000,000 tokens/s; the most is ")
     write_cluster(memory=6e6)
