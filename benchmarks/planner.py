@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks import planner_choice, planner_cuts, planner_search
+from benchmarks import planner_choice, planner_cuts, planner_published, planner_search
 
-PARTS = {**planner_choice.PARTS, **planner_cuts.PARTS, **planner_search.PARTS}
+PARTS = {
+    **planner_choice.PARTS, **planner_cuts.PARTS, **planner_search.PARTS,
+    **planner_published.PARTS,
+}  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks import planner, planner_choice, planner_cuts, planner_search
+from benchmarks import planner, planner_choice, planner_cuts, planner_published, planner_search
 from benchmarks.plan_instances import instance
 from benchmarks.planner_choice import JOBS, Judged, any_cluster, job_of
 from benchmarks.planner_layouts import Timed, find, index_of, layouts, split, take_turns
 
-from moesaic.policy.cost.calibrate import UNCALIBRATED, fit_factors
+from moesaic.facts.cluster.presets import PUBLISHED, PUBLISHED_PRESETS
+from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED, fit_factors
 from moesaic.testing.ranks import RankPool
 
 TINY = (
@@ -92,7 +93,24 @@ def test_small_instances_are_compared_with_all_methods() -> None:
 
 
 def test_published_layouts_are_pinned() -> None:
-    assert set(planner.PARTS) == {"choice", "peaks", "cuts", "clusters", "instances"}
+    assert set(planner.PARTS) == {"choice", "peaks", "cuts", "clusters", "instances", "published"}
     for published in (planner_search.QWEN, planner_search.DEEPSEEK):
         layout = published.job(**published.layout).layout
         assert {key: getattr(layout, key) for key in published.layout} == published.layout
+
+
+def test_presets_carry_the_fit_of_published_runs() -> None:
+    runs = planner_published.RUNS
+    fitted, *rest = list(planner_published.published(1))
+    factor, *ratios = (row.value for row in rest)
+    assert PUBLISHED["runs"] == len(runs) == len(ratios)
+    assert PUBLISHED["error"] == pytest.approx(fitted.value, abs=0.006)
+    for kind in KINDS:
+        assert PUBLISHED[kind] == pytest.approx(factor, abs=0.006)
+    devices = {run.cluster().hosts[0].devices[0].model for run in runs}
+    assert PUBLISHED["devices"] == sorted(devices)
+    assert {run.host for run in runs} == PUBLISHED_PRESETS
+    # A run that is left out of the fit meets the printed error, and one comes near it.
+    errors = planner_published.fit(runs).held_out
+    assert max(map(abs, errors)) <= PUBLISHED["error"] + 0.006
+    assert all(run.source.startswith("https://") for run in runs)

@@ -42,7 +42,8 @@ def calibrate(
     opened = Cluster.load(cluster_path)
     if out is not None:
         flags.check_new_file("--out", out, "cluster.toml")
-        if opened.facts.calibration is not None:
+        known = opened.facts.calibration
+        if known is not None and known.source is None:
             raise ConfigError(
                 f"--cluster '{cluster_path}' is calibrated already: give the file without its "
                 "[calibration]"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.base.keys import assignments, join_words
 from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
 from moesaic.cli import screen
+from moesaic.facts.cluster import Calibration
 from moesaic.facts.plan import Plan, describe_plan, dispatch_summary
 from moesaic.facts.workload import STEP
 
@@ -233,8 +234,9 @@ def _basis(figures: Mapping[str, Any]) -> str:
     calibration = figures["calibration"]
     if not calibration:
         return ", not calibrated"
-    num_runs = calibration["runs"]
-    basis = f", calibrated by {num_runs} run{'s' if num_runs > 1 else ''}"
+    if calibration["source"] is not None:  # `error_text` names it.
+        return ""
+    basis = f", calibrated by {Calibration(**calibration).describe()}"
     return basis + " on other devices" * (figures["device"] not in calibration["devices"])
 
 
@@ -242,9 +244,12 @@ def error_text(figures: Mapping[str, Any]) -> str:
     """Return the error that calibration has seen, or how far other predictions were off."""
     calibration = figures["calibration"]
     error = calibration["error"] if calibration else None
-    return (
-        " (not calibrated: may be off by 2x)" if error is None else f" ± {round_text(100 * error)}%"
-    )
+    if error is None:
+        return " (not calibrated: may be off by 2x)"
+    text = f" ± {round_text(100 * error)}%"
+    if calibration["source"] is None:
+        return text
+    return f"{text} (by {Calibration(**calibration).describe()}; calibrate with your own)"
 
 
 def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:

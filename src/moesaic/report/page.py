@@ -95,7 +95,7 @@ def _prediction_table(prediction: Prediction, unit: str) -> str:
     ratio = UNKNOWN if measured.memory == "resident" else _ratio(*peaks)
     rows.append((f"peak memory of a rank, {measured.memory}", *map(size, peaks), ratio))
     calibration, text = predicted.calibration, prediction.describe()
-    basis = f", calibrated by {plural(calibration.runs, 'run')}" if calibration else ""
+    basis = f", calibrated by {calibration.describe()}" if calibration else ""
     basis += f", with the loads of '{predicted.loads}'" if predicted.loads else ""
     guide = (
         f"{text[0].upper()}{text[1:]}. Predicted for "

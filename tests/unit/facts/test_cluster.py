@@ -22,7 +22,7 @@ from moesaic.facts.cluster import (
     price_per_hour,
 )
 from moesaic.facts.cluster.file import resolve_cluster
-from moesaic.facts.cluster.presets import PRESETS, SOURCES, Preset
+from moesaic.facts.cluster.presets import PRESETS, PUBLISHED, SOURCES, Preset
 
 SPEED = {"dtype": "fp32", "flops": 1e12}
 DEVICE = {"kind": "gpu", "model": "G", "memory_bytes": 1e9, "memory_bandwidth": 1e9,
@@ -189,6 +189,28 @@ def test_every_preset_is_a_complete_host(name: str) -> None:
 def test_presets_have_names_and_sources() -> None:
     assert set(get_args(Preset)) == set(PRESETS) == set(SOURCES)
     assert all(len(source) > 30 for source in SOURCES.values())
+
+
+def test_hosts_at_the_speed_of_a_preset_are_calibrated_by_published_runs() -> None:
+    def calibration(*hosts: dict[str, Any], **more: object) -> Any:
+        named = [{"name": f"h{at}", **one} for at, one in enumerate(hosts)]
+        return resolve_cluster({"name": "c", "hosts": named, **more}, "c").calibration
+
+    h100, a100 = {"preset": "h100-8"}, {"preset": "a100-8", "replicas": 2}
+    found = calibration(h100, a100)
+    assert found.model_dump() == PUBLISHED
+    assert found.describe() == f"{PUBLISHED['runs']} published runs of other trainers in bf16"
+    assert calibration({**h100, "devices": {"count": 4, "price_per_hour": 2.0}}) == found
+    own = {"runs": 1, "devices": ["X"], **dict.fromkeys(("matmul", "elementwise"), 1.5)}
+    mine = calibration(h100, calibration={**own, "collectives": 2.0})
+    assert (mine.matmul, mine.source, mine.describe()) == (1.5, None, "1 run")
+    for other in (
+        {"preset": "h200-8"},
+        {**h100, "devices": {"memory_bandwidth": 1e12}},
+        {**h100, "devices": [DEVICE]},
+        {"memory_bytes": 1e9, "devices": [DEVICE]},
+    ):
+        assert calibration(h100, other) is None
 
 
 def test_file_overrides_preset() -> None:

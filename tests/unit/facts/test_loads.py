@@ -24,9 +24,11 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def route_all_ranks(size: int, layout: dict[str, Any], load: Any) -> tuple[list[RoutedTokens], int]:
+def route_all_ranks(
+    size: int, layout: dict[str, Any], load: Any, **more: object
+) -> tuple[list[RoutedTokens], int]:
     """Return the routed tokens of each rank in one expert layer, and the number of all tokens."""
-    model = {"layers": 1, "kv_heads": 4, "vocab": 64, "top_k": 3}
+    model = {"layers": 1, "kv_heads": 4, "vocab": 64, "top_k": 3, **more}
     job = tiny_job(model=model, layout=layout, train={"batch": 16})
     plan = plan_from_layout(job.layout, job.model, size)
     routed = [routed_by_layer(job, plan, rank, load)[0] for rank in range(size)]
@@ -98,6 +100,19 @@ def test_even_dedup_counts_match_random_choices() -> None:
     assert intra_host.group == (0, 1)
     none_on_rank = 6 * 5 * 4 / (8 * 7 * 6)
     assert intra_host.send_tokens == [2 * round(tokens / 4 * (1 - none_on_rank))] * 2
+
+
+def test_even_dedup_counts_know_that_tokens_choose_among_few_groups() -> None:
+    latent = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    model = {"family": "deepseek_v3", "latent": latent, "expert_groups": 4, "top_expert_groups": 2}
+    (routed, *_), tokens = route_all_ranks(
+        4, {"ep": 4, "dispatch_hosts": 2, "dispatch": "dedup"}, None, **model
+    )
+    inter_host, intra_host = routed.exchanges
+    # A rank has one of four groups. Of two groups with two experts each, a token chooses three.
+    assert intra_host.send_tokens == [2 * round(tokens / 4 / 2)] * 2
+    # One of six pairs of groups is on the other host alone.
+    assert inter_host.send_tokens == [round(tokens / 4 * 5 / 6)] * 2
 
 
 def test_even_dedup_counts_leave_out_overlapped_local_tokens() -> None:

@@ -244,6 +244,15 @@ class Calibration(Section):
     error: float | None = Field(default=None, ge=0)
     """Largest error of a run's step predicted by factors of the other runs, as a fraction; unset:
     unknown, as after a single run."""
+    source: str | None = None
+    """Origin of published runs, such as "other trainers in bf16" for a preset; unset: runs of
+    moesaic."""
+
+    def describe(self) -> str:
+        """Return the runs in words, such as "2 runs" or "13 published runs of other trainers in
+        bf16"."""
+        runs = f"{self.runs} {'published ' * (self.source is not None)}run{'s' * (self.runs > 1)}"
+        return runs if self.source is None else f"{runs} of {self.source}"
 
 
 class Cluster(Section):

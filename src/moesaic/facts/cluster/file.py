@@ -16,7 +16,10 @@ from moesaic.base import keys
 from moesaic.base.config import Section, parse, read_toml
 from moesaic.base.errors import ConfigError
 from moesaic.facts.cluster.cluster import Calibration, Cluster, Host, Link, LinkProperties
-from moesaic.facts.cluster.presets import PRESETS, Preset
+from moesaic.facts.cluster.presets import PRESETS, PUBLISHED, PUBLISHED_PRESETS, Preset
+
+_OTHER_THAN_SPEED = {"count", "memory_bytes", "reserved_bytes", "price_per_hour"}
+"""Keys of a device that change no predicted time."""
 
 
 class HostPreset(Section):
@@ -49,8 +52,8 @@ class ClusterFile(Section):
     """Links inside and between hosts. Traffic between two hosts takes the widest link that joins
     them."""
     calibration: Calibration | None = None
-    """Corrections of predicted times from measured runs, written by `moesaic calibrate`; unset:
-    none."""
+    """Corrections of predicted times from measured runs, written by `moesaic calibrate`; unset: by
+    published runs if all hosts are presets that have some, else none."""
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -88,7 +91,16 @@ def _fill_presets(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if not isinstance(hosts, list):
         return dict(raw)
     filled = [_fill_preset(host, f"{origin}: hosts[{index}]") for index, host in enumerate(hosts)]
-    return {**raw, "hosts": filled}
+    published = {"calibration": PUBLISHED} if all(map(_has_published_runs, hosts)) else {}
+    return {**published, **raw, "hosts": filled}
+
+
+def _has_published_runs(host: object) -> bool:
+    """Return whether the host is a preset with published runs, at the speeds of its data sheet."""
+    if not isinstance(host, dict) or host.get("preset") not in PUBLISHED_PRESETS:
+        return False
+    devices = host.get("devices", {})
+    return isinstance(devices, dict) and devices.keys() <= _OTHER_THAN_SPEED and "link" not in host
 
 
 def _fill_preset(host: object, where: str) -> object:

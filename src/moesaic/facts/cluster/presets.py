@@ -79,6 +79,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Hosts by preset name, as a file would describe them."""
 
+PUBLISHED: dict[str, Any] = {
+    "runs": 13, "devices": ["NVIDIA A100 SXM4", "NVIDIA H100 SXM5"], "matmul": 1.0,
+    "elementwise": 1.0, "collectives": 1.0, "error": 0.42, "source": "other trainers in bf16",
+}  # fmt: skip
+"""Calibration of presets by published runs, as `benchmarks/planner_published.py` fits it."""
+PUBLISHED_PRESETS = frozenset({"a100-8", "h100-8"})
+"""Presets with published runs."""
+
 NETWORKS: dict[str, float] = {
     "v100-8": 50 * _GB, "a100-8": 200 * _GB, "h100-8": 400 * _GB, "h200-8": 400 * _GB,
     "ascend910-8": 100 * _GB, "kunlun1-8": 12.5 * _GB, "cpu": 12.5 * _GB,

@@ -123,8 +123,8 @@ def _dispatch(s: Sizes, routed: RoutedTokens) -> Operation:
     sent = sum(2 * one.num_sent for one in exchanges)
     summed = num_local * (choices + 4 * tokens) + 2 * (routed.num_chunks > 1) * tokens
     if routed.is_dedup:
-        summed += exchanges[-1].num_received * (s.model.top_k + 1)
-        summed += sum(2 * one.num_received + _hop_sums(one) for one in exchanges)
+        summed += _owner_sums(s, routed)
+        summed += sum(2 * one.num_received + _hop_sums(s, one) for one in exchanges)
     else:
         summed += _num_results(s, routed) + tokens + sum(2 * one.num_sent for one in exchanges[1:])
     cast = s.cast_bytes(s.stream_elements)
@@ -154,9 +154,19 @@ def _num_results(s: Sizes, routed: RoutedTokens) -> int:
     return s.dispatched_tokens * s.model.top_k if routed.num_local_chunks else routed.num_sent
 
 
-def _hop_sums(one: Exchange) -> int:
-    """Return rows that the sums by token over all destinations of an exchange read and write."""
-    return one.num_tokens * (len(one.group) + 1)
+def _owner_sums(s: Sizes, routed: RoutedTokens) -> int:
+    """Return rows that the sums over a received token's experts read and write.
+
+    One row stands for all absent ones, and stays in the cache of a GPU.
+    """
+    received = routed.exchanges[-1].num_received
+    return received + (received * s.model.top_k if s.on_cpu else sum(routed.slot_tokens))
+
+
+def _hop_sums(s: Sizes, one: Exchange) -> int:
+    """Return rows that the sums by token over all destinations of an exchange read and write; see
+    `_owner_sums` for absent ones."""
+    return one.num_tokens + (one.num_tokens * len(one.group) if s.on_cpu else one.num_sent)
 
 
 def _experts(s: Sizes, chunk: RoutedTokens) -> Operation:
@@ -223,8 +233,8 @@ def _combine(s: Sizes, routed: RoutedTokens) -> Operation:
     row, tokens, exchanges = s.model.hidden * s.compute_bytes, s.dispatched_tokens, routed.exchanges
     forward = routed.num_local_chunks * tokens * (s.model.top_k + 1)
     if routed.is_dedup:
-        forward += exchanges[-1].num_received * (s.model.top_k + 1)
-        forward += sum(_hop_sums(one) for one in exchanges)
+        forward += _owner_sums(s, routed)
+        forward += sum(_hop_sums(s, one) for one in exchanges)
         backward = sum(2 * one.num_sent for one in exchanges)
     else:
         moved = sum(2 * one.num_received for one in exchanges[:-1])

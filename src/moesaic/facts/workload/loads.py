@@ -3,6 +3,7 @@ routing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -69,17 +70,26 @@ def destination_counts(plan: Plan) -> list[int]:
 def _expected_dedup_tokens(job: Job, assigned: CountArray, totals: CountArray) -> CountArray:
     """Return the expected number of deduplicated tokens, [ranks, destinations].
 
-    Choices follow the load independently, except that no token chooses an expert twice.
-    `assigned` are the assignments that are sent, [ranks, destinations], and `totals` all those of
-    each rank, [ranks, 1].
+    Choices follow the load independently, except that no token chooses an expert twice, and that
+    it may choose among `model.top_expert_groups` of the groups only; each destination has
+    consecutive experts. `assigned` are the assignments that are sent, [ranks, destinations], and
+    `totals` all those of each rank, [ranks, 1].
     """
-    top_k, experts = job.model.top_k, job.model.experts
-    fraction, probability_none = assigned / np.maximum(totals, 1), np.ones(assigned.shape)
-    for choice in range(top_k):  # Each choice is among the experts not chosen yet.
-        probability_none *= 1 - np.minimum(fraction * experts / (experts - choice), 1.0)
+    top_k, groups, chosen = job.model.top_k, job.model.expert_groups, job.model.top_expert_groups
+    experts = job.model.experts * chosen // groups
+    fraction, probability_none = assigned / np.maximum(totals, 1), np.zeros(assigned.shape)
+    own_groups = max(1, groups // assigned.shape[1])
+    for own in range(max(0, own_groups + chosen - groups), min(own_groups, chosen) + 1):
+        # The token may choose among `own` of the destination's groups.
+        ways = math.comb(own_groups, own) * math.comb(groups - own_groups, chosen - own)
+        none = np.full(assigned.shape, ways / math.comb(groups, chosen))
+        scaled = fraction * groups / chosen * own / own_groups
+        for choice in range(top_k):  # Each choice is among the experts not chosen yet.
+            none *= 1 - np.minimum(scaled * experts / (experts - choice), 1.0)
+        probability_none += none
     tokens = totals // top_k
     expected = np.rint(tokens * (1 - probability_none)).astype(np.int64)
-    lower = -(-assigned // min(top_k, experts // assigned.shape[1]))
+    lower = -(-assigned // min(top_k, job.model.experts // assigned.shape[1]))
     clipped: CountArray = np.clip(expected, lower, np.maximum(np.minimum(assigned, tokens), lower))
     return clipped
 

@@ -72,7 +72,7 @@ def observe_step(
 ) -> Observation:
     """Return the measured step of `job` with its prediction; an earlier calibration is ignored."""
     models = device_models(cluster, plan.ranks)
-    uncalibrated = Calibration(runs=1, devices=models, **dict.fromkeys(KINDS, 1.0))
+    uncalibrated = Calibration(runs=1, devices=models, matmul=1.0, elementwise=1.0, collectives=1.0)
 
     def step(factors: Factors) -> Step:
         values = dict(zip(KINDS, factors.tolist(), strict=True))

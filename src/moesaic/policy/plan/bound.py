@@ -72,9 +72,12 @@ class Bounds(MemoryBounds):
         experts = (self._kind_of[f"layers.{layer}"] for layer in self._job.model.expert_layers)
         self._expert_kinds = frozenset(experts)
         devices, precision = self._blocks.devices, self._job.train.precision
-        is_known = self._cluster.calibration is not None or self._blocks.is_measured
-        self._speeds = [] if is_known else [one.matmul_speed(precision).flops for one in devices]
-        """Speeds of matmuls by rank; empty if one is measured, and so no limit."""
+        calibration = self._cluster.calibration
+        factor = 1.0 if calibration is None else min(calibration.matmul, 1.0)
+        speeds = [one.matmul_speed(precision).flops / factor for one in devices]
+        self._speeds = [] if self._blocks.is_measured else speeds
+        """Calibrated speeds of matmuls by rank, at least; empty if one is measured, and so no
+        limit."""
         self._is_async = all(
             device_at(self._cluster, one).kind != "cpu" for one in dict.fromkeys(self._places)
         )
@@ -82,7 +85,7 @@ class Bounds(MemoryBounds):
     def matmul_seconds(self) -> float | None:
         """Return seconds that no plan beats: all matmuls with weights, evenly over all ranks.
 
-        None if the speed of a device is measured or calibrated, and so no limit.
+        None if the speed of a device is measured, and so no limit.
         """
         job, weights = self._job, 0
         if not self._speeds:

@@ -207,6 +207,9 @@ def predict_traced(
 
     `num_ranks` is None for all ranks that the cluster has room for.
     """
+    if cluster.calibration is not None and cluster.calibration.source is not None:
+        # Those runs are of language models.
+        cluster = cluster.model_copy(update={"calibration": None})
     ranks = num_ranks or max_ranks(cluster)
     step = replicated_step(traced_blocks(traced, ranks), ranks, cluster)
     timeline = simulate_step(step, ranks)
