@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import assignments
-from moesaic.base.units import format_bytes
+from moesaic.base.units import format_used_bytes
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -34,11 +34,10 @@ from moesaic.policy.plan.work import Work
 
 REMEDY_WORK = 5_000
 """Work to find the remedy of a plan that was not searched: a few seconds."""
-NOTHING_FITS = "no change was found with which it fits"
-"""Start of a message."""
-NO_REMEDY = f"{NOTHING_FITS}: use a smaller model, or devices with more memory"
-OTHER_STAGES = "the same layout fits with other stage boundaries"
-"""Start of a message about a plan file whose layout fits, but not as the file cuts it."""
+_NOTHING_FITS = "no change was found with which it fits"
+_NO_REMEDY = f"{_NOTHING_FITS}: use a smaller model, or devices with more memory"
+_OTHER_STAGES = "the same layout fits with other stage boundaries"
+"""Remedy of a plan file whose layout fits, but not as the file cuts it."""
 _MICRO_BATCHES = "train.micro_batches"
 _STAGES = "stages"
 _KEPT = {
@@ -71,13 +70,9 @@ def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
 
     `facts` are those of a search for its layout.
     """
-    remedy = find_remedy(facts)
-    text = remedy_text(remedy) if remedy is not None else NO_REMEDY
-    bottleneck = f"{planned.figures['bottleneck']}; {text}"
-    figures = {
-        **planned.figures, "bottleneck": bottleneck,
-        "remedy": None if remedy is None else describe_remedy(remedy),
-    }  # fmt: skip
+    remedy = describe_remedy(find_remedy(facts))
+    bottleneck = f"{planned.figures['bottleneck']}; {remedy_text(remedy)}"
+    figures = {**planned.figures, "bottleneck": bottleneck, "remedy": remedy}
     others = [one for one in planned.warnings if not one.startswith(DOES_NOT_FIT)]
     return planned._replace(figures=figures, warnings=[f"{DOES_NOT_FIT}{bottleneck}", *others])
 
@@ -369,8 +364,10 @@ def _with_another_host(cluster: Cluster) -> Cluster | None:
     )
 
 
-def describe_remedy(remedy: Remedy) -> dict[str, Any]:
+def describe_remedy(remedy: Remedy | None) -> dict[str, Any] | None:
     """Return a remedy as plain data."""
+    if remedy is None:
+        return None
     return {
         "changes": remedy.changes, "peak_bytes": remedy.memory.peak_bytes,
         "usable_bytes": remedy.memory.usable_bytes, "fits": remedy.fits,
@@ -378,11 +375,19 @@ def describe_remedy(remedy: Remedy) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def remedy_text(remedy: Remedy) -> str:
-    """Return in words with which changes a job fits, or which come nearest."""
-    size = format_bytes(remedy.memory.peak_bytes)
-    text = NO_REMEDY if remedy.is_least else NOTHING_FITS
-    if not remedy.changes:
-        return f"{OTHER_STAGES} ({size})" if remedy.fits else text
-    told = f"{assignments(remedy.changes)} ({size})"
-    return f"it fits with {told}" if remedy.fits else f"{text}; {told} comes nearest"
+def remedy_text(remedy: Mapping[str, Any] | None) -> str:
+    """Return in words with which changes a job fits, or which come nearest; `remedy` is as
+    `describe_remedy` has it."""
+    if remedy is None:
+        return _NO_REMEDY
+    size = f" ({format_used_bytes(remedy['peak_bytes'], remedy['usable_bytes'])})"
+    text = _NO_REMEDY if remedy["is_least"] else _NOTHING_FITS
+    if not remedy["changes"]:
+        return f"{_OTHER_STAGES}{size}" if remedy["fits"] else text
+    told = assignments(remedy["changes"])
+    learns = "; auxiliary losses are then taken over smaller micro-batches"
+    learns *= _MICRO_BATCHES in remedy["changes"]
+    if not remedy["fits"]:
+        return f"{text}; {told} comes nearest{size}{learns}"
+    least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
+    return f"{least}: {told}{size}{learns}"
