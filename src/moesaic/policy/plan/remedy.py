@@ -47,7 +47,7 @@ _KEPT = {
 """Keys that are no changes of a layout."""
 _SPLITS = {"layout.pp", "layout.tp", "layout.etp"}
 """Keys that split layers or matrices, and so cost speed: others come before them."""
-_DECIDED: tuple[tuple[str, ...], ...] = (
+_KEYS_BY_LEVEL: tuple[tuple[str, ...], ...] = (
     ("layout.pp", "layout.schedule", "layout.tp", "layout.etp", "layout.ep", "train.recompute"),
     (), ("layout.dp_shard",), ("layout.embedding",),
 )  # fmt: skip
@@ -83,10 +83,12 @@ def find_remedy(facts: SearchFacts) -> Remedy | None:
     written.discard("layout.dispatch_hosts")  # Unset: as the dispatch method needs.
     pins = [key for key in (*SEARCH_KEYS, _STAGES) if key in written or key == _STAGES]
     own = facts.model_copy(update={"pins": pins})
-    return _find(own, SimulatedEstimates.from_facts(facts), _as_chosen, Work(REMEDY_WORK))
+    return _find(
+        own, SimulatedEstimates.from_facts(facts), _memory_without_search, Work(REMEDY_WORK)
+    )
 
 
-def _as_chosen(facts: SearchFacts) -> RankNeed | None:
+def _memory_without_search(facts: SearchFacts) -> RankNeed | None:
     """Return the memory of the plan with the layout of a job."""
     try:
         choices, plan_facts = choose_plan(facts.job, facts.cluster, facts.ranks)
@@ -137,7 +139,7 @@ def least_memory(trials: Trials) -> LeastMemory | None:
     space = trials.space
     shapes = heapq.nsmallest(_MAX_SHAPES, space.shapes(), key=trials.bounds.state_fraction)
     found: LeastMemory | None = None
-    for leaf in (leaf for shape in shapes for leaf in _frugal(trials, shape)):
+    for leaf in (leaf for shape in shapes for leaf in _low_memory_leaves(trials, shape)):
         if found is not None and trials.work.used():
             break
         made = trials.plan(leaf)
@@ -149,7 +151,7 @@ def least_memory(trials: Trials) -> LeastMemory | None:
     return found
 
 
-def _frugal(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
+def _low_memory_leaves(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
     """Yield complete candidates of a shape that may need least memory."""
     space = trials.space
     plain = [one for one in space.children(shape, 0) if not one.overlaps_dispatch]
@@ -162,7 +164,7 @@ def _frugal(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
 def _find(facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work) -> Remedy | None:
     """Return the remedy for changes of pinned keys; one that does not fit if none was found."""
     is_least = True
-    for start, changed in _starts(facts):
+    for start, changed in _changes_beside_layout(facts):
         own = _LayoutChanges(changed, estimates.on_cluster(changed.cluster), work.part(_STEP_SHARE))
         found = own.first_that_fits(planned)
         work.add(own.trials.work.done)
@@ -236,7 +238,7 @@ class _LayoutChanges:
         """Return the changed keys among those that a candidate of a level has decided."""
         settings, job, found = candidate.settings(), self._facts.job, dict[str, Any]()
         whole = max(self._facts.ranks // candidate.pp // candidate.tp, 1)
-        for key in (key for keys in _DECIDED[: level + 1] for key in keys):
+        for key in (key for keys in _KEYS_BY_LEVEL[: level + 1] for key in keys):
             if key not in self._changeable:
                 continue
             own, value = _value(job, key), settings[key]
@@ -293,7 +295,7 @@ def _value(job: Job, key: str) -> Any:
     return "auto" if value is None else value
 
 
-def _starts(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
+def _changes_beside_layout(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
     """Yield changes beside those of the layout, in order, and the facts after each."""
     yield {}, facts
     train, most = facts.job.train, facts.job.train.micro_batches
@@ -301,23 +303,23 @@ def _starts(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
     while _MICRO_BATCHES in facts.pins and number <= train.batch:
         if train.batch % number == 0:
             most = number
-            yield _started(facts, {_MICRO_BATCHES: number})
+            yield _changed(facts, {_MICRO_BATCHES: number})
         number *= 2
     batch = train.batch
     while batch % 2 == 0 and batch // 2 % train.micro_batches == 0:
         batch //= 2
-        yield _started(facts, {"train.batch": batch})
+        yield _changed(facts, {"train.batch": batch})
     split = {_MICRO_BATCHES: most} if most > train.micro_batches else {}
     for more in ({}, split) if split else ({},):
         sequence = facts.job.data.sequence
         while sequence % 2 == 0 and sequence // 2 >= _MIN_SEQUENCE:
             sequence //= 2
-            yield _started(facts, {**more, "data.sequence": sequence})
+            yield _changed(facts, {**more, "data.sequence": sequence})
     for ranks, cluster in _more_devices(facts.ranks, facts.cluster):
         yield {"nproc": ranks}, facts.model_copy(update={"ranks": ranks, "cluster": cluster})
 
 
-def _started(facts: SearchFacts, values: Settings) -> tuple[Settings, SearchFacts]:
+def _changed(facts: SearchFacts, values: Settings) -> tuple[Settings, SearchFacts]:
     return values, _with_values(facts, values)
 
 
