@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -52,17 +53,22 @@ _KEYS_BY_LEVEL: tuple[tuple[str, ...], ...] = (
     (), ("layout.dp_shard",), ("layout.embedding",),
 )  # fmt: skip
 """Keys that candidates of a level have decided, in addition to those of the level before."""
+_TRIES_SHARE = 0.8
+"""Fraction of the work for changes that may fit; the rest is for what comes nearest."""
 _STEP_SHARE = 0.3
 """Fraction of the work that is left, for one step of the way to a remedy."""
 _PLANNED = 200.0
 """Work of the plan of a changed job."""
+_SHAPE_OPTION = 0.01
+"""Work of a shape that is listed, whether a valid one or not."""
 _MAX_SHAPES = 24
 """Shapes whose memory is computed, those with the least state first."""
 _MIN_SEQUENCE = 16
 _MAX_RANK_FACTOR = 64
 
-Planned = Callable[[SearchFacts], RankNeed | None]
-"""Function of changed facts: the memory of the plan that the verb makes then; None without one."""
+Planned = Callable[[SearchFacts, Work], RankNeed | None]
+"""Function of changed facts and a counter of its work: the memory of the plan that the verb makes
+then; None without one."""
 
 
 def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
@@ -88,8 +94,9 @@ def find_remedy(facts: SearchFacts) -> Remedy | None:
     )
 
 
-def _memory_without_search(facts: SearchFacts) -> RankNeed | None:
+def _memory_without_search(facts: SearchFacts, work: Work) -> RankNeed | None:
     """Return the memory of the plan with the layout of a job."""
+    work.add(_PLANNED)
     try:
         choices, plan_facts = choose_plan(facts.job, facts.cluster, facts.ranks)
     except ConfigError:
@@ -110,9 +117,7 @@ def shortfall(
 
     `search` returns the memory of the best plan that the same search finds for changed facts.
     """
-    trials = Trials(facts, estimates, work.part(_STEP_SHARE))
-    nearest = least_memory(trials)
-    work.add(trials.work.done)
+    nearest = least_memory(Trials(facts, estimates, work.part(_STEP_SHARE)))
     if nearest is None:
         return None
     fits = nearest.memory.used_fraction <= 1
@@ -136,8 +141,7 @@ def least_memory(trials: Trials) -> LeastMemory | None:
 
     In a large space only the shapes with the least state are tried, as far as the work allows.
     """
-    space = trials.space
-    shapes = heapq.nsmallest(_MAX_SHAPES, space.shapes(), key=trials.bounds.state_fraction)
+    shapes = heapq.nsmallest(_MAX_SHAPES, _split_shapes(trials), key=trials.bounds.state_fraction)
     found: LeastMemory | None = None
     for leaf in (leaf for shape in shapes for leaf in _low_memory_leaves(trials, shape)):
         if found is not None and trials.work.used():
@@ -149,6 +153,22 @@ def least_memory(trials: Trials) -> LeastMemory | None:
         if found is None or memory.used_fraction < found.memory.used_fraction:
             found = LeastMemory(memory, leaf.settings(), made[1], leaf)
     return found
+
+
+def _split_shapes(trials: Trials) -> Iterator[Candidate]:
+    """Yield valid shapes, those that split a model most first, for up to half of the work."""
+    space, number = trials.space, 0
+    options = sorted(
+        space.shape_options(), reverse=True,
+        key=lambda one: one.pp * max(one.tp, one.ep * one.etp),
+    )  # fmt: skip
+    trials.work.add(_SHAPE_OPTION * len(options))
+    for shape in options:
+        if number >= _MAX_SHAPES and trials.work.used(0.5):
+            return
+        if space.plan(shape) is not None:
+            number += 1
+            yield shape
 
 
 def _low_memory_leaves(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
@@ -163,26 +183,27 @@ def _low_memory_leaves(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
 
 def _find(facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work) -> Remedy | None:
     """Return the remedy for changes of pinned keys; one that does not fit if none was found."""
-    is_least = True
-    for start, changed in _changes_beside_layout(facts):
-        own = _LayoutChanges(changed, estimates.on_cluster(changed.cluster), work.part(_STEP_SHARE))
-        found = own.first_that_fits(planned)
-        work.add(own.trials.work.done)
+    is_least, tries = True, work.part(_TRIES_SHARE)
+    for beside, changed in _changes_beside_layout(facts):
+        if tries.used():
+            is_least = False
+            break
+        own = _LayoutChanges(
+            changed, estimates.on_cluster(changed.cluster), tries.part(_STEP_SHARE)
+        )
+        found = own.first_that_fits(planned, tries)
         is_least = is_least and own.is_complete
         if found is not None:
             changes, memory = found
-            both = {**changes, **start}
+            both = {**changes, **beside}
             return Remedy(changes=both, fits=True, is_least=is_least, memory=memory)
-        if work.used():
-            is_least = False
-            break
     own = _LayoutChanges(facts, estimates, work.part(1.0))
     nearest = own.nearest()
     if nearest is None:
         return None
     changes, memory = nearest
     if memory.used_fraction <= 1:  # The limit of work had left it untried.
-        made = planned(_with_values(facts, changes))
+        made = planned(_with_values(facts, changes), work)
         if made is not None and made.used_fraction <= 1:
             return Remedy(changes=changes, fits=True, is_least=False, memory=made)
     return Remedy(changes=changes, fits=False, is_least=is_least, memory=memory)
@@ -193,41 +214,56 @@ class _LayoutChanges:
 
     def __init__(self, facts: SearchFacts, estimates: Estimates, work: Work) -> None:
         self._facts = facts
-        self._changeable = [
-            key for key in facts.pins
+        self._own = {
+            key: _value(facts.job, key) for key in facts.pins
             if key not in _KEPT
             and not (key == "layout.schedule" and facts.job.layout.schedule == "1f1b")
-        ]  # fmt: skip
-        pins = [one for one in facts.pins if one not in self._changeable]
+        }  # fmt: skip
+        """Values of the keys that may change."""
+        pins = [one for one in facts.pins if one not in self._own]
         self.trials = Trials(facts.model_copy(update={"pins": pins}), estimates, work)
         self._number = 0
         self.is_complete = True
         """True if the result needed no limit."""
 
-    def first_that_fits(self, planned: Planned) -> tuple[Settings, RankNeed] | None:
-        """Return the fewest changes, and the memory of the plan that is made then."""
-        trials, seen, queue = self.trials, set[str](), list[_Entry]()
-        for shape in trials.space.shapes():
-            self._push(queue, shape, 0)
-        while queue:
-            entry = heapq.heappop(queue)
-            level, candidate = -entry.depth, entry.candidate
-            if trials.work.used():
-                self.is_complete = False
-                return None
-            if level < len(Space.LEVELS):
-                for child in trials.space.children(candidate, level):
-                    self._push(queue, child, level + 1)
-                continue
-            changes = self.changes(candidate)
-            if repr(changes) in seen or not self._fits(candidate):
+    def first_that_fits(self, planned: Planned, work: Work) -> tuple[Settings, RankNeed] | None:
+        """Return the fewest changes, and the memory of the plan that is made then; `work` counts
+        making it."""
+        trials, seen = self.trials, set[str]()
+        for candidate in self._by_changes():
+            changes, made = self.changes(candidate), trials.plan(candidate)
+            if repr(changes) in seen or made is None or not trials.estimates.fits(*made):
                 continue
             seen.add(repr(changes))
-            trials.work.add(_PLANNED)
-            memory = planned(_with_values(self._facts, changes))
+            memory = planned(_with_values(self._facts, changes), work)
             if memory is not None and memory.used_fraction <= 1:
                 return changes, memory
+            if work.used():  # The search may not have reached this plan, which fits.
+                self.is_complete = False
+                return changes, trials.estimates.memory(*made)
         return None
+
+    def _by_changes(self) -> Iterator[Candidate]:
+        """Yield complete candidates, those with the fewest changes first, as far as work allows."""
+        space, queue = self.trials.space, list[_Entry]()
+        shapes = deque(sorted(space.shape_options(), key=lambda one: len(self.changes(one, 0))))
+        self.trials.work.add(_SHAPE_OPTION * len(shapes))
+        while shapes or queue:
+            if self.trials.work.used():
+                self.is_complete = False
+                return
+            if shapes and (not queue or len(self.changes(shapes[0], 0)) <= queue[0].number):
+                shape = shapes.popleft()
+                if space.plan(shape) is not None:
+                    self._push(queue, shape, 0)
+                continue
+            entry = heapq.heappop(queue)
+            level, candidate = -entry.depth, entry.candidate
+            if level == len(Space.LEVELS):
+                yield candidate
+                continue
+            for child in space.children(candidate, level):
+                self._push(queue, child, level + 1)
 
     def nearest(self) -> tuple[Settings, RankNeed] | None:
         """Return the changes with the least memory."""
@@ -236,12 +272,12 @@ class _LayoutChanges:
 
     def changes(self, candidate: Candidate, level: int = len(Space.LEVELS)) -> Settings:
         """Return the changed keys among those that a candidate of a level has decided."""
-        settings, job, found = candidate.settings(), self._facts.job, dict[str, Any]()
         whole = max(self._facts.ranks // candidate.pp // candidate.tp, 1)
+        found = dict[str, Any]()
         for key in (key for keys in _KEYS_BY_LEVEL[: level + 1] for key in keys):
-            if key not in self._changeable:
+            if key not in self._own:
                 continue
-            own, value = _value(job, key), settings[key]
+            own, value = self._own[key], getattr(candidate, key.partition(".")[2])
             is_shard = key == "layout.dp_shard"
             if value != (whole if is_shard and own == "all" else own):
                 found[key] = "all" if is_shard and value == whole > 1 else value
@@ -252,16 +288,12 @@ class _LayoutChanges:
         changes = self.changes(candidate, level)
         if self.trials.bounds.exceeds_memory(candidate, level):
             return
-        far = sum(_distance(value, _value(self._facts.job, key)) for key, value in changes.items())
+        far = sum(_distance(value, self._own[key]) for key, value in changes.items())
         self._number += 1
         used = self.trials.bounds.state_fraction(candidate, level)
         splits = len(_SPLITS.intersection(changes))
         entry = _Entry(len(changes), splits, far, -level, used, self._number, candidate)
         heapq.heappush(queue, entry)
-
-    def _fits(self, candidate: Candidate) -> bool:
-        made = self.trials.plan(candidate)
-        return made is not None and self.trials.estimates.fits(*made)
 
 
 class _Entry(NamedTuple):
