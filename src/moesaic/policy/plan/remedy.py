@@ -292,7 +292,9 @@ class _LayoutChanges:
         self._number += 1
         used = self.trials.bounds.state_fraction(candidate, level)
         splits = len(_SPLITS.intersection(changes))
-        entry = _Entry(len(changes), splits, far, -level, used, self._number, candidate)
+        train, replicas = self._facts.job.train, self._facts.ranks // candidate.pp // candidate.tp
+        idles = train.batch // candidate.micro_batches < replicas
+        entry = _Entry(len(changes), idles, splits, far, -level, used, self._number, candidate)
         heapq.heappush(queue, entry)
 
 
@@ -301,8 +303,10 @@ class _Entry(NamedTuple):
 
     number: int
     """Number of its changes."""
+    idles: bool
+    """True if some ranks have no sample in a micro-batch."""
     splits: int
-    """Number of these that split layers or matrices."""
+    """Number of changes that split layers or matrices."""
     distance: float
     """Sum of the doublings of values."""
     depth: int

@@ -36,7 +36,7 @@ _USUAL_WORK, _SHAPES_WORK = 0.3, 0.6
 _DIVE_WORK = 0.7
 """Fraction of the limit of work after which no more likely plans are tried."""
 _EXPLAIN_WORK = 0.5
-"""Fraction of the limit of work to find what helps if nothing fits, without the search after it."""
+"""Fraction of the limit of work to find what helps if nothing fits."""
 
 
 def search_facts(
