@@ -108,6 +108,10 @@ class Space:
 
     def shapes(self) -> Iterator[Candidate]:
         """Yield every valid shape, with the first choice for all other keys."""
+        return (shape for shape in self.shape_options() if self.plan(shape) is not None)
+
+    def shape_options(self) -> Iterator[Candidate]:
+        """Yield shapes that may be valid, with the first choice for all other keys."""
         for micro_batches in self.values("train.micro_batches", self.micro_batches()):
             for pp in self.values("layout.pp", divisors(self.ranks)):
                 schedules = self.values("layout.schedule", SCHEDULES if pp > 1 else SCHEDULES[:1])
@@ -122,7 +126,7 @@ class Space:
         return [number for number in divisors(batch) if number & (number - 1) == 0]
 
     def _splits(self, first: Candidate) -> Iterator[Candidate]:
-        """Yield `first` with every valid tensor and expert parallelism."""
+        """Yield `first` with every tensor and expert parallelism that may be valid."""
         model, stage_ranks = self.job.model, max(self.ranks // first.pp, 1)
         if self.is_open("layout.pp") and first.pp > model.layers:
             return
@@ -132,9 +136,7 @@ class Space:
             for etp in self.values("layout.etp", shards):
                 most = math.gcd(stage_ranks // etp, model.experts) if model.experts else 1
                 for ep in self.values("layout.ep", divisors(max(most, 1))):
-                    shape = self.pinned(first._replace(tp=tp, etp=etp, ep=ep))
-                    if self.plan(shape) is not None:
-                        yield shape
+                    yield self.pinned(first._replace(tp=tp, etp=etp, ep=ep))
 
     def pinned(self, candidate: Candidate) -> Candidate:
         """Return `candidate` with the pinned values of what comes after the shape."""
