@@ -52,8 +52,7 @@ def _remedy(job: Job, plan: Plan, cluster: Cluster) -> dict[str, Any] | None:
     from moesaic.policy.plan.remedy import describe_remedy, find_remedy
     from moesaic.policy.plan.search import search_facts
 
-    found = find_remedy(search_facts(job, cluster, plan.ranks))
-    return None if found is None else describe_remedy(found)
+    return describe_remedy(find_remedy(search_facts(job, cluster, plan.ranks)))
 
 
 def _cluster_here(job: Job, plan: Plan) -> Cluster:

@@ -96,7 +96,7 @@ def run_train_task(
         world = World.from_launcher(loaded.job.train.device, collective_timeout(loaded.job))
     if task.callback is not None:
         on_step = remote_callback(task.callback)
-    resume = None if task.resume is None else Resume(task.resume, takes_changes=task.change)
+    resume = None if task.resume is None else Resume(task.resume, may_change_data=task.change)
     try:
         out = Path(world.run_on_rank_zero(lambda: task.out or str(default_out(job))))
         progress = RunProgress(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moesaic.base.keys import assignments, join_words
+from moesaic.base.keys import join_words
 from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
 from moesaic.cli import screen
 from moesaic.facts.cluster import Calibration
@@ -55,8 +55,7 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
 
 
 def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
-    """Print whether the fullest rank fits, and if not, the smallest change with which it would;
-    `advice` stands for a change where none is known."""
+    """Print whether the fullest rank fits, and if not, its remedy; `advice` stands for one."""
     used, usable = figures["memory_per_rank"]["peak_bytes"], figures["usable_memory_bytes"]
     if figures["fits"] is None:
         screen.print_line(
@@ -68,31 +67,11 @@ def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
     if figures["fits"]:
         screen.print_line(f"fits: {sizes}")
         return
-    remedy = figures.get("remedy")
-    if remedy is None:
-        from moesaic.policy.plan.remedy import NO_REMEDY
+    if not advice:
+        from moesaic.policy.plan.remedy import remedy_text
 
-        advice = advice or NO_REMEDY
-    else:
-        advice = _remedy_text(remedy)
+        advice = remedy_text(figures["remedy"])
     screen.print_line(f"DOES NOT FIT: {sizes}; {advice}")
-
-
-def _remedy_text(remedy: Mapping[str, Any]) -> str:
-    """Return the change with which a job fits, or comes nearest."""
-    from moesaic.policy.plan.remedy import NO_REMEDY, NOTHING_FITS, OTHER_STAGES
-
-    size = f" ({format_used_bytes(remedy['peak_bytes'], remedy['usable_bytes'])})"
-    text = NO_REMEDY if remedy["is_least"] else NOTHING_FITS
-    if not remedy["changes"]:
-        return f"{OTHER_STAGES}{size}" if remedy["fits"] else text
-    told = assignments(remedy["changes"])
-    learns = "; auxiliary losses are then taken over smaller micro-batches"
-    learns *= "train.micro_batches" in remedy["changes"]
-    if not remedy["fits"]:
-        return f"{text}; {told} comes nearest{size}{learns}"
-    least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
-    return f"{least}: {told}{size}{learns}"
 
 
 def _reserve_text(figures: Mapping[str, Any]) -> str:

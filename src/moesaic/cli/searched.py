@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MAX_EVENTS = 12
 """Rows of a block's events, at most."""
-_SAME = 0.005
+_MIN_SHOWN_DIFFERENCE = 0.005
 """Share of a figure up to which a difference is not shown."""
 
 
@@ -138,7 +138,7 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     faster, slower = (names[1], names[0]) if ratio >= 1 else (names[0], names[1])
     sign = -1 if ratio >= 1 else 1
     kind = max(differences, key=lambda name: sign * differences[name])
-    if abs(ratio - 1) < _SAME:
+    if abs(ratio - 1) < _MIN_SHOWN_DIFFERENCE:
         screen.print_line("\nboth are equally fast; predicted, not measured")
         return
     screen.print_line(
@@ -240,7 +240,7 @@ def _part_text(ranks: int, hosts: Sequence[str]) -> str:
 
 def _difference(first_s: float, second_s: float) -> str:
     """Return how much the second takes more, or that nothing differs in the digits shown."""
-    if abs(second_s - first_s) < _SAME * max(first_s, second_s):
+    if abs(second_s - first_s) < _MIN_SHOWN_DIFFERENCE * max(first_s, second_s):
         return "same"
     return _signed(second_s - first_s)
 

@@ -18,7 +18,7 @@ from moesaic.report.wording import duration
 
 WARMUP_STEPS = 3
 """First steps of a launch, which medians leave out."""
-_SAME_SPEED = 0.02
+_MIN_SPEED_CHANGE = 0.02
 """Relative change of a machine's speed that counts as none."""
 _MEDIAN_WINDOW = 1000
 """Most steps that medians are taken over: the last ones."""
@@ -86,7 +86,7 @@ class Prediction:
                 else "the run was too short to time the reference work"
             )
             return f"{text}{most}; how fast the machine was is unknown, because {why}"
-        if abs(math.log(machine)) < _SAME_SPEED:
+        if abs(math.log(machine)) < _MIN_SPEED_CHANGE:
             speed = "as fast during the run as"
         elif machine > 1.0:
             speed = f"{machine:.2f}x slower during the run than"

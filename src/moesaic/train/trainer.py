@@ -54,7 +54,7 @@ class Resume(NamedTuple):
 
     path: str
     """Path of the checkpoint, or "auto" for the newest one of the run."""
-    takes_changes: bool = False
+    may_change_data: bool = False
     """True if the run may go on with other data."""
 
 
@@ -204,7 +204,7 @@ def _train(
     checkpoint, has_new_data = None, False
     if resume is not None:
         checkpoint = _open_checkpoint(job, out, resume.path, world, progress)
-        takes_data = resume.takes_changes and kind.restarts_data
+        takes_data = resume.may_change_data and kind.restarts_data
         changes = check_same_run(checkpoint, job, data, kind, world.size, takes_data=takes_data)
         has_new_data = not is_same_data(checkpoint, data)
         for change in changes:

@@ -301,12 +301,31 @@ def test_an_explanation_has_a_limit_of_work() -> None:
     ends = []
     for limit in (60.0, 1e9):
         work = Work(limit)
-        short = shortfall(facts, SimulatedEstimates.from_facts(facts), lambda _: None, work)
+        short = shortfall(facts, SimulatedEstimates.from_facts(facts), lambda *_: None, work)
         assert short is not None
         assert short.remedy is not None
         ends.append((work.done, short.remedy.is_least))
     assert ends[0][0] < 2 * 60 < ends[1][0]
     assert [one[1] for one in ends] == [False, True]
+
+
+def test_the_searches_of_an_explanation_are_counted() -> None:
+    """One that uses up the work ends it, with the plan that was known to fit."""
+    own = job(layers=2, tp=1, pp=1, dp_shard=1, embedding="whole", train={"recompute": True})
+    facts, limits = search_facts(own, cluster([1e12], 2, memory=7e6)), list[float]()
+
+    def search_in_vain(_: SearchFacts, work: Work) -> None:
+        limits.append(work.left)
+        work.add(work.left)
+
+    work = Work(1e5)
+    short = shortfall(facts, SimulatedEstimates.from_facts(facts), search_in_vain, work)
+    assert short is not None
+    assert short.remedy is not None
+    assert len(limits) == 1
+    assert 0 < limits[0] < work.done < 1e5
+    assert (short.remedy.fits, short.remedy.is_least) == (True, False)
+    assert short.remedy.memory.used_fraction <= 1
 
 
 def test_a_plan_that_a_method_left_untried_is_no_shortfall() -> None:

@@ -13,6 +13,7 @@ from moesaic.facts.cluster import Cluster
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan import idle_ranks_warning
 from moesaic.facts.plan.search import Remedy
 from moesaic.policy.plan.predict import choose_plan
 from moesaic.policy.plan.remedy import find_remedy
@@ -118,6 +119,29 @@ def test_no_set_of_fewer_changes_fits(memory: float) -> None:
     assert len(found.changes) <= max(fewest, 0)
     own = job("tiny-mixtral", train, found.changes)
     assert used(own, where, 4) == found.memory.used_fraction
+
+
+def test_a_remedy_for_thousands_of_devices() -> None:
+    """The limit of work leaves most shapes unseen; those with the fewest changes come first."""
+    alone = job("deepseek-v3", {"batch": 4096}, {"data.sequence": 4096})
+    found = remedy_for(alone, cluster(256), 2048)
+    assert found is not None
+    assert found.fits
+    assert found.memory.used_fraction <= 1
+
+
+def test_a_remedy_leaves_no_rank_idle_if_as_few_changes_use_all() -> None:
+    """Sharding parameters fits too, and splits nothing, but two of four ranks get no sample."""
+    own, where = job("tiny-mixtral", {"batch": 2}, {}), cluster(1, count=4, memory_bytes=8e7)
+    found = remedy_for(own, where, 4)
+    assert found is not None
+    assert found.fits
+    (change,) = found.changes.items()
+    sharded = job("tiny-mixtral", {"batch": 2}, {"layout.dp_shard": "all"})
+    assert used(own, where, 4) > 1 >= used(sharded, where, 4)
+    chosen = job("tiny-mixtral", {"batch": 2}, dict([change]))
+    assert idle_ranks_warning(choose_plan(sharded, where, 4)[0].plan, sharded) is not None
+    assert idle_ranks_warning(choose_plan(chosen, where, 4)[0].plan, chosen) is None
 
 
 def test_qwen3_on_two_hosts() -> None:

@@ -29,7 +29,7 @@ from moesaic.policy.cost.network import NetworkModel
 from moesaic.policy.plan.choices import Choices, PlanFacts, RecordedLoads, with_balance_costs
 from moesaic.policy.plan.estimates import Estimates, SimulatedEstimates
 from moesaic.policy.plan.predict import DOES_NOT_FIT, PlannedJob, predict_plan
-from moesaic.policy.plan.remedy import NO_REMEDY, describe_remedy, remedy_text
+from moesaic.policy.plan.remedy import describe_remedy, remedy_text
 from moesaic.policy.plan.search import search_plans
 
 Search = Decision[SearchFacts, SearchResult]
@@ -98,8 +98,7 @@ def predict_found(
     if result.shortfall is not None:
         figures |= {
             "fits": False, "bottleneck": shortfall_text(result, result.shortfall),
-            "remedy": None if result.shortfall.remedy is None
-            else describe_remedy(result.shortfall.remedy),
+            "remedy": describe_remedy(result.shortfall.remedy),
         }  # fmt: skip
         warnings = [one for one in warnings if not one.startswith(DOES_NOT_FIT)]
         warnings = [f"{DOES_NOT_FIT}{figures['bottleneck']}", *warnings]
@@ -204,7 +203,7 @@ def runner_up_text(one: RunnerUp, best: FoundPlan) -> str:
 
 def shortfall_text(result: SearchResult, shortfall: Shortfall) -> str:
     """Return how much memory is short, and the remedy."""
-    need, remedy = shortfall.memory, shortfall.remedy
+    need = shortfall.memory
     nearest = (
         "even the layout that comes nearest"
         if result.is_proven
@@ -214,7 +213,7 @@ def shortfall_text(result: SearchResult, shortfall: Shortfall) -> str:
         f"memory: {nearest} needs {format_bytes(need.peak_bytes)} on rank {need.rank}, but may use "
         f"{format_bytes(need.usable_bytes)} of {need.device} "
         f"({format_bytes(need.short_bytes)} short); "
-        f"{NO_REMEDY if remedy is None else remedy_text(remedy)}"
+        f"{remedy_text(describe_remedy(shortfall.remedy))}"
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import assignments
-from moesaic.base.units import format_bytes
+from moesaic.base.units import format_used_bytes
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -34,11 +35,10 @@ from moesaic.policy.plan.work import Work
 
 REMEDY_WORK = 5_000
 """Work to find the remedy of a plan that was not searched: a few seconds."""
-NOTHING_FITS = "no change was found with which it fits"
-"""Start of a message."""
-NO_REMEDY = f"{NOTHING_FITS}: use a smaller model, or devices with more memory"
-OTHER_STAGES = "the same layout fits with other stage boundaries"
-"""Start of a message about a plan file whose layout fits, but not as the file cuts it."""
+_NOTHING_FITS = "no change was found with which it fits"
+_NO_REMEDY = f"{_NOTHING_FITS}: use a smaller model, or devices with more memory"
+_OTHER_STAGES = "the same layout fits with other stage boundaries"
+"""Remedy of a plan file whose layout fits, but not as the file cuts it."""
 _MICRO_BATCHES = "train.micro_batches"
 _STAGES = "stages"
 _KEPT = {
@@ -48,22 +48,27 @@ _KEPT = {
 """Keys that are no changes of a layout."""
 _SPLITS = {"layout.pp", "layout.tp", "layout.etp"}
 """Keys that split layers or matrices, and so cost speed: others come before them."""
-_DECIDED: tuple[tuple[str, ...], ...] = (
+_KEYS_BY_LEVEL: tuple[tuple[str, ...], ...] = (
     ("layout.pp", "layout.schedule", "layout.tp", "layout.etp", "layout.ep", "train.recompute"),
     (), ("layout.dp_shard",), ("layout.embedding",),
 )  # fmt: skip
 """Keys that candidates of a level have decided, in addition to those of the level before."""
+_TRIES_SHARE = 0.8
+"""Fraction of the work for changes that may fit; the rest is for what comes nearest."""
 _STEP_SHARE = 0.3
 """Fraction of the work that is left, for one step of the way to a remedy."""
 _PLANNED = 200.0
 """Work of the plan of a changed job."""
+_SHAPE_OPTION = 0.01
+"""Work of a shape that is listed, whether a valid one or not."""
 _MAX_SHAPES = 24
 """Shapes whose memory is computed, those with the least state first."""
 _MIN_SEQUENCE = 16
 _MAX_RANK_FACTOR = 64
 
-Planned = Callable[[SearchFacts], RankNeed | None]
-"""Function of changed facts: the memory of the plan that the verb makes then; None without one."""
+Planned = Callable[[SearchFacts, Work], RankNeed | None]
+"""Function of changed facts and a counter of its work: the memory of the plan that the verb makes
+then; None without one."""
 
 
 def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
@@ -71,13 +76,9 @@ def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
 
     `facts` are those of a search for its layout.
     """
-    remedy = find_remedy(facts)
-    text = remedy_text(remedy) if remedy is not None else NO_REMEDY
-    bottleneck = f"{planned.figures['bottleneck']}; {text}"
-    figures = {
-        **planned.figures, "bottleneck": bottleneck,
-        "remedy": None if remedy is None else describe_remedy(remedy),
-    }  # fmt: skip
+    remedy = describe_remedy(find_remedy(facts))
+    bottleneck = f"{planned.figures['bottleneck']}; {remedy_text(remedy)}"
+    figures = {**planned.figures, "bottleneck": bottleneck, "remedy": remedy}
     others = [one for one in planned.warnings if not one.startswith(DOES_NOT_FIT)]
     return planned._replace(figures=figures, warnings=[f"{DOES_NOT_FIT}{bottleneck}", *others])
 
@@ -88,11 +89,14 @@ def find_remedy(facts: SearchFacts) -> Remedy | None:
     written.discard("layout.dispatch_hosts")  # Unset: as the dispatch method needs.
     pins = [key for key in (*SEARCH_KEYS, _STAGES) if key in written or key == _STAGES]
     own = facts.model_copy(update={"pins": pins})
-    return _find(own, SimulatedEstimates.from_facts(facts), _as_chosen, Work(REMEDY_WORK))
+    return _find(
+        own, SimulatedEstimates.from_facts(facts), _memory_without_search, Work(REMEDY_WORK)
+    )
 
 
-def _as_chosen(facts: SearchFacts) -> RankNeed | None:
+def _memory_without_search(facts: SearchFacts, work: Work) -> RankNeed | None:
     """Return the memory of the plan with the layout of a job."""
+    work.add(_PLANNED)
     try:
         choices, plan_facts = choose_plan(facts.job, facts.cluster, facts.ranks)
     except ConfigError:
@@ -113,9 +117,7 @@ def shortfall(
 
     `search` returns the memory of the best plan that the same search finds for changed facts.
     """
-    trials = Trials(facts, estimates, work.part(_STEP_SHARE))
-    nearest = least_memory(trials)
-    work.add(trials.work.done)
+    nearest = least_memory(Trials(facts, estimates, work.part(_STEP_SHARE)))
     if nearest is None:
         return None
     fits = nearest.memory.used_fraction <= 1
@@ -139,10 +141,9 @@ def least_memory(trials: Trials) -> LeastMemory | None:
 
     In a large space only the shapes with the least state are tried, as far as the work allows.
     """
-    space = trials.space
-    shapes = heapq.nsmallest(_MAX_SHAPES, space.shapes(), key=trials.bounds.state_fraction)
+    shapes = heapq.nsmallest(_MAX_SHAPES, _split_shapes(trials), key=trials.bounds.state_fraction)
     found: LeastMemory | None = None
-    for leaf in (leaf for shape in shapes for leaf in _frugal(trials, shape)):
+    for leaf in (leaf for shape in shapes for leaf in _low_memory_leaves(trials, shape)):
         if found is not None and trials.work.used():
             break
         made = trials.plan(leaf)
@@ -154,7 +155,23 @@ def least_memory(trials: Trials) -> LeastMemory | None:
     return found
 
 
-def _frugal(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
+def _split_shapes(trials: Trials) -> Iterator[Candidate]:
+    """Yield valid shapes, those that split a model most first, for up to half of the work."""
+    space, number = trials.space, 0
+    options = sorted(
+        space.shape_options(), reverse=True,
+        key=lambda one: one.pp * max(one.tp, one.ep * one.etp),
+    )  # fmt: skip
+    trials.work.add(_SHAPE_OPTION * len(options))
+    for shape in options:
+        if number >= _MAX_SHAPES and trials.work.used(0.5):
+            return
+        if space.plan(shape) is not None:
+            number += 1
+            yield shape
+
+
+def _low_memory_leaves(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
     """Yield complete candidates of a shape that may need least memory."""
     space = trials.space
     plain = [one for one in space.children(shape, 0) if not one.overlaps_dispatch]
@@ -166,26 +183,27 @@ def _frugal(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
 
 def _find(facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work) -> Remedy | None:
     """Return the remedy for changes of pinned keys; one that does not fit if none was found."""
-    is_least = True
-    for start, changed in _starts(facts):
-        own = _LayoutChanges(changed, estimates.on_cluster(changed.cluster), work.part(_STEP_SHARE))
-        found = own.first_that_fits(planned)
-        work.add(own.trials.work.done)
+    is_least, tries = True, work.part(_TRIES_SHARE)
+    for beside, changed in _changes_beside_layout(facts):
+        if tries.used():
+            is_least = False
+            break
+        own = _LayoutChanges(
+            changed, estimates.on_cluster(changed.cluster), tries.part(_STEP_SHARE)
+        )
+        found = own.first_that_fits(planned, tries)
         is_least = is_least and own.is_complete
         if found is not None:
             changes, memory = found
-            both = {**changes, **start}
+            both = {**changes, **beside}
             return Remedy(changes=both, fits=True, is_least=is_least, memory=memory)
-        if work.used():
-            is_least = False
-            break
     own = _LayoutChanges(facts, estimates, work.part(1.0))
     nearest = own.nearest()
     if nearest is None:
         return None
     changes, memory = nearest
     if memory.used_fraction <= 1:  # The limit of work had left it untried.
-        made = planned(_with_values(facts, changes))
+        made = planned(_with_values(facts, changes), work)
         if made is not None and made.used_fraction <= 1:
             return Remedy(changes=changes, fits=True, is_least=False, memory=made)
     return Remedy(changes=changes, fits=False, is_least=is_least, memory=memory)
@@ -196,41 +214,56 @@ class _LayoutChanges:
 
     def __init__(self, facts: SearchFacts, estimates: Estimates, work: Work) -> None:
         self._facts = facts
-        self._changeable = [
-            key for key in facts.pins
+        self._own = {
+            key: _value(facts.job, key) for key in facts.pins
             if key not in _KEPT
             and not (key == "layout.schedule" and facts.job.layout.schedule == "1f1b")
-        ]  # fmt: skip
-        pins = [one for one in facts.pins if one not in self._changeable]
+        }  # fmt: skip
+        """Values of the keys that may change."""
+        pins = [one for one in facts.pins if one not in self._own]
         self.trials = Trials(facts.model_copy(update={"pins": pins}), estimates, work)
         self._number = 0
         self.is_complete = True
         """True if the result needed no limit."""
 
-    def first_that_fits(self, planned: Planned) -> tuple[Settings, RankNeed] | None:
-        """Return the fewest changes, and the memory of the plan that is made then."""
-        trials, seen, queue = self.trials, set[str](), list[_Entry]()
-        for shape in trials.space.shapes():
-            self._push(queue, shape, 0)
-        while queue:
-            entry = heapq.heappop(queue)
-            level, candidate = -entry.depth, entry.candidate
-            if trials.work.used():
-                self.is_complete = False
-                return None
-            if level < len(Space.LEVELS):
-                for child in trials.space.children(candidate, level):
-                    self._push(queue, child, level + 1)
-                continue
-            changes = self.changes(candidate)
-            if repr(changes) in seen or not self._fits(candidate):
+    def first_that_fits(self, planned: Planned, work: Work) -> tuple[Settings, RankNeed] | None:
+        """Return the fewest changes, and the memory of the plan that is made then; `work` counts
+        making it."""
+        trials, seen = self.trials, set[str]()
+        for candidate in self._by_changes():
+            changes, made = self.changes(candidate), trials.plan(candidate)
+            if repr(changes) in seen or made is None or not trials.estimates.fits(*made):
                 continue
             seen.add(repr(changes))
-            trials.work.add(_PLANNED)
-            memory = planned(_with_values(self._facts, changes))
+            memory = planned(_with_values(self._facts, changes), work)
             if memory is not None and memory.used_fraction <= 1:
                 return changes, memory
+            if work.used():  # The search may not have reached this plan, which fits.
+                self.is_complete = False
+                return changes, trials.estimates.memory(*made)
         return None
+
+    def _by_changes(self) -> Iterator[Candidate]:
+        """Yield complete candidates, those with the fewest changes first, as far as work allows."""
+        space, queue = self.trials.space, list[_Entry]()
+        shapes = deque(sorted(space.shape_options(), key=lambda one: len(self.changes(one, 0))))
+        self.trials.work.add(_SHAPE_OPTION * len(shapes))
+        while shapes or queue:
+            if self.trials.work.used():
+                self.is_complete = False
+                return
+            if shapes and (not queue or len(self.changes(shapes[0], 0)) <= queue[0].number):
+                shape = shapes.popleft()
+                if space.plan(shape) is not None:
+                    self._push(queue, shape, 0)
+                continue
+            entry = heapq.heappop(queue)
+            level, candidate = -entry.depth, entry.candidate
+            if level == len(Space.LEVELS):
+                yield candidate
+                continue
+            for child in space.children(candidate, level):
+                self._push(queue, child, level + 1)
 
     def nearest(self) -> tuple[Settings, RankNeed] | None:
         """Return the changes with the least memory."""
@@ -239,12 +272,12 @@ class _LayoutChanges:
 
     def changes(self, candidate: Candidate, level: int = len(Space.LEVELS)) -> Settings:
         """Return the changed keys among those that a candidate of a level has decided."""
-        settings, job, found = candidate.settings(), self._facts.job, dict[str, Any]()
         whole = max(self._facts.ranks // candidate.pp // candidate.tp, 1)
-        for key in (key for keys in _DECIDED[: level + 1] for key in keys):
-            if key not in self._changeable:
+        found = dict[str, Any]()
+        for key in (key for keys in _KEYS_BY_LEVEL[: level + 1] for key in keys):
+            if key not in self._own:
                 continue
-            own, value = _value(job, key), settings[key]
+            own, value = self._own[key], getattr(candidate, key.partition(".")[2])
             is_shard = key == "layout.dp_shard"
             if value != (whole if is_shard and own == "all" else own):
                 found[key] = "all" if is_shard and value == whole > 1 else value
@@ -255,16 +288,14 @@ class _LayoutChanges:
         changes = self.changes(candidate, level)
         if self.trials.bounds.exceeds_memory(candidate, level):
             return
-        far = sum(_distance(value, _value(self._facts.job, key)) for key, value in changes.items())
+        far = sum(_distance(value, self._own[key]) for key, value in changes.items())
         self._number += 1
         used = self.trials.bounds.state_fraction(candidate, level)
         splits = len(_SPLITS.intersection(changes))
-        entry = _Entry(len(changes), splits, far, -level, used, self._number, candidate)
+        train, replicas = self._facts.job.train, self._facts.ranks // candidate.pp // candidate.tp
+        idles = train.batch // candidate.micro_batches < replicas
+        entry = _Entry(len(changes), idles, splits, far, -level, used, self._number, candidate)
         heapq.heappush(queue, entry)
-
-    def _fits(self, candidate: Candidate) -> bool:
-        made = self.trials.plan(candidate)
-        return made is not None and self.trials.estimates.fits(*made)
 
 
 class _Entry(NamedTuple):
@@ -272,8 +303,10 @@ class _Entry(NamedTuple):
 
     number: int
     """Number of its changes."""
+    idles: bool
+    """True if some ranks have no sample in a micro-batch."""
     splits: int
-    """Number of these that split layers or matrices."""
+    """Number of changes that split layers or matrices."""
     distance: float
     """Sum of the doublings of values."""
     depth: int
@@ -298,7 +331,7 @@ def _value(job: Job, key: str) -> Any:
     return "auto" if value is None else value
 
 
-def _starts(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
+def _changes_beside_layout(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
     """Yield changes beside those of the layout, in order, and the facts after each."""
     yield {}, facts
     train, most = facts.job.train, facts.job.train.micro_batches
@@ -306,23 +339,23 @@ def _starts(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
     while _MICRO_BATCHES in facts.pins and number <= train.batch:
         if train.batch % number == 0:
             most = number
-            yield _started(facts, {_MICRO_BATCHES: number})
+            yield _changed(facts, {_MICRO_BATCHES: number})
         number *= 2
     batch = train.batch
     while batch % 2 == 0 and batch // 2 % train.micro_batches == 0:
         batch //= 2
-        yield _started(facts, {"train.batch": batch})
+        yield _changed(facts, {"train.batch": batch})
     split = {_MICRO_BATCHES: most} if most > train.micro_batches else {}
     for more in ({}, split) if split else ({},):
         sequence = facts.job.data.sequence
         while sequence % 2 == 0 and sequence // 2 >= _MIN_SEQUENCE:
             sequence //= 2
-            yield _started(facts, {**more, "data.sequence": sequence})
+            yield _changed(facts, {**more, "data.sequence": sequence})
     for ranks, cluster in _more_devices(facts.ranks, facts.cluster):
         yield {"nproc": ranks}, facts.model_copy(update={"ranks": ranks, "cluster": cluster})
 
 
-def _started(facts: SearchFacts, values: Settings) -> tuple[Settings, SearchFacts]:
+def _changed(facts: SearchFacts, values: Settings) -> tuple[Settings, SearchFacts]:
     return values, _with_values(facts, values)
 
 
@@ -369,8 +402,10 @@ def _with_another_host(cluster: Cluster) -> Cluster | None:
     )
 
 
-def describe_remedy(remedy: Remedy) -> dict[str, Any]:
+def describe_remedy(remedy: Remedy | None) -> dict[str, Any] | None:
     """Return a remedy as plain data."""
+    if remedy is None:
+        return None
     return {
         "changes": remedy.changes, "peak_bytes": remedy.memory.peak_bytes,
         "usable_bytes": remedy.memory.usable_bytes, "fits": remedy.fits,
@@ -378,11 +413,19 @@ def describe_remedy(remedy: Remedy) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def remedy_text(remedy: Remedy) -> str:
-    """Return in words with which changes a job fits, or which come nearest."""
-    size = format_bytes(remedy.memory.peak_bytes)
-    text = NO_REMEDY if remedy.is_least else NOTHING_FITS
-    if not remedy.changes:
-        return f"{OTHER_STAGES} ({size})" if remedy.fits else text
-    told = f"{assignments(remedy.changes)} ({size})"
-    return f"it fits with {told}" if remedy.fits else f"{text}; {told} comes nearest"
+def remedy_text(remedy: Mapping[str, Any] | None) -> str:
+    """Return in words with which changes a job fits, or which come nearest; `remedy` is as
+    `describe_remedy` has it."""
+    if remedy is None:
+        return _NO_REMEDY
+    size = f" ({format_used_bytes(remedy['peak_bytes'], remedy['usable_bytes'])})"
+    text = _NO_REMEDY if remedy["is_least"] else _NOTHING_FITS
+    if not remedy["changes"]:
+        return f"{_OTHER_STAGES}{size}" if remedy["fits"] else text
+    told = assignments(remedy["changes"])
+    learns = "; auxiliary losses are then taken over smaller micro-batches"
+    learns *= _MICRO_BATCHES in remedy["changes"]
+    if not remedy["fits"]:
+        return f"{text}; {told} comes nearest{size}{learns}"
+    least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
+    return f"{least}: {told}{size}{learns}"

@@ -36,7 +36,7 @@ _USUAL_WORK, _SHAPES_WORK = 0.3, 0.6
 _DIVE_WORK = 0.7
 """Fraction of the limit of work after which no more likely plans are tried."""
 _EXPLAIN_WORK = 0.5
-"""Fraction of the limit of work to find what helps if nothing fits, without the search after it."""
+"""Fraction of the limit of work to find what helps if nothing fits."""
 
 
 def search_facts(
@@ -86,8 +86,11 @@ def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:
     if result.best is not None or not explains:
         return result
 
-    def search(changed: SearchFacts) -> RankNeed | None:
-        found, is_proven, bound_s = _run(changed, estimates.on_cluster(changed.cluster))
+    def search(changed: SearchFacts, work: Work) -> RankNeed | None:
+        limit = None if facts.max_work is None else max(int(work.left), 1)
+        own = changed.model_copy(update={"max_work": limit})
+        found, is_proven, bound_s = _run(own, estimates.on_cluster(changed.cluster))
+        work.add(found.work.done)
         best = found.result(is_proven=is_proven, bound_s=bound_s).best
         return None if best is None else best.memory
 
@@ -150,7 +153,7 @@ class _BestFirst:
                 break
             before, before_s = trials.tried, trials.best_s
             for leaf in search_methods.likely_leaves(trials, shape)[:_MAX_DISPATCHES]:
-                if bounds.seconds(leaf, len(Space.LEVELS)) < trials.best_s:
+                if bounds.seconds(leaf, len(Space.LEVELS) - 1) < trials.best_s:  # With any cuts.
                     for cuts in self._space.children(leaf, 3)[::-1]:
                         trials.try_candidate(cuts, skips_slow=True)
             if trials.tried > before:

@@ -71,6 +71,8 @@ class Space:
         self._pins = frozenset(pins)
         self._plans: dict[Candidate, tuple[Job, Plan] | None] = {}
         self._places: list[RankPlace] | None = None
+        self._expert_placements: dict[int, list[list[int]]] = {}
+        """Placement by `ep`: plans share it, which saves most of their memory."""
         self.faults: dict[str, None] = {}
         """Reasons why candidates are no valid plans, in order."""
 
@@ -106,6 +108,10 @@ class Space:
 
     def shapes(self) -> Iterator[Candidate]:
         """Yield every valid shape, with the first choice for all other keys."""
+        return (shape for shape in self.shape_options() if self.plan(shape) is not None)
+
+    def shape_options(self) -> Iterator[Candidate]:
+        """Yield shapes that may be valid, with the first choice for all other keys."""
         for micro_batches in self.values("train.micro_batches", self.micro_batches()):
             for pp in self.values("layout.pp", divisors(self.ranks)):
                 schedules = self.values("layout.schedule", SCHEDULES if pp > 1 else SCHEDULES[:1])
@@ -120,7 +126,7 @@ class Space:
         return [number for number in divisors(batch) if number & (number - 1) == 0]
 
     def _splits(self, first: Candidate) -> Iterator[Candidate]:
-        """Yield `first` with every valid tensor and expert parallelism."""
+        """Yield `first` with every tensor and expert parallelism that may be valid."""
         model, stage_ranks = self.job.model, max(self.ranks // first.pp, 1)
         if self.is_open("layout.pp") and first.pp > model.layers:
             return
@@ -130,9 +136,7 @@ class Space:
             for etp in self.values("layout.etp", shards):
                 most = math.gcd(stage_ranks // etp, model.experts) if model.experts else 1
                 for ep in self.values("layout.ep", divisors(max(most, 1))):
-                    shape = self.pinned(first._replace(tp=tp, etp=etp, ep=ep))
-                    if self.plan(shape) is not None:
-                        yield shape
+                    yield self.pinned(first._replace(tp=tp, etp=etp, ep=ep))
 
     def pinned(self, candidate: Candidate) -> Candidate:
         """Return `candidate` with the pinned values of what comes after the shape."""
@@ -227,7 +231,8 @@ class Space:
         plan = plan_from_job(job, self.ranks)
         if self._places is None:  # They are the same for all plans.
             self._places = assign_places(plan, self.cluster).places
-        return job, plan.model_copy(update={"places": self._places})
+        experts = self._expert_placements.setdefault(candidate.ep, plan.expert_placement)
+        return job, plan.model_copy(update={"places": self._places, "expert_placement": experts})
 
 
 def _sentence(error: Exception) -> str:

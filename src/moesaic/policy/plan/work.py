@@ -32,20 +32,29 @@ _CUT = 0.03
 class Work:
     """Work that a search has done, and its limit."""
 
-    def __init__(self, limit: float | None = None) -> None:
+    def __init__(self, limit: float | None = None, whole: Work | None = None) -> None:
         self.done, self.limit = 0.0, math.inf if limit is None else limit
+        self._whole = whole
+        """Work that this is a part of."""
+
+    @property
+    def left(self) -> float:
+        """Work up to the limit; infinite without one."""
+        return max(0.0, self.limit - self.done)
 
     def add(self, amount: float) -> None:
-        """Count work."""
+        """Count work, here and in the whole that this is a part of."""
         self.done += amount
+        if self._whole is not None:
+            self._whole.add(amount)
 
     def used(self, fraction: float = 1.0) -> bool:
         """Return whether a fraction of the limit is used up."""
         return self.done >= fraction * self.limit
 
     def part(self, fraction: float) -> Work:
-        """Return a counter from 0 whose limit is a fraction of what is left; `add` its work."""
-        return Work(max(0.0, fraction * (self.limit - self.done)))
+        """Return a counter from 0 whose limit is a fraction of what is left here."""
+        return Work(fraction * self.left, self)
 
 
 class CountedSpace(Space):
