@@ -134,7 +134,7 @@ KIMI_K2 = {
 }  # fmt: skip
 MIXTRAL_TOKENS = 5643
 """Tokens a second of 468 TFLOPS: a token takes 6 flops per active weight and 12 layers x hidden x
-sequence, as Megatron-LM counts."""
+sequence, as Megatron-LM counts. Its page reports the TFLOPS and, elsewhere, this layout as the best."""
 FSDP = {"dp_shard": "all"}
 PIPELINE = {"schedule": "interleaved", "dispatch": "dedup"}
 
@@ -171,7 +171,11 @@ RUNS = (
     PublishedRun("Llama 3 70B, 64 A100", LLAMA3_70B, "a100-8", 64, 8192, 64, 331,
                  TITAN_A100, FSDP, "full"),
 )  # fmt: skip
-"""Published runs in bf16 whose layout a job can describe."""
+"""Published runs in bf16 whose layout a job can describe.
+
+NeMo AutoModel's recompute is that of its recipes of the time; the one for 1,024 devices was not
+found, and is taken to recompute like the one for 256.
+"""
 
 
 @dataclass(frozen=True)
