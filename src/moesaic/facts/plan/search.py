@@ -30,7 +30,7 @@ LAYOUT_KEYS = (
 """Keys of the layout that a search may choose."""
 SEARCH_KEYS = (*LAYOUT_KEYS, "train.recompute", "train.micro_batches")
 """Keys of a job that a search may choose."""
-SEARCH_WORK = 60_000
+SEARCH_WORK = 50_000
 """Work after which a search stops: about a minute of one core."""
 
 

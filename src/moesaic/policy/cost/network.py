@@ -126,6 +126,8 @@ class NetworkModel:
         self._host_links: dict[tuple[str, str], Link] = {}
         self._cost_cache: dict[object, list[CollectiveCost]] = {}
         """Costs by operation and pattern of groups; see `_pattern`."""
+        self._costs_of_groups: dict[object, list[CollectiveCost]] = {}
+        """Costs by operation and groups."""
         self._host_keys: dict[str, object] = {}
         networks = [link.ends for link in cluster.links if link.ends[0] != link.ends[1]]
         networks += [link.ends for link in cluster.links if link.ends == ["*", "*"]]
@@ -139,6 +141,12 @@ class NetworkModel:
         self, operation: str, groups: Sequence[Sequence[int]]
     ) -> list[CollectiveCost]:
         """Return the cost of `operation` for each of `groups`, which run it at the same time."""
+        key = operation, tuple(map(tuple, groups))
+        if key not in self._costs_of_groups:
+            self._costs_of_groups[key] = self._make_costs(operation, groups)
+        return self._costs_of_groups[key]
+
+    def _make_costs(self, operation: str, groups: Sequence[Sequence[int]]) -> list[CollectiveCost]:
         found: list[CollectiveCost | None] = [None] * len(groups)
         for members in self._independent(groups):
             own = [groups[at] for at in members]

@@ -153,7 +153,7 @@ class _BestFirst:
                 break
             before, before_s = trials.tried, trials.best_s
             for leaf in search_methods.likely_leaves(trials, shape)[:_MAX_DISPATCHES]:
-                if bounds.seconds(leaf, len(Space.LEVELS)) < trials.best_s:
+                if bounds.seconds(leaf, len(Space.LEVELS) - 1) < trials.best_s:  # With any cuts.
                     for cuts in self._space.children(leaf, 3)[::-1]:
                         trials.try_candidate(cuts, skips_slow=True)
             if trials.tried > before:

@@ -71,6 +71,8 @@ class Space:
         self._pins = frozenset(pins)
         self._plans: dict[Candidate, tuple[Job, Plan] | None] = {}
         self._places: list[RankPlace] | None = None
+        self._expert_placements: dict[int, list[list[int]]] = {}
+        """Placement by `ep`: plans share it, which saves most of their memory."""
         self.faults: dict[str, None] = {}
         """Reasons why candidates are no valid plans, in order."""
 
@@ -229,7 +231,8 @@ class Space:
         plan = plan_from_job(job, self.ranks)
         if self._places is None:  # They are the same for all plans.
             self._places = assign_places(plan, self.cluster).places
-        return job, plan.model_copy(update={"places": self._places})
+        experts = self._expert_placements.setdefault(candidate.ep, plan.expert_placement)
+        return job, plan.model_copy(update={"places": self._places, "expert_placement": experts})
 
 
 def _sentence(error: Exception) -> str:
