@@ -477,8 +477,9 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
         ("job.toml --cluster no.toml", "'no.toml' cannot be read (No such file"),
         (
             "job.toml --cluster 2xh10-8",
-            "'2xh10-8' is neither a file nor a preset of a cluster: did you mean \"h100-8\"",
+            "'2xh10-8' is neither a file nor a preset of a cluster: did you mean \"2xh100-8\"",
         ),
+        ("job.toml --cluster h10-8", 'did you mean "h100-8"'),
         ("job.toml --cluster lonely.toml", "error: lonely.toml: no link joins the"),
         ("job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         ("CLUSTER --nproc 64", "error: cluster.toml: cluster"),
