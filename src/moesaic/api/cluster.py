@@ -53,7 +53,8 @@ class Cluster:
             return cls.load(name)
         if preset not in PRESETS:
             known = f"a file, {keys.join_words(list(PRESETS))}, with 2x before it for two hosts"
-            remedy = keys.suggest_choice(preset, list(PRESETS), known)
+            number = name.removesuffix(preset)
+            remedy = keys.suggest_choice(name, [f"{number}{one}" for one in PRESETS], known)
             raise ConfigError(f"'{name}' is neither a file nor a preset of a cluster: {remedy}")
         return cls.preset(preset, nodes)
 

@@ -23,6 +23,8 @@ _GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _UNKNOWN_SPEED, _UNKNOWN_BYTES = 1e12, 1e18
 """Stand for figures that memory does not depend on."""
+_CONTEXT_BYTES = 2**29
+"""Memory of the driver's context of a process on a GPU."""
 _ABOUT_DEVICE = ("device", "device_memory_bytes", "usable_memory_bytes", "fits")
 """Figures of a plan that are unknown without a device."""
 
@@ -79,7 +81,8 @@ def _cluster_here(job: Job, plan: Plan) -> Cluster:
 
 
 def _device_here(job: Job, ranks_here: int) -> tuple[str, str, float]:
-    """Return kind, name and free memory of the device of a rank."""
+    """Return kind and name of the device of a rank, and the memory that the rank may take, with
+    that of its context."""
     name, has_gpu = job.train.device, any(Path(path).exists() for path in _GPU_DRIVERS)
     if not is_gpu(name) and (name != "auto" or not has_gpu):
         return "cpu", "this machine", max(free_memory_bytes() // ranks_here, 1)
@@ -88,9 +91,9 @@ def _device_here(job: Job, ranks_here: int) -> tuple[str, str, float]:
     from moesaic.kernels import device as devices
 
     device = devices.resolve(name)
-    kind = devices.kind(device)
-    return (
-        kind,
-        devices.model(device),
-        devices.free_bytes(device) // (ranks_here if kind == "cpu" else 1),
-    )
+    kind, free = devices.kind(device), devices.free_bytes(device)
+    if kind == "cpu":
+        return kind, devices.model(device), free // ranks_here
+    # Free memory lacks the driver's context of this process, for which the reserve has room.
+    used = devices.memory_bytes(device) - free
+    return kind, devices.model(device), free + min(used, _CONTEXT_BYTES)

@@ -173,8 +173,8 @@ def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> P
 
     def search(own: SearchFacts) -> SearchResult:
         names = [host.name for host in own.cluster.hosts]
-        more = f" and {len(names) - 1} more hosts" * (len(names) > 1)
-        progress.begin(f" {own.ranks} ranks on {names[0]}{more}")
+        more = f" and {len(names) - 1} more host{'s' * (len(names) > 2)}" * (len(names) > 1)
+        progress.begin(f" {own.ranks} rank{'s' * (own.ranks > 1)} on {names[0]}{more}")
         with shown_search(own, progress) as estimates:
             return run_search(own, estimates)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moesaic.base.config import parse
@@ -19,18 +19,22 @@ from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job, LayoutConfig
+from moesaic.facts.plan import Plan, RankPlace, placement_mismatch
 from moesaic.facts.plan.layout import plan_from_layout
-from moesaic.facts.plan.search import SEARCH_WORK
+from moesaic.facts.plan.search import SEARCH_WORK, SearchFacts
 from moesaic.facts.workload import GROUPED_MM, workload
 from moesaic.policy.plan.found import (
     Search,
+    left_out_text,
     predict_found,
     run_search,
     search_lines,
     shortfall_text,
 )
+from moesaic.policy.plan.mapping import assign_places
 from moesaic.policy.plan.search import search_facts
 from moesaic.train.job_file import LoadedJob, apply_plan
+from moesaic.train.topology import gather_places
 
 _PROBE_S = 4.0
 """Seconds of measuring, without startup."""
@@ -52,13 +56,14 @@ def search_layout(
     if cluster is None:
         say(f"plan: measuring this machine for about {_PROBE_S:.0f} s, then searching for a layout")
         cluster = _measure(loaded.job, world)
-    log = list[Search]()
+    log, places = list[Search](), gather_places(world)
 
     def choose() -> str:
         assert cluster is not None
         facts = search_facts(
             loaded.job, cluster, world.size, opens_micro_batches=loaded.has_open_micro_batches
         ).model_copy(update={"max_work": SEARCH_WORK})
+        _check_hosts(facts, places, loaded.origin)
         result = run_search(facts, log=log)
         if result.shortfall is not None:
             raise ConfigError(
@@ -71,6 +76,18 @@ def search_layout(
 
     plan = json.loads(world.run_on_rank_zero(choose))
     return replace(apply_plan(loaded, plan), decisions=tuple(log))
+
+
+def _check_hosts(facts: SearchFacts, places: Sequence[RankPlace], origin: str) -> None:
+    """Raise ConfigError unless the ranks are at `places` like those that the search plans for."""
+    planned = assign_places(Plan.data_parallel(facts.ranks), facts.cluster)
+    mismatch = placement_mismatch(planned, places)
+    if mismatch is not None:
+        why = f" ({left_out_text(facts)})" if facts.left_out else ""
+        raise ConfigError(
+            f"{origin}: {mismatch} in cluster '{facts.cluster.name}'{why}: give a cluster with "
+            "the hosts of the ranks alone, in their order"
+        )
 
 
 def _measure(job: Job, world: World) -> Cluster | None:

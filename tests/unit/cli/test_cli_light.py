@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moesaic import __version__
-from moesaic.api import prepared_run
+from moesaic.api import memory_here, prepared_run
 from moesaic.api.cluster import Cluster
 from moesaic.api.job import Job as ApiJob
 from moesaic.base import keys
@@ -26,6 +26,7 @@ from moesaic.cli import flags
 from moesaic.cli.flags import JobFiles
 from moesaic.cli.main import VERBS, expand_resume, main
 from moesaic.facts.job import CtrJob, Job
+from moesaic.kernels import device as devices
 from moesaic.serve.config import GenerateConfig
 from moesaic.train import input_checks
 
@@ -276,6 +277,29 @@ def test_a_dry_run_of_a_pipeline_shows_its_fullest_rank(
     assert facts["plan"]["stages"] == [
         ["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("used", "usable"),
+    [(0.5, 80 - (2 + 0.05 * 80)), (0.25, 80 - (2 + 0.05 * 80)), (10.5, 70 - (2 + 0.05 * 70))],
+)
+def test_a_dry_run_on_a_gpu_counts_the_context_of_the_driver_once(
+    used: float, usable: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the reserve, and free memory lacks it. GiB, of 80."""
+    total, free = 80 * 2**30, int((80 - used) * 2**30)
+    fakes = {
+        "resolve": "cuda:0", "kind": "gpu", "model": "a GPU", "free_bytes": free,
+        "memory_bytes": total,
+    }  # fmt: skip
+    for name, value in fakes.items():
+        monkeypatch.setattr(devices, name, lambda *_, value=value: value)
+    monkeypatch.setattr(memory_here, "_GPU_DRIVERS", ("/",))
+    prepared = ApiJob.load("job.toml").prepare(is_started=False)
+    assert isinstance(prepared.config, Job)
+    _, figures = memory_here.memory_here(prepared.config, prepared.plan, None)
+    assert figures["device"] == "a GPU"
+    assert figures["usable_memory_bytes"] == pytest.approx(usable * 2**30)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -13,6 +13,7 @@ from commands import Commands
 from moesaic import Cluster, Job
 from moesaic.cli.main import main
 from moesaic.facts.plan import load_plan
+from moesaic.policy.plan.predict import PlannedJob
 
 JOB = """
 [model]
@@ -373,6 +374,50 @@ def test_a_plan_that_needs_the_reserve_does_not_fit(place: Path, commands: Comma
         assert "GiB stay free for driver" in text.splitlines()[0]
 
 
+def plan_within(memory: float, *sets: str, plan: Path | None = None) -> PlannedJob:
+    """Return the plan on devices with so much memory, all of which plans may use."""
+    changes = f"devices = {{ memory_bytes = {memory}, reserved_bytes = 0 }}"
+    Path("own.toml").write_text(CLUSTER.replace("replicas", f"{changes}\nreplicas"))
+    pins = [f"layout.{one}" for one in (*PLAIN.split(","), "embedding=whole")]
+    job = Job.load("job.toml", sets=[*pins, "layout.dispatch=all_to_all", *sets])
+    return job.plan(Cluster.load("own.toml"), plan=plan)
+
+
+def test_a_plan_warns_of_replicas_that_may_not_fit() -> None:
+    figures = plan_within(8e10).figures
+    peak, most = figures["memory_per_rank"]["peak_bytes"], figures["balance"]["max_bytes"]
+    assert most > 0
+    for free, warns in ((-1, False), (0, True), (most - 1, True), (most, False)):
+        planned = plan_within(peak + free)
+        assert planned.figures["fits"] == (free >= 0)
+        told = [one for one in planned.warnings if one.startswith("uneven experts may need ")]
+        assert len(told) == warns, free
+    none = plan_within(peak, "balance.max_replicas=0")
+    assert none.figures["fits"]
+    assert none.warnings == []
+
+
+def test_a_plan_file_may_fit_with_other_stage_boundaries(place: Path) -> None:
+    sets = ["layout.pp=2", "train.micro_batches=8"]
+    even = plan_within(8e10, *sets)
+    raw = json.loads(even.plan.to_json())
+    first, second = raw["stages"]
+    edited = place / "edited.json"
+    edited.write_text(
+        json.dumps({**raw, "stages": [first + second[:4], second[4:]], "predictions": None})
+    )
+    needs = [
+        one.figures["memory_per_rank"]["peak_bytes"]
+        for one in (even, plan_within(8e10, *sets, plan=edited))
+    ]
+    unfit = plan_within(sum(needs) / 2, *sets, plan=edited)
+    assert not unfit.figures["fits"]
+    assert unfit.figures["remedy"]["peak_bytes"] == needs[0]
+    words = r"; the same layout fits with other stage boundaries \([0-9.]+ of [0-9.]+ GiB\)"
+    assert re.search(f"{words}$", unfit.figures["bottleneck"])
+    assert plan_within(sum(needs) / 2, *sets).figures["fits"]
+
+
 def test_a_job_that_never_fits(commands: Commands) -> None:
     sharded = [*layout_sets("ep=16,dp_shard=all"), "--set", "train.recompute=true"]
     long = [f"--set={key}=99999999" for key in ("data.sequence", "model.max_positions")]
@@ -433,8 +478,9 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
         ("job.toml --cluster no.toml", "'no.toml' cannot be read (No such file"),
         (
             "job.toml --cluster 2xh10-8",
-            "'2xh10-8' is neither a file nor a preset of a cluster: did you mean \"h100-8\"",
+            "'2xh10-8' is neither a file nor a preset of a cluster: did you mean \"2xh100-8\"",
         ),
+        ("job.toml --cluster h10-8", 'did you mean "h100-8"'),
         ("job.toml --cluster lonely.toml", "error: lonely.toml: no link joins the"),
         ("job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         ("CLUSTER --nproc 64", "error: cluster.toml: cluster"),

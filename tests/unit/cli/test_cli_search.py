@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commands import Commands
 from moesaic import Cluster, ConfigError, Job, Run
+from moesaic.api import plan_search
 from moesaic.base.events import read_events
 from moesaic.facts.plan import load_plan
 from moesaic.kernels import device as devices
@@ -211,6 +216,24 @@ def test_parts_of_a_cluster(commands: Commands) -> None:
     assert "within its work" not in unfit
 
 
+@pytest.mark.parametrize("question", ["--fit cluster", "--min-cost"])
+def test_progress_names_the_part_that_is_searched(
+    question: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts the layouts of each part anew. Every line is due."""
+    clock = SimpleNamespace(monotonic=partial(next, itertools.count(1e9, 1e3)))
+    monkeypatch.setattr(plan_search, "time", clock)
+    text = commands.run([*LINE, *question.split(), *PINS]).err
+    found = re.findall(r"^searching (.*): ([0-9,]+) layouts simulated in [0-9]+ s", text, re.M)
+    parts = list(dict.fromkeys(part for part, _ in found))
+    one = ["2 ranks on here"]
+    assert parts == (one if question == "--fit cluster" else [*one, "1 rank on here"])
+    for part in parts:
+        numbers = [int(number) for name, number in found if name == part]
+        assert numbers[0] <= 1 < len(numbers)
+        assert numbers[-1] >= 1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -292,6 +315,22 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
         assert prepared.task.search is not is_kept
     alone = Job.load(None, run=Path("run")).prepare(out="run", resume="auto")
     assert (alone.ranks, alone.task.plan, alone.plan.ep) == (2, kept, plan.ep)
+
+
+def test_a_run_does_not_search_for_hosts_that_its_ranks_are_not_on(commands: Commands) -> None:
+    """A search leaves out the host of the ranks, which has no speed for the precision."""
+    text = Path("cluster.toml").read_text()
+    start, link = text.index("[[hosts]]"), text.index("[[links]]")
+    here = text[start:link]
+    other = here.replace('name = "here"', 'name = "other"').replace('model = "', 'model = "not ')
+    own = here.replace('dtype = "fp32"', 'dtype = "fp64"')
+    between = '[[links]]\nends = ["*", "*"]\nkind = "ethernet"\nlatency_s = 1e-4\nbandwidth = 1e9\n'
+    Path("both.toml").write_text(f"{text[:start]}{own}{other}{text[link:]}{between}")
+    line = ["train", "job.toml", "--nproc", "2", "--cluster", "both.toml", "--set", "plan=auto"]
+    refusal = commands.refusal([*line, "--out", "run"])
+    assert "rank 0 is planned for a 'not " in refusal
+    assert "(host here is left out: no matmul speed for train.precision" in refusal
+    assert refusal.rstrip().endswith("the hosts of the ranks alone, in their order")
 
 
 def test_a_job_says_where_its_layout_comes_from(commands: Commands) -> None:
