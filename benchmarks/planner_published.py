@@ -134,7 +134,8 @@ KIMI_K2 = {
 }  # fmt: skip
 MIXTRAL_TOKENS = 5643
 """Tokens a second of 468 TFLOPS: a token takes 6 flops per active weight and 12 layers x hidden x
-sequence, as Megatron-LM counts. Its page reports the TFLOPS and, elsewhere, this layout as the best."""
+sequence, as Megatron-LM counts. Its page reports the TFLOPS and, elsewhere, this layout as the
+best."""
 FSDP = {"dp_shard": "all"}
 PIPELINE = {"schedule": "interleaved", "dispatch": "dedup"}
 
