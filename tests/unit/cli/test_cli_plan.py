@@ -135,7 +135,7 @@ DEDUP = "ep=16,dispatch=dedup,dispatch_hosts=2"
         (f"ep=16,{PLAIN}", "", 16, BY_HOST),
         (f"ep=8,{PLAIN}", "", 16, METHODS),
         (f"ep=16,pp=2,schedule=interleaved,{PLAIN}", "", 32, BY_HOST),
-        (DEDUP, "train.batch=1024 train.micro_batches=32", 16, CHUNKS),
+        (DEDUP, "train.batch=512 train.micro_batches=16 model.layers=4", 16, CHUNKS),
         pytest.param(
             f"{DEDUP},pp=2,schedule=1f1b", "train.batch=512 train.micro_batches=16", 32, CHUNKS,
             marks=pytest.mark.soak,
@@ -465,6 +465,7 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
     link = CLUSTER[CLUSTER.index("[[links]]") :]
     (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}\n{link}')
     line = ["plan", "job.toml", "--cluster", "unlike.toml", *layout_sets("ep=2")]
+    line += ["--set", "model.layers=2"]
     facts = commands.facts(line, status=3)
     assert (facts["fits"], facts["memory_rank"], facts["device_memory_bytes"]) == (False, 1, 1e9)
     assert "rank 1 needs" in facts["bottleneck"]
