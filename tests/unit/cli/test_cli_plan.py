@@ -457,7 +457,7 @@ def test_implausible_units_cause_warnings(place: Path, commands: Commands) -> No
 def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Commands) -> None:
     """The slow host has much memory; the fast one, on no critical path, has little."""
     slow = "devices = { count = 1, memory_bytes = 1e13, memory_bandwidth = 1e10 }"
-    fast = "devices = { count = 1, memory_bytes = 1e9 }"
+    fast = "devices = { count = 1, memory_bytes = 3.6e10 }"
     hosts = "".join(
         f'[[hosts]]\nname = "{name}"\npreset = "h100-8"\n{devices}\n'
         for name, devices in (("slow", slow), ("fast", fast))
@@ -467,7 +467,7 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
     line = ["plan", "job.toml", "--cluster", "unlike.toml", *layout_sets("ep=2")]
     line += ["--set", "model.layers=2"]
     facts = commands.facts(line, status=3)
-    assert (facts["fits"], facts["memory_rank"], facts["device_memory_bytes"]) == (False, 1, 1e9)
+    assert (facts["fits"], facts["memory_rank"], facts["device_memory_bytes"]) == (False, 1, 3.6e10)
     assert "rank 1 needs" in facts["bottleneck"]
 
 
