@@ -175,3 +175,34 @@ def test_an_interrupted_start_leaves_nothing(flags: list[str], tries: int, tmp_p
         assert not list((place / "tmp").iterdir()), where
         assert not (place / "run" / "LOCK").exists(), where
         assert not list(place.rglob("*.partial-*")), where
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("flags", "tries"),
+    [
+        ([], 3),
+        (["--nproc", "2"], 3),
+        pytest.param([], 12, marks=pytest.mark.soak),
+        pytest.param(["--nproc", "2"], 12, marks=pytest.mark.soak),
+    ],
+)
+def test_sigterm_before_the_first_step_says_what_to_do(
+    flags: list[str], tries: int, tmp_path: Path
+) -> None:
+    process = start(tmp_path / "whole", *flags)
+    began = time.monotonic()
+    wait_for(lambda: (tmp_path / "whole/run/events/rank-0.jsonl").exists())
+    start_s = time.monotonic() - began
+    interrupt(process)
+    for index in range(tries):
+        process = start(tmp_path / str(index), *flags)
+        time.sleep(start_s * index / tries)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 75, (index, stderr)
+        anew = "before the first step: nothing was saved, the same command starts anew\n"
+        # A rank that waits in a library may add words about its own end.
+        assert stderr.endswith(f"error: ended by SIGTERM {anew}"), index
+        wait_for(lambda group=process.pid: not list(living(group)), 20)
+        assert not (tmp_path / str(index) / "run" / "LOCK").exists()

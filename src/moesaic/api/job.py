@@ -134,7 +134,8 @@ class Job:
             out=out, nproc=nproc, resume=resume, change=change, plan=plan, output=output,
             cluster=cluster,
         )  # fmt: skip
-        for text in prepared.warnings if is_leader() else ():
+        texts = prepared.warnings + prepared.warn_of_memory()
+        for text in texts if is_leader() else ():
             warnings.warn(text, stacklevel=2)
         prepared.check_machine()
         return prepared.run(on_step)

@@ -27,7 +27,7 @@ from moesaic.base import errors
 from moesaic.base.errors import ConfigError, MoesaicError, UserError, as_user_error
 from moesaic.base.files import atomic_replace
 
-EXIT_USER_ERROR, EXIT_RELAUNCH, EXIT_INTERRUPTED = 2, 75, 130
+EXIT_USER_ERROR, EXIT_DOES_NOT_FIT, EXIT_RELAUNCH, EXIT_INTERRUPTED = 2, 3, 75, 130
 SILENCE_S = 5.0
 """Seconds that a rank waits for another one to report their mistake."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.api.launch import is_torchrun
-from moesaic.base.host_memory import free_memory_bytes
+from moesaic.base.errors import DoesNotFitError
+from moesaic.base.host_memory import free_memory_bytes, memory_limit_bytes
+from moesaic.base.units import format_bytes, format_used_bytes
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
@@ -27,6 +30,7 @@ _CONTEXT_BYTES = 2**29
 """Memory of the driver's context of a process on a GPU."""
 _ABOUT_DEVICE = ("device", "device_memory_bytes", "usable_memory_bytes", "fits")
 """Figures of a plan that are unknown without a device."""
+_RESERVE_USES = "driver, collectives and fragmentation"
 
 
 def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemory, dict[str, Any]]:
@@ -50,6 +54,54 @@ def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemo
     return found, {**figures, "remedy": remedy}
 
 
+def describe_fit(figures: Mapping[str, Any], advice: str = "") -> str:
+    """Return whether the fullest rank fits, and if not, its remedy; `advice` stands for one."""
+    used, usable = figures["memory_per_rank"]["peak_bytes"], figures["usable_memory_bytes"]
+    if figures["fits"] is None:
+        return (
+            f"fits: unknown, {format_bytes(used)} per rank; this machine has no GPU of the job "
+            "(moesaic plan JOB.toml --cluster h100-8 takes another)"
+        )
+    sizes = f"{format_used_bytes(used, usable)} per rank{_reserve_text(figures)}"
+    if figures["fits"]:
+        return f"fits: {sizes}"
+    if not advice:
+        from moesaic.policy.plan.remedy import remedy_text
+
+        advice = remedy_text(figures["remedy"])
+    return f"DOES NOT FIT: {sizes}; {advice}"
+
+
+def _reserve_text(figures: Mapping[str, Any]) -> str:
+    """Return how much of a device is kept free, if any."""
+    total = figures["device_memory_bytes"]
+    reserved = total - figures["usable_memory_bytes"]
+    if not reserved:
+        return ""
+    return f" ({format_used_bytes(reserved, total)} stay free for {_RESERVE_USES})"
+
+
+def warn_of_memory(job: Job, plan: Plan) -> list[str]:
+    """Return a warning if the job exceeds the memory that is free on this machine now.
+
+    Raise DoesNotFitError if it exceeds all of its memory. A job with `[memory]` adapts to what is
+    free, and a GPU is not asked: that would take memory from its ranks.
+    """
+    if job.memory is not None or _may_use_gpu(job):
+        return []
+    from moesaic.policy.cost.memory import mean_peak_bytes, tightest_rank
+    from moesaic.policy.cost.step import JobCosts
+
+    costs = JobCosts.from_job(job, plan, _cluster_here(job, plan))
+    if tightest_rank(costs).used_fraction <= 1:
+        return []
+    text = describe_fit(memory_here(job, plan, None)[1])
+    room = memory_limit_bytes() // _ranks_here(plan)
+    if mean_peak_bytes(costs) > room:
+        raise DoesNotFitError(text)
+    return [f"{text}. Training starts: {format_bytes(room)} per rank are there if others end"]
+
+
 def _remedy(job: Job, plan: Plan, cluster: Cluster) -> dict[str, Any] | None:
     from moesaic.policy.plan.remedy import describe_remedy, find_remedy
     from moesaic.policy.plan.search import search_facts
@@ -59,10 +111,7 @@ def _remedy(job: Job, plan: Plan, cluster: Cluster) -> dict[str, Any] | None:
 
 def _cluster_here(job: Job, plan: Plan) -> Cluster:
     """Return hosts like this machine for the ranks of a plan, with the memory that is free now."""
-    by_host = Counter(place.host for place in plan.places)
-    ranks_here = max(by_host.values()) if by_host else plan.ranks
-    if is_torchrun():
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_here))
+    ranks_here = _ranks_here(plan)
     kind, model, memory_bytes = _device_here(job, ranks_here)
     hosts = -(-plan.ranks // ranks_here)
     inside = {"latency_s": 1e-5, "bandwidth": _UNKNOWN_SPEED}
@@ -80,13 +129,29 @@ def _cluster_here(job: Job, plan: Plan) -> Cluster:
     return resolve_cluster(raw, "this machine")
 
 
+def _ranks_here(plan: Plan) -> int:
+    """Return the ranks of a plan on this machine."""
+    by_host = Counter(place.host for place in plan.places)
+    ranks = max(by_host.values()) if by_host else plan.ranks
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if is_torchrun() else ranks
+
+
+def _has_gpu() -> bool:
+    return any(Path(path).exists() for path in _GPU_DRIVERS)
+
+
+def _may_use_gpu(job: Job) -> bool:
+    """Return whether the job names a GPU, or takes one that is here."""
+    return is_gpu(job.train.device) or (job.train.device == "auto" and _has_gpu())
+
+
 def _device_here(job: Job, ranks_here: int) -> tuple[str, str, float]:
     """Return kind and name of the device of a rank, and the memory that the rank may take, with
     that of its context."""
-    name, has_gpu = job.train.device, any(Path(path).exists() for path in _GPU_DRIVERS)
-    if not is_gpu(name) and (name != "auto" or not has_gpu):
+    name = job.train.device
+    if not _may_use_gpu(job):
         return "cpu", "this machine", max(free_memory_bytes() // ranks_here, 1)
-    if not has_gpu:
+    if not _has_gpu():
         return "gpu", "an unknown GPU", _UNKNOWN_BYTES
     from moesaic.kernels import device as devices
 

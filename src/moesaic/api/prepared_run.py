@@ -76,6 +76,15 @@ class PreparedRun:
 
         device.resolve(self.config.train.device, self.ranks - 1 if self.is_spawned else 0)
 
+    def warn_of_memory(self) -> list[str]:
+        """Return a warning if the memory that is free here is too little; raise DoesNotFitError if
+        all of it is. A layout that ranks search for fits."""
+        if not isinstance(self.config, LanguageModelJob) or self.task.search:
+            return []
+        from moesaic.api.memory_here import warn_of_memory
+
+        return warn_of_memory(self.config, self.plan)
+
     def check_data(self) -> list[str]:
         """Read the data as the start of training would, or their first part, and compare a resumed
         run with its checkpoint; return lines about both. Nothing is written."""

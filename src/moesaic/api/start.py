@@ -16,11 +16,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-_INTERRUPTED = 130
-"""Exit status after SIGINT."""
+_INTERRUPTED, _ENDED = 130, 75
+"""Exit statuses after SIGINT and SIGTERM."""
+SAME_COMMAND = (
+    "ended by SIGTERM before the first step: nothing was saved, the same command starts anew"
+)
+"""Line of a run that ended so early."""
 SPIN_COUNT = "50000"
 """OpenMP's spins before an idle thread sleeps: about a quarter of a millisecond."""
 
@@ -86,6 +91,27 @@ def exit_on_interrupt() -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGINT, handler)
         os.close(writer)
+
+
+@contextmanager
+def exit_on_sigterm(text: str) -> Iterator[None]:
+    """Let SIGTERM end this process with status 75 and a line, `text`, and ranks silently; leave
+    it to the system afterwards.
+
+    Nothing is unwound, since imports may swallow an error: no rank and no file may be open yet.
+    """
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        if "LOCAL_WORLD_SIZE" not in os.environ:
+            with suppress(OSError):
+                os.write(2, f"error: {text}\n".encode())
+        os._exit(_ENDED)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _exit_at_interrupt(reader: int) -> None:

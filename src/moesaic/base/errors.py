@@ -22,6 +22,10 @@ class ConfigError(UserError, ValueError):
     """An impossible setting in a job, flag or settings file."""
 
 
+class DoesNotFitError(UserError):
+    """A job whose predicted memory exceeds that of the whole machine; the command line exits 3."""
+
+
 class ClusterError(ConfigError):
     """A missing fact in a cluster; callers that know its file add where to fix it."""
 

@@ -49,11 +49,16 @@ def free_memory_bytes() -> int:
     free = (
         int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
-    return min([free, *_free_in_control_groups()])
+    return min([free, *(max(limit - used, 0) for limit, used in _control_groups())])
 
 
-def _free_in_control_groups() -> Iterator[int]:
-    """Yield the memory that is left in each control group of this process, without page cache."""
+def memory_limit_bytes() -> int:
+    """Return the main memory of the machine, or of the control group that has less."""
+    return min([total_memory_bytes(), *(limit for limit, _ in _control_groups())])
+
+
+def _control_groups() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of each control group of this process, without page cache."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -66,4 +71,4 @@ def _free_in_control_groups() -> Iterator[int]:
         for one in [group, *(parent for parent in group.parents if parent.is_relative_to(root))]:
             with suppress(OSError, ValueError, KeyError):  # Not set, or hidden in a container.
                 stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
-                yield max(int((one / limit).read_text()) - int(stat[used]), 0)
+                yield int((one / limit).read_text()), int(stat[used])

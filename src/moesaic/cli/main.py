@@ -1,7 +1,7 @@
 """Entry point of the command line: `moesaic VERB ...`.
 
-Exit status: 0 success; 1 a bug, with a traceback; 2 a user error, in one sentence; 75 ended from
-outside, continue with --resume; 130 interrupted.
+Exit status: 0 success; 1 a bug, with a traceback; 2 a user error, in one sentence; 3 the job does
+not fit; 75 ended from outside, continue with --resume; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 from moesaic import __version__
 from moesaic.api import start
 from moesaic.api.launch import (
+    EXIT_DOES_NOT_FIT,
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
     RankFailed,
@@ -25,7 +26,7 @@ from moesaic.api.launch import (
 )
 from moesaic.api.progress import flush_stdout
 from moesaic.api.train_worker import MEMORY_HINT
-from moesaic.base.errors import ConfigError, UserError, as_user_error
+from moesaic.base.errors import ConfigError, DoesNotFitError, UserError, as_user_error
 from moesaic.cli import screen
 
 VERBS = (
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush_stdout()
     except UserError as error:
         screen.print_error(f"{message_prefix()}{error}")
-        return EXIT_USER_ERROR
+        return EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR
     except typer.TyperException as error:
         _print_usage_error(error, given[0])
         return EXIT_USER_ERROR

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moesaic.api.memory_here import describe_fit
 from moesaic.base.keys import join_words
-from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
+from moesaic.base.units import about_seconds, format_bytes, round_text
 from moesaic.cli import screen
 from moesaic.facts.cluster import Calibration
 from moesaic.facts.plan import Plan, describe_plan, dispatch_summary
@@ -19,7 +20,6 @@ _WIDTH = 18
 """Width of the names of rows; block names may be longer."""
 _WITHOUT_SPEED = ("parameters", "memory per rank", "memory budget", "expert state")
 """Rows about a plan that does not fit, besides memory by kind."""
-_RESERVE_USES = "driver, collectives and fragmentation"
 _EMBEDDING_TEXTS = {
     "whole": "whole table on every rank", "columns": "a column shard on each rank",
 }  # fmt: skip
@@ -56,31 +56,7 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
 
 def print_verdict(figures: Mapping[str, Any], advice: str = "") -> None:
     """Print whether the fullest rank fits, and if not, its remedy; `advice` stands for one."""
-    used, usable = figures["memory_per_rank"]["peak_bytes"], figures["usable_memory_bytes"]
-    if figures["fits"] is None:
-        screen.print_line(
-            f"fits: unknown, {format_bytes(used)} per rank; this machine has no GPU of the job "
-            "(moesaic plan JOB.toml --cluster h100-8 takes another)"
-        )
-        return
-    sizes = f"{format_used_bytes(used, usable)} per rank{_reserve_text(figures)}"
-    if figures["fits"]:
-        screen.print_line(f"fits: {sizes}")
-        return
-    if not advice:
-        from moesaic.policy.plan.remedy import remedy_text
-
-        advice = remedy_text(figures["remedy"])
-    screen.print_line(f"DOES NOT FIT: {sizes}; {advice}")
-
-
-def _reserve_text(figures: Mapping[str, Any]) -> str:
-    """Return how much of a device is kept free, if any."""
-    total = figures["device_memory_bytes"]
-    reserved = total - figures["usable_memory_bytes"]
-    if not reserved:
-        return ""
-    return f" ({format_used_bytes(reserved, total)} stay free for {_RESERVE_USES})"
+    screen.print_line(describe_fit(figures, advice))
 
 
 def print_parts(parts: Sequence[Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from moesaic.api.job import Job
 from moesaic.api.launch import (
+    EXIT_DOES_NOT_FIT,
     EXIT_INTERRUPTED,
     RunInterrupted,
     is_leader,
@@ -23,7 +24,7 @@ from moesaic.api.launch import (
 )
 from moesaic.api.prepared_run import PreparedRun
 from moesaic.api.run import Run
-from moesaic.api.start import exit_on_interrupt, import_module
+from moesaic.api.start import SAME_COMMAND, exit_on_interrupt, exit_on_sigterm, import_module
 from moesaic.api.train_worker import resumed_run, stop_on_sigterm
 from moesaic.base.errors import DivergedError
 from moesaic.base.events import RUN_LOG
@@ -37,6 +38,7 @@ from moesaic.facts.workload import count_parameters, job_parts
 from moesaic.facts.workload.parameters import describe_trainable
 from moesaic.train.out_checks import holds_checkpoint
 from moesaic.train.resumed_job import JOB_TEXT
+from moesaic.train.stop_request import ENDED_BY_SIGTERM
 
 Nproc = Annotated[
     int | None,
@@ -84,6 +86,10 @@ Verbose = Annotated[
     ),
 ]  # fmt: skip
 
+_STARTS_ANEW = SAME_COMMAND.removeprefix(ENDED_BY_SIGTERM)
+_RESUMES = " before the first step: the same command resumes from the checkpoint"
+"""Ends of the line about SIGTERM."""
+
 
 def train(  # noqa: PLR0913 - a parameter for each flag
     job: JobPath = None,
@@ -106,33 +112,42 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     if resume is None:
         flags.require(job, "JOB.toml", "train")
     run = resumed_run(None if out is None else str(out), resume)
-    with exit_on_interrupt(), said_once():
-        prepared = Job.load(job, sets=sets or (), run=run).prepare(
-            out=out, nproc=nproc, resume=resume, change=change, plan=plan,
-            output="stderr" if as_json else "stdout", is_started=not dry_run,
-            cluster=None if cluster is None else flags.load_cluster(cluster),
-        )  # fmt: skip
-    for warning in prepared.warnings if is_leader() else ():
-        screen.print_warning(warning)
-    if dry_run:
-        with exit_on_interrupt():
-            _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
-        return 0
+    with exit_on_sigterm(f"{ENDED_BY_SIGTERM}{_STARTS_ANEW if resume is None else _RESUMES}"):
+        with exit_on_interrupt(), said_once():
+            prepared = Job.load(job, sets=sets or (), run=run).prepare(
+                out=out, nproc=nproc, resume=resume, change=change, plan=plan,
+                output="stderr" if as_json else "stdout", is_started=not dry_run,
+                cluster=None if cluster is None else flags.load_cluster(cluster),
+            )  # fmt: skip
+            warnings = prepared.warnings + ([] if dry_run else prepared.warn_of_memory())
+        for warning in warnings if is_leader() else ():
+            screen.print_warning(warning)
+        if dry_run:
+            with exit_on_interrupt():
+                fits = _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
+            return 0 if fits else EXIT_DOES_NOT_FIT
+        shown = replace(prepared, task=replace(prepared.task, is_verbose=verbose))
+        finished = _run(shown, as_json)
+    if is_leader():
+        _write_report(finished, as_json, verbose)
+    return 0
+
+
+def _run(prepared: PreparedRun, as_json: bool) -> Run:
+    """Train and return the finished run."""
     with exit_on_interrupt():
         prepared.check_machine()
         import_module("moesaic.train.trainer")
         import_module(f"moesaic.train.{prepared.config.kind}")
+        if prepared.is_spawned:
+            import_module("torch.distributed.launcher.api")
     try:
         with stop_on_sigterm() as stop:
-            shown = replace(prepared, task=replace(prepared.task, is_verbose=verbose))
-            finished = shown.run(stop=stop)
+            return prepared.run(stop=stop)
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
     except DivergedError as error:
         raise DivergedError(f"{error}{_reported(prepared)}") from None
-    if is_leader():
-        _write_report(finished, as_json, verbose)
-    return 0
 
 
 def _with_resume_command(
@@ -140,17 +155,17 @@ def _with_resume_command(
 ) -> RunInterrupted:
     """Return the error with the command that resumes the run."""
     reason = str(error) or "interrupted"
-    text = f"{reason}{_resume_command(prepared, as_json)}"
+    text = f"{reason}{_go_on(reason, prepared, as_json)}"
     if isinstance(error, RunInterrupted):
         return RunInterrupted(text, error.status, is_saved=error.is_saved)
     return RunInterrupted(text, EXIT_INTERRUPTED)
 
 
-def _resume_command(prepared: PreparedRun, as_json: bool) -> str:
-    """Return the command that resumes from the newest checkpoint; empty without one."""
+def _go_on(reason: str, prepared: PreparedRun, as_json: bool) -> str:
+    """Return the command that resumes from the newest checkpoint, as a clause."""
     task = prepared.task
     if task.out is None or not holds_checkpoint(Path(task.out)):
-        return ""
+        return _STARTS_ANEW if reason == ENDED_BY_SIGTERM else ""
     if is_torchrun():
         return f"; to continue: the same command with {shlex.join(('--out', task.out))} --resume"
     words = ["moesaic", "train", *(["--json"] if as_json else []), "--out", task.out, "--resume"]
@@ -239,9 +254,9 @@ def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
     return text
 
 
-def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_json: bool) -> None:
+def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_json: bool) -> bool:
     """Print whether the ranks fit, the resolved job, the plan, the memory of a rank or of rows, and
-    which data were read."""
+    which data were read. Return false if the ranks do not fit."""
     job = prepared.config
     data = prepared.check_data()
     if isinstance(job, CtrJob):
@@ -256,7 +271,7 @@ def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_js
                 "warnings": prepared.warnings,
             }
         )  # fmt: skip
-        return
+        return facts.get("fits") is not False
     from moesaic.cli.prediction import print_parts, print_verdict
 
     if "fits" in facts:
@@ -265,6 +280,7 @@ def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_js
     for line in (f"# {path}, resolved\n", job.to_toml(), *lines):
         screen.print_line(line)
     print_parts(facts.get("parts", ()))
+    return facts.get("fits") is not False
 
 
 def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list[str]]:

@@ -10,7 +10,9 @@ import pytest
 
 from commands import Commands
 from moesaic import Cluster, ConfigError, Job
-from moesaic.api import memory_replay
+from moesaic.api import memory_here, memory_replay
+from moesaic.base.errors import DoesNotFitError
+from moesaic.testing.jobs import RUN_JOB
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "larger-than-memory.toml"
 DRY_RUN = ["train", str(EXAMPLE), "--dry-run"]
@@ -190,3 +192,25 @@ def test_groups_that_repeat_are_skipped_to_the_same_figures(
     assert skipped[0] == skipped[1]
     assert skipped[0]["micro_batches_together"] < 8
     assert groups[0] < 0.7 * groups[1]
+
+
+def test_training_refuses_what_exceeds_the_machine_and_warns_of_what_exceeds_its_rest(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("job.toml").write_text(RUN_JOB)
+    Path("text.txt").write_text("words and more words " * 40)
+    monkeypatch.setattr(memory_here, "free_memory_bytes", lambda: 2**16)
+    line = "train job.toml --out run"
+    verdict = commands.run(f"{line} --dry-run", status=3).out.splitlines()[0]
+    assert verdict.startswith("DOES NOT FIT: ")
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_here, "memory_limit_bytes", lambda: 2**16)
+        assert commands.run(line, status=3).err.endswith(f"error: {verdict}\n")
+        assert not Path("run").exists()
+        with pytest.raises(DoesNotFitError):
+            Job.load("job.toml").train(out="run", output=None)
+    assert f"warning: {verdict}. Training starts" in commands.run(line).err
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_here, "memory_limit_bytes", lambda: 2**16)
+        resumed = commands.run("train --out run --resume --change --set train.steps=6", status=3)
+    assert verdict.split(";")[0] in resumed.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,16 +43,26 @@ def tightest_rank(costs: JobCosts) -> RankMemory:
 
     The first of ranks with equal work stands for all of them: its shards are the largest.
     """
-    candidates, parts = [], job_parts(costs.job, costs.plan)
-    for rank in costs.equal_ranks(in_memory=True):
+    return max(_memory_of_ranks(costs), key=lambda one: one[0].used_fraction)[0]
+
+
+def mean_peak_bytes(costs: JobCosts) -> float:
+    """Return the mean of the ranks' peaks, which stages of a pipeline may have apart."""
+    total = sum(one.memory.peak_bytes * number for one, number in _memory_of_ranks(costs))
+    return total / costs.plan.ranks
+
+
+def _memory_of_ranks(costs: JobCosts) -> Iterator[tuple[RankMemory, int]]:
+    """Yield the memory of a rank and the number of ranks with equal work."""
+    parts = job_parts(costs.job, costs.plan)
+    for rank, equal in costs.equal_ranks(in_memory=True).items():
         device = costs.device(rank)
         on_cpu = device.kind == "cpu"
         if costs.job.memory is None:
             needs = memory_of_parts(parts, rank, costs.loads, on_cpu=on_cpu, threads=device.threads)
         else:
             needs = _with_budget(costs.job, costs.plan, rank, int(device.usable_bytes))
-        candidates.append(RankMemory(rank, needs, device))
-    return max(candidates, key=lambda one: one.used_fraction)
+        yield RankMemory(rank, needs, device), len(equal)
 
 
 def _with_budget(job: Job, plan: Plan, rank: int, free_bytes: int) -> Memory:
