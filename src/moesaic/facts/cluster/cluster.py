@@ -244,12 +244,15 @@ class Calibration(Section):
     error: float | None = Field(default=None, ge=0)
     """Largest error of a run's step predicted by factors of the other runs, as a fraction; unset:
     unknown, as after a single run."""
+    ratios: tuple[float, float] | None = None
+    """Least and largest ratio of a published run's step to the predicted one, for a preset that is
+    fitted to none of them; unset: runs of moesaic, see `error`."""
     source: str | None = None
     """Origin of published runs, such as "other trainers in bf16" for a preset; unset: runs of
     moesaic."""
 
     def describe(self) -> str:
-        """Return the runs in words, such as "2 runs" or "13 published runs of other trainers in
+        """Return the runs in words, such as "2 runs" or "15 published runs of other trainers in
         bf16"."""
         runs = f"{self.runs} {'published ' * (self.source is not None)}run{'s' * (self.runs > 1)}"
         return runs if self.source is None else f"{runs} of {self.source}"
