@@ -104,7 +104,7 @@ def test_presets_carry_the_ratios_of_published_runs() -> None:
     worst, *rest = list(planner_published.published(1))
     ratios = [float(row.value or 0.0) for row in rest]
     assert PUBLISHED["runs"] == len(runs) == len(ratios)
-    assert PUBLISHED["ratios"] == pytest.approx((min(ratios), max(ratios)), abs=0.006)
+    assert PUBLISHED["ratios"] == pytest.approx([min(ratios), max(ratios)], abs=0.006)
     assert worst.value == max(max(one, 1 / one) for one in ratios)
     assert [PUBLISHED[kind] for kind in KINDS] == [1.0] * len(KINDS)
     devices = {run.cluster().hosts[0].devices[0].model for run in runs}

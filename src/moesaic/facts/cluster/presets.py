@@ -81,7 +81,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 PUBLISHED: dict[str, Any] = {
     "runs": 15, "devices": ["NVIDIA A100 SXM4", "NVIDIA H100 SXM5"], "matmul": 1.0,
-    "elementwise": 1.0, "collectives": 1.0, "error": None, "ratios": (0.70, 1.27),
+    "elementwise": 1.0, "collectives": 1.0, "error": None, "ratios": [0.70, 1.27],
     "source": "other trainers in bf16",
 }  # fmt: skip
 """Published runs that presets are held against, as `benchmarks/planner_published.py` compares
