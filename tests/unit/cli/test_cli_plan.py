@@ -525,16 +525,11 @@ model = { preset = "tiny-mixtral" }
 @pytest.mark.parametrize("frozen", ["false", "true"])
 def test_students_are_added_up(place: Path, commands: Commands, frozen: str) -> None:
     """The step is that of the parts; only a frozen teacher costs less than without students."""
-    alone = predict("dp_shard=2")
+    alone = predict("dp_shard=2", "model.layers=4")
     (place / "job.toml").write_text(JOB + STUDENTS)
     (place / "nowhere").write_text("text " * 1000)
-    items = [
-        "--set",
-        "layout.dp_shard=2",
-        "--set",
-        f"distill.frozen={frozen}",
-        "--set=data.format=text",
-    ]
+    sets = ("layout.dp_shard=2", f"distill.frozen={frozen}", "data.format=text", "model.layers=4")
+    items = [f"--set={one}" for one in sets]
     facts = commands.facts([*LINE, *items, "--nproc", "16", "--out", "plan.json"])
     teacher, assistant, small = facts["parts"]
     assert [one["name"] for one in facts["parts"]] == ["model", "assistant", "small"]
