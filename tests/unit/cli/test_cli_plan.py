@@ -550,6 +550,8 @@ def test_students_are_added_up(place: Path, commands: Commands, frozen: str) -> 
     assert re.search(r"\n  small +assistant +[0-9,]+ \+ [0-9,]+ auxiliary ", text)
     learns_from = "nothing, frozen" if frozen == "true" else "text"
     assert re.search(rf"\n  model +{learns_from} ", text)
+    if frozen == "false":  # This one fits; the other one needs a remedy, which takes long.
+        items += ["--set=model.preset=tiny-olmoe", "--set=data.sequence=64"]
     dry = commands.facts(["train", "job.toml", *items, "--nproc", "16", "--dry-run"])
     assert [one["name"] for one in dry["parts"]] == ["model", "assistant", "small"]
 
