@@ -108,13 +108,18 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
     def at(self, node: ast.AST) -> str:
         return f"{self.place.as_posix()}:{getattr(node, 'lineno', 1)}"
 
     def imports(self) -> Iterator[tuple[ast.AST, str]]:
         """Every import wherever it stands, as a full dotted name; names imported are appended."""
         package = ["moesaic", *self.place.parts[:-1]]
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -192,7 +197,7 @@ def names_say_something(house: list[Module]) -> Iterator[str]:
         for part in module.place.with_suffix("").parts:
             if part in VAGUE:
                 yield f"{module.place}: '{part}' says nothing of what is in it"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 for word in REFUSED:
                     if word.lower() in node.name.lower():
@@ -202,7 +207,7 @@ def names_say_something(house: list[Module]) -> Iterator[str]:
 def nothing_global_changes(house: list[Module]) -> Iterator[str]:
     """A module's names are imports, functions, classes, types, and CAPITALS that nobody changes."""
     for module in house:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Global):
                 yield f"{module.at(node)}: global {', '.join(node.names)}"
             for name in _changed(node):
@@ -223,7 +228,7 @@ def _module_variables(module: Module) -> Iterator[str]:
 
 
 def _class_variables(module: Module) -> Iterator[str]:
-    for owner in ast.walk(module.tree):
+    for owner in module.nodes:
         if not isinstance(owner, ast.ClassDef):
             continue
         for node, name in _assigned(owner.body):
@@ -269,14 +274,14 @@ def environment_is_listed(house: list[Module]) -> Iterator[str]:
     for module in house:
         allowed = ENVIRONMENT.get(module.place.as_posix(), set())
         used = 0
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ImportFrom) and node.module == "os":
                 for alias in node.names:
                     if alias.name in {"environ", "getenv", "putenv"}:
                         yield f"{module.at(node)}: import os, and say os.{alias.name}"
             if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}:
                 used += 1
-        found = [name for node in ast.walk(module.tree) for name in _variables(node, module.tree)]
+        found = [name for node in module.nodes for name in _variables(node, module.tree)]
         for name in sorted(set(found) - allowed):
             yield f"{module.place}: the environment variable {name} is not on the list"
         if used > len(found):
@@ -329,7 +334,7 @@ def nothing_is_long(house: list[Module]) -> Iterator[str]:
         lines = module.text.count("\n")
         if lines > MAX_FILE_LINES:
             yield f"{module.place}: {lines} lines, {MAX_FILE_LINES} are enough"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:

@@ -145,7 +145,7 @@ def hold_open(pipe: Path, process: subprocess.Popen[str]) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("flags", "tries"),
     [
-        ([], 2),
+        ([], 1),
         (["--nproc", "2"], 2),
         pytest.param([], 12, marks=pytest.mark.soak),
         pytest.param(["--nproc", "2"], 8, marks=pytest.mark.soak),

@@ -17,7 +17,7 @@ from moesaic.dist.checkpoint import Checkpoint
 from moesaic.testing.jobs import RUN_JOB
 
 SETS = (
-    "layout.ep=2", "train.steps=60", "train.batch=8", "checkpoint.every=3", "checkpoint.keep=100",
+    "layout.ep=2", "train.steps=30", "train.batch=8", "checkpoint.every=3", "checkpoint.keep=100",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def weights(out: Path) -> list[tuple[str, str]]:
-    manifest = json.loads((out / "checkpoints" / "step-00000060" / "manifest.json").read_text())
+    manifest = json.loads((out / "checkpoints" / "step-00000030" / "manifest.json").read_text())
     return sorted((name, file["sha256"]) for name, file in manifest["files"].items())
 
 
@@ -66,8 +66,8 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path) -> None:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert not (killed / "checkpoints" / "step-00000060").exists()
+    assert not (killed / "checkpoints" / "step-00000030").exists()
     finish(start(job, killed, "--resume", "auto"))
     assert losses(killed) == losses(straight)
     assert weights(killed) == weights(straight)
-    Checkpoint.open(killed / "checkpoints" / "step-00000060").verify()
+    Checkpoint.open(killed / "checkpoints" / "step-00000030").verify()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -163,13 +163,21 @@ def pairs_of(row: Row) -> set[Any]:
     return met
 
 
-def covering(whole: Sequence[Row]) -> list[Row]:
-    """Return rows of `whole` that cover all of its pairs; rows of few ranks first."""
-    left = {row: pairs_of(row) for row in whole}
+def values_of(row: Row) -> set[Any]:
+    """Return what a row covers alone: each of its values, for its family each axis above 1, and
+    `pp`, `tp`, `ep` and `dp_shard` together."""
+    above = [axis for axis in AXES if getattr(row, axis) > 1] + ["recompute"] * row.recompute
+    together = {met for met in pairs_of(row) if met == (row.family, "pp, tp, ep and dp_shard")}
+    return set(enumerate(row)) | {(row.family, axis) for axis in above} | together
+
+
+def covering(whole: Sequence[Row], things: Callable[[Row], set[Any]] = pairs_of) -> list[Row]:
+    """Return rows of `whole` that cover all of its things; rows of few ranks first."""
+    left = {row: things(row) for row in whole}
     chosen: list[Row] = []
     while left:
         best = max(left, key=lambda row: len(left[row]) / row.ranks)
         met = left.pop(best)
         chosen.append(best)
-        left = {row: pairs - met for row, pairs in left.items() if pairs - met}
+        left = {row: rest - met for row, rest in left.items() if rest - met}
     return chosen

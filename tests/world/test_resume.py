@@ -177,12 +177,13 @@ def test_another_layout_resumes_with_the_same_results(
 ) -> None:
     """Each layout resumes from the resumed run of the previous one, a step later."""
     last = len(LAYOUTS)
-    changes = {"train": {"steps": last}, "checkpoint": {"every": 1, "keep": last}}
     losses: list[float] = []
     expected: dict[str, np.ndarray] = {}
     start = None
     for step, (name, (size, layout)) in enumerate(LAYOUTS.items()):
         out = tmp_path / str(step)
+        every = {"every": step + 1, "keep": last}
+        changes = {"train": {"steps": last}, "checkpoint": every}
         rest = ranks.run(size, run_job, str(text), str(out), layout, start, changes)[0]
         state = read_checkpoint(out / "checkpoints" / f"step-{last:08d}")
         losses, expected = losses or rest, expected or state

@@ -1,4 +1,4 @@
-"""Equality of results in every family under every axis, and under any two axes together."""
+"""Equality of results in every family under every axis; any two axes together are soaks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from layouts import Outcome, assert_same, outcome
-from table import AXES, FAMILIES, Row, covering, job, pairs_of, rows
+from table import AXES, FAMILIES, Row, covering, job, pairs_of, rows, values_of
 
 from moesaic.testing.ranks import RankPool
 
 ROWS = rows()
-FEW = covering([row for row in ROWS if max(row.ep, row.dp_shard, row.tp) <= 4])
-"""Rows of the default suite."""
+LIMITED = [row for row in ROWS if max(row.ep, row.dp_shard, row.tp) <= 4]
+FEW = covering(LIMITED)
+"""Rows in which any two values meet."""
+FEWEST = covering(LIMITED, values_of)
+"""Rows of the default suite: each value of each axis, and each axis in each family."""
 _references: dict[tuple[str, int, int], Outcome] = {}
 
 
@@ -34,14 +37,19 @@ def check_row(ranks: RankPool, row: Row, steps: int) -> None:
         assert sum(step["dropped"] for step in one.steps) > 0
 
 
-@pytest.mark.parametrize("row", FEW, ids=str)
+@pytest.mark.parametrize("row", FEWEST, ids=str)
+def test_each_value(ranks: RankPool, row: Row) -> None:
+    check_row(ranks, row, steps=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("row", [row for row in FEW if row not in FEWEST], ids=str)
 def test_any_two_values_together(ranks: RankPool, row: Row) -> None:
     check_row(ranks, row, steps=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_cover_every_pair_of_axes_for_each_family(family: str) -> None:
-    """The rows of the default suite suffice."""
     met = set().union(*(pairs_of(row) for row in FEW))
     missing = {"ep", "etp"} if family == "tiny-dense" else set()
     axes = [axis for axis in (*AXES, "recompute") if axis not in missing]

@@ -147,8 +147,14 @@ def assembled(world: World, job: Job) -> LMRun:
     return start_run(job, world)
 
 
-@pytest.mark.parametrize(("etp", "dp_shard"), [(1, 1), (2, 1), (1, 2), (2, 4)])
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"])
+@pytest.mark.parametrize(
+    ("name", "etp", "dp_shard"),
+    [
+        pytest.param(name, *sizes, marks=[pytest.mark.soak] * ((at - turn) % 4 > 0))
+        for turn, name in enumerate(["tiny-dense", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"])
+        for at, sizes in enumerate([(1, 1), (2, 1), (1, 2), (2, 4)])
+    ],
+)
 def test_tp_shards_are_slices_of_the_whole(
     ranks: RankPool, name: str, etp: int, dp_shard: int
 ) -> None:

@@ -64,7 +64,6 @@ CASES: list[Case] = [
     (2, {"ep": 2, "dp_shard": 2}, "deepseek", AGAIN),
     (2, {"dp_shard": 2}, "large layers", FOUR),
     (2, {"ep": 2, "dp_shard": 2}, "words, experts", FOUR),
-    (4, {"ep": 2, "dp_shard": 2}, "mixtral", PARTS),
     (2, {"tp": 2, "etp": 2}, "deepseek", {**PARTS, "precision": "bf16"}),
     (4, {"tp": 2, "ep": 4, "dp_shard": 2}, "qwen3", {}),
     (2, {}, "words, tied", FEW),
@@ -73,9 +72,10 @@ CASES: list[Case] = [
     (4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "chunks": 4}, "mixtral", PARTS),
     (2, {"ep": 2, "dispatch": "all_to_all", "overlap_local": True}, "olmoe", {}),
     (2, COLUMNS, "wide vocabulary, tied", PARTS),
-    (4, {"pp": 2, "dp_shard": 2, **COLUMNS}, "wide vocabulary", DEEP),
 ]
 MORE_CASES: list[Case] = [
+    (4, {"ep": 2, "dp_shard": 2}, "mixtral", PARTS),
+    (4, {"pp": 2, "dp_shard": 2, **COLUMNS}, "wide vocabulary", DEEP),
     (1, {}, "mixtral", {"precision": "bf16", "batch": 4, **AGAIN}),
     (1, {}, "dense", {"precision": "bf16", "batch": 4}),
     (1, {}, "latent", {}),

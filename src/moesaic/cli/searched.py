@@ -44,7 +44,7 @@ def print_verdict(planned: PlannedJob) -> None:
 
 
 def print_runners_up(figures: Mapping[str, Any]) -> None:
-    """Print what the next best layouts change, what they lose, and in which phase."""
+    """Print what the next best layouts change, what they lose, and in which kind of work."""
     from moesaic.policy.plan.found import settings_text
 
     others, step_s = figures["search"]["runners_up"], figures["step_s"]
@@ -58,7 +58,7 @@ def print_runners_up(figures: Mapping[str, Any]) -> None:
                 settings_text(one["differs"]) or "another order of stages",
                 about_seconds(one["step_s"]),
                 f"{one['loses_s'] / step_s:+.1%}",
-                f"{one['phase']} {about_seconds(one['phase_loses_s'])}",
+                f"{one['kind']} {about_seconds(one['kind_loses_s'])}",
                 format_bytes(one["memory"]["peak_bytes"]),
             )
             for one in others

@@ -20,17 +20,24 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 from moesaic.dist.world import World
 
 _PRELOADED = ["moesaic.train.ctr", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 """Modules that are slow to import, loaded once by the fork server that starts ranks."""
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forks of one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 class RankFailed(AssertionError):
@@ -51,8 +58,7 @@ class RankPool:
 
     def _grow(self, size: int) -> None:
         """Start processes until there are `size`."""
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = fork_server()
         while len(self._processes) < size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)

@@ -135,7 +135,7 @@ DEDUP = "ep=16,dispatch=dedup,dispatch_hosts=2"
         (f"ep=16,{PLAIN}", "", 16, BY_HOST),
         (f"ep=8,{PLAIN}", "", 16, METHODS),
         (f"ep=16,pp=2,schedule=interleaved,{PLAIN}", "", 32, BY_HOST),
-        (DEDUP, "train.batch=1024 train.micro_batches=32", 16, CHUNKS),
+        (DEDUP, "train.batch=512 train.micro_batches=16 model.layers=4", 16, CHUNKS),
         pytest.param(
             f"{DEDUP},pp=2,schedule=1f1b", "train.batch=512 train.micro_batches=16", 32, CHUNKS,
             marks=pytest.mark.soak,
@@ -457,7 +457,7 @@ def test_implausible_units_cause_warnings(place: Path, commands: Commands) -> No
 def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Commands) -> None:
     """The slow host has much memory; the fast one, on no critical path, has little."""
     slow = "devices = { count = 1, memory_bytes = 1e13, memory_bandwidth = 1e10 }"
-    fast = "devices = { count = 1, memory_bytes = 1e9 }"
+    fast = "devices = { count = 1, memory_bytes = 3.6e10 }"
     hosts = "".join(
         f'[[hosts]]\nname = "{name}"\npreset = "h100-8"\n{devices}\n'
         for name, devices in (("slow", slow), ("fast", fast))
@@ -465,8 +465,9 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
     link = CLUSTER[CLUSTER.index("[[links]]") :]
     (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}\n{link}')
     line = ["plan", "job.toml", "--cluster", "unlike.toml", *layout_sets("ep=2")]
+    line += ["--set", "model.layers=2"]
     facts = commands.facts(line, status=3)
-    assert (facts["fits"], facts["memory_rank"], facts["device_memory_bytes"]) == (False, 1, 1e9)
+    assert (facts["fits"], facts["memory_rank"], facts["device_memory_bytes"]) == (False, 1, 3.6e10)
     assert "rank 1 needs" in facts["bottleneck"]
 
 

@@ -115,8 +115,15 @@ def test_blocks_match_torch(
 
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize(("name", "finetune"), LORA, ids=str)
-@pytest.mark.parametrize(("precision", "recompute"), [("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("name", "finetune", "precision", "recompute"),
+    [
+        pytest.param(*case, *mode, marks=[pytest.mark.soak] * ((at + turn) % 2))
+        for at, case in enumerate(LORA)
+        for turn, mode in enumerate([("fp32", False), ("bf16", True)])
+    ],
+    ids=str,
+)
 def test_frozen_parameters_have_no_gradients(
     name: str, finetune: dict[str, Any], precision: str, recompute: bool
 ) -> None:

@@ -245,9 +245,10 @@ def test_runners_up_say_what_they_lose() -> None:
     assert found.runners_up
     for one in found.runners_up:
         assert one.loses_s == one.estimate.step_s - found.best.estimate.step_s
-        own, least = one.estimate.phases_s, found.best.estimate.phases_s
-        lost = {name: own.get(name, 0.0) - least.get(name, 0.0) for name in {**own, **least}}
-        assert one.phase_loses_s == max(lost.values()) == lost[one.phase]
+        own, least = one.estimate.seconds_by_kind, found.best.estimate.seconds_by_kind
+        assert sum(own.values()) == pytest.approx(one.estimate.step_s, rel=1e-6)
+        lost = {kind: seconds - least[kind] for kind, seconds in own.items()}
+        assert one.kind_loses_s == max(lost.values()) == lost[one.kind]
 
 
 def test_chosen_settings_leave_out_what_is_off() -> None:

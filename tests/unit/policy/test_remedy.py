@@ -97,26 +97,23 @@ SMALL: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("memory", [2.4e8, 1.6e8, 1.2e8, 1e8, 8e7])
 def test_no_set_of_fewer_changes_fits(memory: float) -> None:
-    """The oracle tries every set of values."""
+    """The oracle tries every set of fewer values, or every set if no remedy fits."""
     train = {"batch": 16, "micro_batches": 2}
     where = cluster(1, count=4, memory_bytes=memory)
-    fewest = float("inf")
-    for values in itertools.product(*SMALL.values()):
-        wanted = dict(zip(SMALL, values, strict=True))
-        changed = {key: one for key, one in wanted.items() if one != SMALL[key][0]}
-        try:
-            if used(job("tiny-mixtral", train, wanted), where, 4) <= 1:
-                fewest = min(fewest, len(changed))
-        except ConfigError:
-            continue
     found = remedy_for(job("tiny-mixtral", train, {}), where, 4)
     assert found is not None
-    if fewest == float("inf"):
-        assert not found.changes.keys() <= SMALL.keys() or not found.fits
+    most = len(found.changes) - 1 if found.fits else len(SMALL)
+    for values in itertools.product(*SMALL.values()):
+        wanted = dict(zip(SMALL, values, strict=True))
+        if sum(one != SMALL[key][0] for key, one in wanted.items()) > most:
+            continue
+        try:
+            assert used(job("tiny-mixtral", train, wanted), where, 4) > 1
+        except ConfigError:
+            continue
+    if not found.fits:
         return
-    assert found.fits
     assert found.is_least
-    assert len(found.changes) <= max(fewest, 0)
     own = job("tiny-mixtral", train, found.changes)
     assert used(own, where, 4) == found.memory.used_fraction
 

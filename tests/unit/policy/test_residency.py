@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
@@ -328,7 +327,12 @@ def _step(chosen: Sequence[Sequence[int]], clip: bool) -> Iterator[int]:
         yield from blocks(layer, [0, 3, 1, 2])
 
 
-TRACES = list(itertools.product(["zipf", "drifting", "cyclic"], [False, True], [0, 1]))
+TRACES = [
+    pytest.param(kind, clip, seed, marks=[pytest.mark.soak] * seed)
+    for kind in ("zipf", "drifting", "cyclic")
+    for clip in (False, True)
+    for seed in (0, 1)
+]
 
 
 @pytest.mark.parametrize(("kind", "clip", "seed"), TRACES)

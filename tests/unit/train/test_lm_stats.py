@@ -38,8 +38,13 @@ def train_steps(**tables: Any) -> tuple[list[LMStepStats], list[Tensor]]:
     return facts, [live_values(shard) for shard in run.state().shards]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("model", [{}, SIGMOIDS])
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        ({}, False), (SIGMOIDS, True), pytest.param({}, True, marks=pytest.mark.soak),
+        pytest.param(SIGMOIDS, False, marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
 def test_counts_on_the_device_give_the_same_step(
     model: dict[str, Any], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -91,8 +90,8 @@ class PlanEstimate(Section):
 
     step_s: float = Field(gt=0)
     """Seconds of a step."""
-    phases_s: dict[str, Annotated[float, Field(ge=0)]]
-    """Seconds by phase, as in predictions."""
+    seconds_by_kind: dict[str, Annotated[float, Field(ge=0)]]
+    """Seconds of computing, collectives and waiting on the slowest rank."""
 
 
 class RankNeed(Section):
@@ -136,10 +135,10 @@ class RunnerUp(FoundPlan):
 
     loses_s: float = Field(ge=0)
     """Seconds of a step that it takes more than the best plan."""
-    phase: str
-    """Phase in which it loses most."""
-    phase_loses_s: float
-    """Seconds that it loses in that phase."""
+    kind: str
+    """Kind of work in which it loses most: computing, collectives or waiting."""
+    kind_loses_s: float
+    """Seconds that it loses in that kind."""
 
 
 class Remedy(Section):
@@ -206,12 +205,11 @@ class SearchResult(Section):
 
 
 def runner_up(found: FoundPlan, best: FoundPlan) -> RunnerUp:
-    """Return `found` with the seconds that it loses to `best`, and the phase in which."""
-    own, least = found.estimate.phases_s, best.estimate.phases_s
-    names: Sequence[str] = list(dict.fromkeys([*own, *least]))
-    lost = {name: own.get(name, 0.0) - least.get(name, 0.0) for name in names}
-    phase = max(names, key=lambda name: lost[name])
+    """Return `found` with the seconds that it loses to `best`, and the kind in which."""
+    own, least = found.estimate.seconds_by_kind, best.estimate.seconds_by_kind
+    lost = {kind: seconds - least[kind] for kind, seconds in own.items()}
+    kind = max(lost, key=lost.__getitem__)
     return RunnerUp(
         **dict(found), loses_s=max(0.0, found.estimate.step_s - best.estimate.step_s),
-        phase=phase, phase_loses_s=lost[phase],
+        kind=kind, kind_loses_s=lost[kind],
     )  # fmt: skip

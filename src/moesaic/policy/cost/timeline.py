@@ -116,6 +116,16 @@ class Timeline:
         collectives = (one for one in self.events(rank) if one.event.is_communication)
         return sum(one.elapsed_s - one.waiting_s for one in collectives)
 
+    def seconds_by_kind(self, rank: int) -> dict[str, float]:
+        """Return seconds of computing, collectives and waiting on one rank."""
+        queueing_s = self.queueing_s(rank)
+        collectives_s = self.communication_s(rank) + queueing_s
+        waiting_s = self.waiting_s(rank) - queueing_s
+        computing_s = float(self.end_s[rank]) - collectives_s - waiting_s
+        return {
+            "computing": max(0.0, computing_s), "collectives": collectives_s, "waiting": waiting_s,
+        }  # fmt: skip
+
     def overlapped_s(self, rank: int) -> tuple[float, float]:
         """Return the seconds of a rank's overlapped collectives, and those of waiting for them."""
         events = self.events(rank)

@@ -88,8 +88,8 @@ class SimulatedEstimates:
         """Return the time of a step, with all students."""
         runs = [run for part in self.costs(job, plan).parts() for run in part.step()]
         timeline = simulate_step(runs, plan.ranks)
-        rank = 0 if plan.pp > 1 else timeline.critical_rank
-        return PlanEstimate(step_s=timeline.step_s, phases_s=timeline.seconds_by_phase(rank))
+        seconds = timeline.seconds_by_kind(timeline.critical_rank)
+        return PlanEstimate(step_s=timeline.step_s, seconds_by_kind=seconds)
 
     def costs(self, job: Job, plan: Plan) -> JobCosts:
         """Return the costs of `job` under `plan`."""

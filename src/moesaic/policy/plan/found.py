@@ -150,8 +150,8 @@ def describe_search(facts: SearchFacts, result: SearchResult) -> dict[str, Any]:
         "runners_up": [
             {
                 "differs": differences(one.settings, found.settings),
-                "step_s": one.estimate.step_s, "loses_s": one.loses_s, "phase": one.phase,
-                "phase_loses_s": one.phase_loses_s,
+                "step_s": one.estimate.step_s, "loses_s": one.loses_s, "kind": one.kind,
+                "kind_loses_s": one.kind_loses_s,
                 "memory": one.memory.model_dump(mode="json"),
             }
             for one in result.runners_up
@@ -196,8 +196,8 @@ def runner_up_text(one: RunnerUp, best: FoundPlan) -> str:
     lost = one.loses_s / best.estimate.step_s
     text = settings_text(differences(one.settings, best.settings)) or "another order of stages"
     return (
-        f"{text}: +{lost:.0%} ({format_seconds(one.loses_s)}), most of it in {one.phase} "
-        f"({format_seconds(one.phase_loses_s)})"
+        f"{text}: +{lost:.0%} ({format_seconds(one.loses_s)}), most of it in {one.kind} "
+        f"({format_seconds(one.kind_loses_s)})"
     )
 
 

@@ -326,13 +326,9 @@ def _seconds_by_kind(parts: Sequence[JobCosts], timeline: Timeline) -> dict[str,
         for share, ops in costs.ops(rank)
     ]
     matmul_s, elementwise_s = (sum(column) for column in zip(*each, strict=True))
-    queueing_s = timeline.queueing_s(rank)
-    return {
-        "matmul": matmul_s,
-        "elementwise": elementwise_s,
-        "collectives": timeline.communication_s(rank) + queueing_s,
-        "waiting": timeline.waiting_s(rank) - queueing_s,
-    }
+    kinds = timeline.seconds_by_kind(rank)
+    del kinds["computing"]
+    return {"matmul": matmul_s, "elementwise": elementwise_s, **kinds}
 
 
 def _pipeline_bubble(timeline: Timeline, plan: Plan, job: Job) -> dict[str, float] | None:

@@ -238,7 +238,8 @@ import os, signal, sys
 from pathlib import Path
 from moesaic.models.hf import convert as module
 
-source, target, to, kill_at = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+source, target, to = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+kill_at, shard_bytes = map(int, sys.argv[4:])
 
 def progress(done, total):
     if 0 <= kill_at <= 100 * done / total:
@@ -248,7 +249,7 @@ def status_bytes(key):
     return 1024 * int(Path("/proc/self/status").read_text().split(key)[1].split()[0])
 
 before = status_bytes("VmRSS:")
-module.convert(source, target, to=to, max_shard_bytes=20_000_000, progress=progress)
+module.convert(source, target, to=to, max_shard_bytes=shard_bytes, progress=progress)
 print(status_bytes("VmHWM:") - before)  # ru_maxrss would count the process that started us
 """
 
@@ -318,18 +319,21 @@ def test_memory_stays_below_two_shards(route: str, large: Path, tmp_path: Path) 
             (tmp_path / "checkpoint", tmp_path / "out", "huggingface"),
         ]
     for source, target, to in steps:
-        done = run_script(source, target, to, -1)
+        done = run_script(source, target, to, -1, 20_000_000)
         assert done.returncode == 0, done.stderr
         assert int(done.stdout) < bound, (to, done.stdout)
     assert digests(tmp_path / "out") == digests(large)
 
 
 @pytest.mark.parametrize("to", ["huggingface", "checkpoint"])
-def test_killed_conversion_leaves_no_target(to: str, large: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    assert run_script(large, target, to, 60).returncode == -signal.SIGKILL
+def test_killed_conversion_leaves_no_target(to: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "out"
+    settings = ConvertConfig(max_shard_bytes=20_000)
+    write_model(source, TINY, InMemoryTensors(whole(TINY, torch.rand)), settings)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    assert run_script(source, target, to, 60, 20_000).returncode == -signal.SIGKILL
     assert not target.exists()
-    assert run_script(large, target, to, -1).returncode == 0
+    convert(source, target, to=to, max_shard_bytes=20_000)
     assert target.is_dir()
 
 
