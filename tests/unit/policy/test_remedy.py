@@ -158,17 +158,15 @@ def test_qwen3_on_two_hosts() -> None:
     assert used(changed, where, 16) == found.memory.used_fraction
 
 
-@pytest.mark.parametrize("memory", [1.5e10, 3e10, 6e10])
-def test_the_memory_of_what_comes_nearest_is_that_of_its_changes(memory: float) -> None:
-    train, where = {"batch": 8, "micro_batches": 8}, cluster(1, memory_bytes=memory)
-    own = {"optimizer.moments": "8bit", "data.sequence": 16}
-    alone = own | {"model.max_positions": 16}
-    found = remedy_for(job("deepseek-v3", train, alone), where, 8)
+def test_the_memory_of_what_comes_nearest_is_that_of_its_changes() -> None:
+    train, where = {"batch": 2}, cluster(1, count=2, memory_bytes=1e5)
+    own = {"optimizer.moments": "full"}
+    found = remedy_for(job("tiny-mixtral", train, own), where, 2)
     assert found is not None
     assert not found.fits
     assert found.changes
-    changed = job("deepseek-v3", train, {**alone, **found.changes})
-    assert used(changed, where, 8) == found.memory.used_fraction
+    changed = job("tiny-mixtral", train, {**own, **found.changes})
+    assert used(changed, where, 2) == found.memory.used_fraction
 
 
 def test_a_change_of_the_layout_is_found_beyond_the_limit_of_work() -> None:
