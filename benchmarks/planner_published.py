@@ -1,8 +1,7 @@
 """Part `published` of the theme `planner`: predictions beside published runs of other trainers.
 
-All runs are in bf16, on A100 and H100, with a known layout. One factor on all times is fitted to
-them by least squares of log ratios. Its error is the largest one of a run that was left out of the
-fit. The presets of these devices carry both (`facts.cluster.presets`).
+All runs are in bf16, on A100 and H100, with a known layout. Nothing is fitted to them. The presets
+of these devices carry the least and the largest ratio (`facts.cluster.presets`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ LATENCY_S = 5e-6
 VIRTUAL_STAGES = 2
 """Stages per pipeline rank of our schedule `interleaved`."""
 RECOMPUTE = {"none": (False,), "full": (True,), "selective": (False, True)}
-"""Values of `train.recompute` by how the run recomputes; the mean of both stands for a share."""
+"""Values of `train.recompute` by how the run recomputes; the mean of both stands for a share.
+Recomputing norms and activations alone is next to none."""
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/"
 TITAN_H100 = f"{TITAN}benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_TP = f"{TITAN}benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
@@ -40,6 +40,10 @@ AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance
 MEGATRON = (
     "https://github.com/NVIDIA/Megatron-LM/blob/022bcb5afe888664d3fb61adacea6e6c887a97f8/megatron/"
     "core/transformer/moe/README.md"
+)
+MODEL_ZOO = (
+    "https://github.com/yanring/Megatron-MoE-ModelZoo/blob/c1ad0b5c89f425d60febddc38e7f741a16f08bd1/"
+    "best_practice/Qwen3/readme.md"
 )
 H100_500W = {
     "memory_bandwidth": 2.4e12, "matmul": [{"dtype": "bf16", "flops": 912e12}],
@@ -132,6 +136,10 @@ KIMI_K2 = {
     **PRESETS["deepseek-v3"], "vocab": 163840, "heads": 64, "kv_heads": 64, "experts": 384,
     "dense_layers": 1, "expert_groups": 1, "top_expert_groups": 1, "routed_scaling_factor": 2.827,
 }  # fmt: skip
+QWEN3_235B = {
+    "family": "qwen3_moe", "layers": 94, "hidden": 4096, "heads": 64, "kv_heads": 4,
+    "head_dim": 128, "ffn": 1536, "vocab": 151936, "experts": 128, "top_k": 8,
+}  # fmt: skip
 MIXTRAL_TOKENS = 5643
 """Tokens a second of 468 TFLOPS: a token takes 6 flops per active weight and 12 layers x hidden x
 sequence, as Megatron-LM counts. Its page reports the TFLOPS and, elsewhere, this layout as the
@@ -163,6 +171,12 @@ RUNS = (
     PublishedRun("Kimi K2, 256 H100", KIMI_K2, "h100-8", 256, 4096, 512, 924,
                  AUTOMODEL, {"pp": 8, "ep": 32, "dp_shard": 32, "dispatch_hosts": 4, **PIPELINE},
                  "full", micro_batches=16, virtual_stages=4, flush=8),
+    PublishedRun("Qwen3 235B-A22B, 256 H100, EP 32", QWEN3_235B, "h100-8", 256, 4096, 2048, 1663,
+                 MODEL_ZOO, {"pp": 8, "tp": 2, "ep": 32, "dispatch_hosts": 8, **PIPELINE},
+                 "none", micro_batches=128, virtual_stages=4),
+    PublishedRun("Qwen3 235B-A22B, 256 H100, TP 4", QWEN3_235B, "h100-8", 256, 4096, 2048, 1130,
+                 MODEL_ZOO, {"pp": 8, "tp": 4, "ep": 8, **PIPELINE}, "none", micro_batches=256,
+                 virtual_stages=4),
     PublishedRun("Llama 2 13B, 64 A100", LLAMA2_13B, "a100-8", 64, 4096, 128, 2162,
                  TITAN_A100, FSDP, "none"),
     PublishedRun("Llama 2 70B, 64 A100", LLAMA2_70B, "a100-8", 64, 4096, 128, 353,
@@ -179,46 +193,26 @@ found, and is taken to recompute like the one for 256.
 """
 
 
-@dataclass(frozen=True)
-class Fit:
-    """One factor on all times, and its errors on runs that it was not fitted to."""
-
-    factor: float
-    held_out: tuple[float, ...]
-    """Errors of predictions, as fractions of the reported step, by run."""
-
-    @property
-    def error(self) -> float:
-        """Largest of the errors."""
-        return max(map(abs, self.held_out))
-
-
-def fit(runs: Sequence[PublishedRun]) -> Fit:
-    """Return the factor that fits `runs` best, by least squares of log ratios."""
-    logs = np.log([run.step_s / run.predicted_s for run in runs])
-    others = (logs.sum() - logs) / (len(runs) - 1)
-    held_out = np.exp(others - logs) - 1
-    return Fit(float(np.exp(logs.mean())), tuple(held_out.tolist()))
+def ratios(runs: Sequence[PublishedRun]) -> list[float]:
+    """Return the published over the predicted step of each run."""
+    return [run.step_s / run.predicted_s for run in runs]
 
 
 def published(rounds: int) -> Iterator[measure.Row]:
-    """Yield the factor, its error, and the ratio of each run; nothing is timed."""
+    """Yield the published over the predicted step of each run; nothing is timed or fitted."""
     del rounds
-    fitted = fit(RUNS)
-    at = int(np.abs(fitted.held_out).argmax())
+    found = ratios(RUNS)
+    farthest = [max(one, 1 / one) for one in found]
+    at = int(np.argmax(farthest))
     yield _row(
-        f"error of steps predicted for published runs, worst of {len(RUNS)} held out",
-        fitted.error, f"{RUNS[at].name}; median {np.median(np.abs(fitted.held_out)):.2f}",
-        bar="<= 0.5",
+        f"published and predicted step, larger over smaller, worst of {len(RUNS)} runs",
+        farthest[at], f"{RUNS[at].name}; median {np.median(farthest):.2f}; nothing is fitted",
+        bar="<= 1.5",
     )  # fmt: skip
-    yield _row(
-        "factor on predicted times, by published runs", fitted.factor,
-        f"least squares of log ratios, {len(RUNS)} runs",
-    )  # fmt: skip
-    for run in RUNS:
+    for run, ratio in zip(RUNS, found, strict=True):
         keys = ", ".join(f"{key} {value}" for key, value in run.layout.items())
         yield _row(
-            f"predicted over published step, {run.name}", run.predicted_s / run.step_s,
+            f"published over predicted step, {run.name}", ratio,
             f"{run.tokens_per_s:,g} tokens/s per device; {keys}, {run.recompute} recompute; "
             f"{run.source}",
         )  # fmt: skip

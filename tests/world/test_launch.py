@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import Commands
 from moesaic.base.events import read_events
 from moesaic.testing.jobs import RUN_JOB
 
@@ -94,18 +95,6 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
         assert sum(event["event"] == "rank_step" for event in events) == 3
     command = json.loads((place / "run" / "versions.json").read_text())["command"]
     assert command[-6:] == ["--nproc", "2", "--out", "run", "--json", "--verbose"]
-
-
-def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
-    costs = "{expert_tokens_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, overlaps = true}"
-    told = ['policy="eplb"', "as_published=true", f"costs={costs}"]
-    sets = [word for one in told for word in ("--set", f"balance.{one}")]
-    process = start(place, "--nproc", "2", "--out", "run", "--verbose", *sets)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    assert "balance: eplb, as published; experts 1 tokens/s" in out
-    off = r"^  balance costs do not match this machine: "
-    assert re.search(off, out, re.M)
 
 
 def test_a_mistake_that_ranks_find_is_told_once(place: Path) -> None:
@@ -206,14 +195,14 @@ def test_a_reader_that_leaves_costs_no_training(place: Path) -> None:
 
 
 def test_a_second_process_is_kept_out_of_a_run_and_an_interrupt_ends_the_first(
-    place: Path,
+    place: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(place)
     first = start(place, "--nproc", "2", *ENDLESS)
     try:
         wait_for(lambda: any(place.glob("my run/checkpoints/*/COMMIT")), first)
-        second = start(place, *ENDLESS, "--set", "layout.ep=1", "--resume")
-        _, err = second.communicate(timeout=60)
-        assert second.returncode == 2, err
+        second = ["train", "job.toml", *ENDLESS, "--set", "layout.ep=1", "--resume"]
+        err = commands.refusal(second)
         ranks = ranks_of(first.pid)
         (pid,) = [pid for pid in ranks if f"process {pid} on " in err]
         assert pid
@@ -229,11 +218,17 @@ def test_a_second_process_is_kept_out_of_a_run_and_an_interrupt_ends_the_first(
 
 
 def test_under_torchrun_the_program_is_one_rank(place: Path) -> None:
+    """It tells of copies at the start and at the end."""
+    costs = "{expert_tokens_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, overlaps = true}"
+    told = ['policy="eplb"', "as_published=true", f"costs={costs}"]
+    sets = [word for one in told for word in ("--set", f"balance.{one}")]
     module = "torch.distributed.run --standalone --nproc-per-node 2 -m moesaic"
-    process = start(place, module=module)
+    process = start(place, "--verbose", *sets, module=module)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert out.count("trained 3 steps") == 1
+    assert out.count("balance: eplb, as published; experts 1 tokens/s") == 1
+    assert len(re.findall(r"^  balance costs do not match this machine: ", out, re.M)) == 1
     (run,) = (place / "runs").iterdir()
     assert run.name.startswith("job-")
     assert (run / "events" / "rank-1.jsonl").is_file()

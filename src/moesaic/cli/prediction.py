@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moesaic.base.keys import join_words
@@ -39,7 +39,8 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
         "pipeline": _describe_pipeline(figures),
         "balance": _describe_replicas(figures),
         "parameters": f"{total:,}" + (f", {active:,} active per token" if active < total else ""),
-        "whole run": f"{figures['steps']:,} steps in {about_seconds(run_s)}",
+        "whole run": f"{figures['steps']:,} steps in {about_seconds(run_s)}"
+        f"{_range_text(figures, run_s, about_seconds)}",
         "tokens": f"{round_text(figures['tokens_per_s'])} per second",
         "utilisation": f"{round_text(100 * figures['utilisation'])}% of the peak matmul rate of "
         f"{its_device}",
@@ -214,7 +215,7 @@ def _basis(figures: Mapping[str, Any]) -> str:
     if not calibration:
         return ", not calibrated"
     if calibration["source"] is not None:  # `error_text` names it.
-        return ""
+        return "" if figures["loads"] else " for even routing" * bool(figures["plan"]["experts"])
     basis = f", calibrated by {Calibration(**calibration).describe()}"
     return basis + " on other devices" * (figures["device"] not in calibration["devices"])
 
@@ -222,13 +223,24 @@ def _basis(figures: Mapping[str, Any]) -> str:
 def error_text(figures: Mapping[str, Any]) -> str:
     """Return the error that calibration has seen, or how far other predictions were off."""
     calibration = figures["calibration"]
+    if calibration and calibration["ratios"]:
+        runs = f" by {Calibration(**calibration).describe()}; calibrate with your own"
+        return _range_text(figures, figures["step_s"], about_seconds, runs)
     error = calibration["error"] if calibration else None
     if error is None:
         return " (not calibrated: may be off by 2x)"
-    text = f" ± {round_text(100 * error)}%"
-    if calibration["source"] is None:
-        return text
-    return f"{text} (by {Calibration(**calibration).describe()}; calibrate with your own)"
+    return f" ± {round_text(100 * error)}%"
+
+
+def _range_text(
+    figures: Mapping[str, Any], value: float, text: Callable[[float], str], runs: str = ""
+) -> str:
+    """Return the range of a value that grows with the step, by published runs; empty without."""
+    calibration = figures["calibration"]
+    if not calibration or not calibration["ratios"]:
+        return ""
+    least, most = (text(one * value) for one in calibration["ratios"])
+    return f" ({least} to {most}{runs})"
 
 
 def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:
@@ -339,8 +351,10 @@ def _describe_checkpoint(figures: Mapping[str, Any]) -> str:
 
 
 def _describe_price(figures: Mapping[str, Any]) -> str:
+    per_million = figures["price_per_million_tokens"]
     return (
-        f"{round_text(figures['price_per_million_tokens'])} per million tokens, "
+        f"{round_text(per_million)}{_range_text(figures, per_million, round_text)} per million "
+        "tokens, "
         f"{round_text(figures['price'])} for the whole run, {figures['price_per_hour']:,.2f} per "
         "hour"
     )

@@ -124,10 +124,13 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
         for size, fits in zip(facts["peak_bytes"], facts["fits"], strict=True)
     ]
     table.append(("  memory per rank", *peaks))
-    table.append(("  tokens per second", *map(round_text, facts["tokens_per_s"])))
     prices = facts["price_per_million_tokens"]
-    if None not in prices:
-        table.append(("  price per million tokens", *map(round_text, prices)))
+    for name, pair in (
+        ("  tokens per second", facts["tokens_per_s"]), ("  price per million tokens", prices),
+    ):  # fmt: skip
+        if None not in pair:
+            each = zip(pair, facts["fits"], strict=True)
+            table.append((name, *(round_text(one) if fits else "-" for one, fits in each)))
     screen.print_table(["", *names, "difference"], table)
     unfit = [name for name, fits in zip(names, facts["fits"], strict=True) if not fits]
     if unfit:

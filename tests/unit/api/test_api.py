@@ -78,7 +78,7 @@ def test_a_callback_ends_a_run_on_all_ranks(nproc: int | None, stop: object) -> 
     for rank in range(nproc or 1):
         events = read_events(out / "events" / f"rank-{rank}.jsonl")
         assert sum(event["event"] == "rank_step" for event in events) == 3
-    resumed = job.train(out=out, nproc=nproc, resume="auto", output=None)
+    resumed = job.train(out=out, resume="auto", output=None)  # One rank continues two.
     whole = Run.open("run").steps()["loss"].to_pylist()
     assert resumed.steps()["loss"].to_pylist() == pytest.approx(whole, rel=1e-5)
 

@@ -17,8 +17,8 @@ from moesaic.facts.cluster import load_cluster
 TINY = [
     f"--set={item}"
     for item in (
-        "seconds=0.4", "largest_side=64", "dtypes=['fp32']", "copy_bytes=1048576",
-        "message_bytes=65536", "disk_bytes=1048576", "device=cpu", "disks=['disk']",
+        "seconds=0.02", "largest_side=64", "dtypes=['fp32']", "copy_bytes=16384",
+        "message_bytes=16384", "disk_bytes=1048576", "device=cpu", "disks=['disk']",
     )
 ]  # fmt: skip
 
@@ -64,7 +64,7 @@ def test_a_process_of_torchrun_is_one_rank(place: Path) -> None:
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert out.count("wrote two.toml") == 1
-    for figure in ("fp32 matmul", "read", "latency", "all_reduce of 64.0 KiB, 2 ranks"):
+    for figure in ("fp32 matmul", "read", "latency", "all_reduce of 16.0 KiB, 2 ranks"):
         assert f"\n  {figure} " in out
     assert len(load_cluster(place / "two.toml").links) == 1
 

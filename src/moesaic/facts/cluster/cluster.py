@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -244,12 +244,17 @@ class Calibration(Section):
     error: float | None = Field(default=None, ge=0)
     """Largest error of a run's step predicted by factors of the other runs, as a fraction; unset:
     unknown, as after a single run."""
+    ratios: list[Annotated[float, Field(gt=0)]] | None = Field(
+        default=None, min_length=2, max_length=2
+    )
+    """Least and largest ratio of a published run's step to the predicted one, for a preset that is
+    fitted to none of them; unset: runs of moesaic, see `error`."""
     source: str | None = None
     """Origin of published runs, such as "other trainers in bf16" for a preset; unset: runs of
     moesaic."""
 
     def describe(self) -> str:
-        """Return the runs in words, such as "2 runs" or "13 published runs of other trainers in
+        """Return the runs in words, such as "2 runs" or "15 published runs of other trainers in
         bf16"."""
         runs = f"{self.runs} {'published ' * (self.source is not None)}run{'s' * (self.runs > 1)}"
         return runs if self.source is None else f"{runs} of {self.source}"

@@ -49,7 +49,7 @@ _NOTES = {
     _MOMENTS: "; the optimizer's state is then rounded to 8 bits, which changes results",
     "nproc": "; nproc needs more hosts or devices like the last",
 }
-"""What a change means beside memory, by its key."""
+"""Effects of a change beside memory, by its key."""
 _KEPT = {
     "layout.dispatch", "layout.dispatch_hosts", "layout.chunks", "layout.overlap_local",
     _MICRO_BATCHES, _STAGES,
