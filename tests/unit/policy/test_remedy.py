@@ -16,7 +16,7 @@ from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import idle_ranks_warning
 from moesaic.facts.plan.search import Remedy
 from moesaic.policy.plan.predict import choose_plan
-from moesaic.policy.plan.remedy import find_remedy
+from moesaic.policy.plan.remedy import describe_remedy, find_remedy, remedy_text
 from moesaic.policy.plan.search import search_facts
 
 
@@ -35,7 +35,7 @@ def job(model: str, train: dict[str, Any], changes: dict[str, Any]) -> Job:
     }  # fmt: skip
     for key, value in changes.items():
         table, _, name = key.partition(".")
-        tables[table] = {**tables[table], name: value}
+        tables[table] = {**tables.get(table, {}), name: value}
     return parse(Job, tables, "job")
 
 
@@ -156,3 +156,65 @@ def test_qwen3_on_two_hosts() -> None:
     assert found.changes.keys() <= known.keys()
     changed = job("qwen3-30b-a3b", train, {"data.sequence": 4096, **found.changes})
     assert used(changed, where, 16) == found.memory.used_fraction
+
+
+def test_the_memory_of_what_comes_nearest_is_that_of_its_changes() -> None:
+    train, where = {"batch": 2}, cluster(1, count=2, memory_bytes=1e5)
+    own = {"optimizer.moments": "full"}
+    found = remedy_for(job("tiny-mixtral", train, own), where, 2)
+    assert found is not None
+    assert not found.fits
+    assert found.changes
+    changed = job("tiny-mixtral", train, {**own, **found.changes})
+    assert used(changed, where, 2) == found.memory.used_fraction
+
+
+def test_a_change_of_the_layout_is_found_beyond_the_limit_of_work() -> None:
+    """Few changes of 512 ranks are tried; more micro-batches would fit with fewer keys."""
+    train = {"batch": 256, "micro_batches": 8}
+    where = Cluster.model_validate(cluster(64, reserved_bytes=6.15e9))
+    found = remedy_for(job("deepseek-v3", train, {"data.sequence": 4096}), where, 512)
+    assert found is not None
+    assert found.fits
+    assert all(key.startswith("layout.") or key == "train.recompute" for key in found.changes)
+    changed = job("deepseek-v3", train, {"data.sequence": 4096, **found.changes})
+    assert used(changed, where, 512) == found.memory.used_fraction
+
+
+MIXTRAL = {"batch": 256, "micro_batches": 8}, {"data.sequence": 4096}
+
+
+def test_8_bit_moments_come_before_a_smaller_batch() -> None:
+    train, own = MIXTRAL
+    where = cluster(1, reserved_bytes=6.15e9)
+    found = remedy_for(job("mixtral-8x7b", train, own), where, 8)
+    assert found is not None
+    assert found.fits
+    assert found.changes["optimizer.moments"] == "8bit"
+    assert "train.batch" not in found.changes
+    changed = job("mixtral-8x7b", train, {**own, **found.changes})
+    assert used(changed, where, 8) == found.memory.used_fraction
+    assert "rounded to 8 bits" in remedy_text(describe_remedy(found))
+
+
+def test_written_moments_stay_and_a_second_host_helps() -> None:
+    train, own = MIXTRAL
+    written = job("mixtral-8x7b", train, {**own, "optimizer.moments": "full"})
+    found = remedy_for(written, cluster(1, reserved_bytes=6.15e9), 8)
+    assert found is not None
+    assert found.fits
+    assert found.changes["nproc"] == 16
+    assert "optimizer.moments" not in found.changes
+
+
+def test_a_change_that_is_no_nearer_is_not_named() -> None:
+    train = {"batch": 1, "recompute": True}
+    own = {"optimizer.moments": "8bit", "layout.dp_shard": 1}
+    where = cluster(1, count=1, memory_bytes=1e5)
+    one = job("tiny-dense", train, own)
+    found = remedy_for(one, where, 1)
+    assert found is not None
+    assert not found.fits
+    assert found.changes == {}
+    assert found.memory.used_fraction == used(one, where, 1)
+    assert "nearest" not in remedy_text(describe_remedy(found))

@@ -1,7 +1,8 @@
 """Remedy of a job that does not fit: the fewest changes with which a plan of it fits.
 
 Every verb asks here. Keys of the layout and `train.recompute` change first, since results do not
-depend on them. Then come more micro-batches, a smaller batch, shorter samples and more devices.
+depend on them. Then come more micro-batches, 8-bit moments, a smaller batch, shorter samples and
+more devices.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import assignments
 from moesaic.base.units import format_used_bytes
-from moesaic.facts.cluster import Cluster
+from moesaic.facts.cluster import Cluster, Link
+from moesaic.facts.cluster.presets import NETWORKS, PRESETS
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import (
@@ -40,7 +42,14 @@ _NO_REMEDY = f"{_NOTHING_FITS}: use a smaller model, or devices with more memory
 _OTHER_STAGES = "the same layout fits with other stage boundaries"
 """Remedy of a plan file whose layout fits, but not as the file cuts it."""
 _MICRO_BATCHES = "train.micro_batches"
+_MOMENTS = "optimizer.moments"
 _STAGES = "stages"
+_NOTES = {
+    _MICRO_BATCHES: "; auxiliary losses are then taken over smaller micro-batches",
+    _MOMENTS: "; the optimizer's state is then rounded to 8 bits, which changes results",
+    "nproc": "; nproc needs more hosts or devices like the last",
+}
+"""Effects of a change beside memory, by its key."""
 _KEPT = {
     "layout.dispatch", "layout.dispatch_hosts", "layout.chunks", "layout.overlap_local",
     _MICRO_BATCHES, _STAGES,
@@ -88,10 +97,9 @@ def find_remedy(facts: SearchFacts) -> Remedy | None:
     written = {*facts.pins, *(key for key in SEARCH_KEYS if _value(facts.job, key) != "auto")}
     written.discard("layout.dispatch_hosts")  # Unset: as the dispatch method needs.
     pins = [key for key in (*SEARCH_KEYS, _STAGES) if key in written or key == _STAGES]
-    own = facts.model_copy(update={"pins": pins})
-    return _find(
-        own, SimulatedEstimates.from_facts(facts), _memory_without_search, Work(REMEDY_WORK)
-    )
+    facts, work = facts.model_copy(update={"pins": pins}), Work(REMEDY_WORK)
+    own = _memory_without_search(facts, work)
+    return _find(facts, SimulatedEstimates.from_facts(facts), _memory_without_search, work, own)
 
 
 def _memory_without_search(facts: SearchFacts, work: Work) -> RankNeed | None:
@@ -121,7 +129,7 @@ def shortfall(
     if nearest is None:
         return None
     fits = nearest.memory.used_fraction <= 1
-    remedy = None if fits else _find(facts, estimates, search, work)
+    remedy = None if fits else _find(facts, estimates, search, work, nearest.memory)
     return Shortfall(
         memory=nearest.memory, settings=nearest.settings, plan=nearest.plan, remedy=remedy
     )
@@ -141,7 +149,10 @@ def least_memory(trials: Trials) -> LeastMemory | None:
 
     In a large space only the shapes with the least state are tried, as far as the work allows.
     """
-    shapes = heapq.nsmallest(_MAX_SHAPES, _split_shapes(trials), key=trials.bounds.state_fraction)
+    shapes = heapq.nsmallest(
+        _MAX_SHAPES, _split_shapes(trials),
+        key=lambda one: (trials.bounds.state_fraction(one), not one.recompute),
+    )  # fmt: skip
     found: LeastMemory | None = None
     for leaf in (leaf for shape in shapes for leaf in _low_memory_leaves(trials, shape)):
         if found is not None and trials.work.used():
@@ -181,32 +192,53 @@ def _low_memory_leaves(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
             yield from space.leaves(sharded, 2)
 
 
-def _find(facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work) -> Remedy | None:
-    """Return the remedy for changes of pinned keys; one that does not fit if none was found."""
+def _find(
+    facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work, own: RankNeed | None
+) -> Remedy | None:
+    """Return the remedy for changes of pinned keys; without changes if none helps.
+
+    `own` is the memory of the job itself.
+    """
     is_least, tries = True, work.part(_TRIES_SHARE)
     for beside, changed in _changes_beside_layout(facts):
         if tries.used():
             is_least = False
             break
-        own = _LayoutChanges(
+        layouts = _LayoutChanges(
             changed, estimates.on_cluster(changed.cluster), tries.part(_STEP_SHARE)
         )
-        found = own.first_that_fits(planned, tries)
-        is_least = is_least and own.is_complete
+        found = layouts.first_that_fits(planned, tries)
+        is_least = is_least and layouts.is_complete
+        if found is None and not beside and not layouts.is_complete:
+            near = _LayoutChanges(facts, estimates, tries.part(_STEP_SHARE)).nearest(planned, tries)
+            if near is not None and near[1].used_fraction <= 1:
+                found = _without_needless(facts, *near, planned, tries)
         if found is not None:
             changes, memory = found
             both = {**changes, **beside}
             return Remedy(changes=both, fits=True, is_least=is_least, memory=memory)
-    own = _LayoutChanges(facts, estimates, work.part(1.0))
-    nearest = own.nearest()
+    nearest = _LayoutChanges(facts, estimates, work.part(1.0)).nearest(planned, work)
     if nearest is None:
         return None
     changes, memory = nearest
     if memory.used_fraction <= 1:  # The limit of work had left it untried.
-        made = planned(_with_values(facts, changes), work)
-        if made is not None and made.used_fraction <= 1:
-            return Remedy(changes=changes, fits=True, is_least=False, memory=made)
+        changes, memory = _without_needless(facts, changes, memory, planned, work)
+        return Remedy(changes=changes, fits=True, is_least=False, memory=memory)
+    if own is not None and memory.used_fraction >= own.used_fraction:
+        changes, memory = {}, own
     return Remedy(changes=changes, fits=False, is_least=is_least, memory=memory)
+
+
+def _without_needless(
+    facts: SearchFacts, changes: Settings, memory: RankNeed, planned: Planned, work: Work
+) -> tuple[Settings, RankNeed]:
+    """Return changes that fit without those that are not needed, and the memory then."""
+    for key in sorted(changes, key=lambda one: one not in _SPLITS):
+        fewer = {name: value for name, value in changes.items() if name != key}
+        made = None if work.used() else planned(_with_values(facts, fewer), work)
+        if made is not None and made.used_fraction <= 1:
+            changes, memory = fewer, made
+    return changes, memory
 
 
 class _LayoutChanges:
@@ -238,7 +270,8 @@ class _LayoutChanges:
             memory = planned(_with_values(self._facts, changes), work)
             if memory is not None and memory.used_fraction <= 1:
                 return changes, memory
-            if work.used():  # The search may not have reached this plan, which fits.
+            if work.used() and memory is None:
+                # The search may not have reached this plan, which fits.
                 self.is_complete = False
                 return changes, trials.estimates.memory(*made)
         return None
@@ -265,10 +298,15 @@ class _LayoutChanges:
             for child in space.children(candidate, level):
                 self._push(queue, child, level + 1)
 
-    def nearest(self) -> tuple[Settings, RankNeed] | None:
-        """Return the changes with the least memory."""
+    def nearest(self, planned: Planned, work: Work) -> tuple[Settings, RankNeed] | None:
+        """Return the changes with the least memory, and the memory of the plan that is made then;
+        `work` counts making it."""
         found = least_memory(self.trials)
-        return None if found is None else (self.changes(found.candidate), found.memory)
+        if found is None:
+            return None
+        changes = self.changes(found.candidate)
+        made = planned(_with_values(self._facts, changes), work)
+        return changes, found.memory if made is None else made
 
     def changes(self, candidate: Candidate, level: int = len(Space.LEVELS)) -> Settings:
         """Return the changed keys among those that a candidate of a level has decided."""
@@ -334,19 +372,20 @@ def _value(job: Job, key: str) -> Any:
 def _changes_beside_layout(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
     """Yield changes beside those of the layout, in order, and the facts after each."""
     yield {}, facts
-    train, most = facts.job.train, facts.job.train.micro_batches
-    number = 2 * train.micro_batches
-    while _MICRO_BATCHES in facts.pins and number <= train.batch:
-        if train.batch % number == 0:
-            most = number
-            yield _changed(facts, {_MICRO_BATCHES: number})
+    train, splits, number = facts.job.train, list[Settings](), facts.job.train.micro_batches
+    while _MICRO_BATCHES in facts.pins and 2 * number <= train.batch:
         number *= 2
+        if train.batch % number == 0:
+            splits.append({_MICRO_BATCHES: number})
+    yield from (_changed(facts, split) for split in splits)
+    if "moments" not in facts.job.optimizer.model_fields_set:
+        for split in ({}, *splits):
+            yield _changed(facts, {**split, _MOMENTS: "8bit"})
     batch = train.batch
     while batch % 2 == 0 and batch // 2 % train.micro_batches == 0:
         batch //= 2
         yield _changed(facts, {"train.batch": batch})
-    split = {_MICRO_BATCHES: most} if most > train.micro_batches else {}
-    for more in ({}, split) if split else ({},):
+    for more in ({}, *splits[-1:]):
         sequence = facts.job.data.sequence
         while sequence % 2 == 0 and sequence // 2 >= _MIN_SEQUENCE:
             sequence //= 2
@@ -387,19 +426,28 @@ def _more_devices(ranks: int, cluster: Cluster) -> Iterator[tuple[int, Cluster]]
 
 
 def _with_another_host(cluster: Cluster) -> Cluster | None:
-    """Return the cluster with another host like the last; None if no link would join it."""
+    """Return the cluster with another host like the last; None if no link would join it.
+
+    Hosts like those of a preset have its network.
+    """
     last, number = cluster.hosts[-1], len(cluster.hosts)
+    networks = []
     if not any(link.ends == ["*", "*"] for link in cluster.links):
-        return None
+        models = {PRESETS[name]["devices"][0]["model"]: name for name in NETWORKS}
+        preset = models.get(last.devices[0].model)
+        if number > 1 or preset is None:
+            return None
+        networks = [
+            Link(ends=["*", "*"], kind="network", latency_s=5e-6, bandwidth=NETWORKS[preset])
+        ]
     host = last.model_copy(update={"name": f"{last.name}-more-{number}"})
     inside = [
         link.model_copy(update={"ends": [host.name, host.name]})
         for link in cluster.links
         if link.ends == [last.name, last.name]
     ]
-    return cluster.model_copy(
-        update={"hosts": [*cluster.hosts, host], "links": [*cluster.links, *inside]}
-    )
+    links = [*cluster.links, *inside, *networks]
+    return cluster.model_copy(update={"hosts": [*cluster.hosts, host], "links": links})
 
 
 def describe_remedy(remedy: Remedy | None) -> dict[str, Any] | None:
@@ -423,8 +471,7 @@ def remedy_text(remedy: Mapping[str, Any] | None) -> str:
     if not remedy["changes"]:
         return f"{_OTHER_STAGES}{size}" if remedy["fits"] else text
     told = assignments(remedy["changes"])
-    learns = "; auxiliary losses are then taken over smaller micro-batches"
-    learns *= _MICRO_BATCHES in remedy["changes"]
+    learns = "".join(text for key, text in _NOTES.items() if key in remedy["changes"])
     if not remedy["fits"]:
         return f"{text}; {told} comes nearest{size}{learns}"
     least = "the smallest change that fits" if remedy["is_least"] else "a change that fits"
