@@ -313,7 +313,7 @@ def test_a_dry_run_warns_of_columns_on_one_rank(
 
 
 def test_a_dry_run_warns_of_a_disk_without_room(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*["train", "job.toml", "--dry-run", "--set", "model.ffn=100000000"]]) == 0
+    assert main([*["train", "job.toml", "--dry-run", "--set", "model.ffn=100000000"]]) == 3
     assert "warning: a checkpoint takes about " in capfd.readouterr().err
     assert main([*["train", "job.toml", "--dry-run"]]) == 0
     assert "checkpoint" not in capfd.readouterr().err

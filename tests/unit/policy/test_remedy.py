@@ -169,6 +169,7 @@ def test_the_memory_of_what_comes_nearest_is_that_of_its_changes() -> None:
     assert used(changed, where, 2) == found.memory.used_fraction
 
 
+@pytest.mark.soak
 def test_a_change_of_the_layout_is_found_beyond_the_limit_of_work() -> None:
     """Few changes of 512 ranks are tried; more micro-batches would fit with fewer keys."""
     train = {"batch": 256, "micro_batches": 8}
