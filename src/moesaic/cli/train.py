@@ -220,6 +220,8 @@ def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -
         "run": run.directory, "checkpoint": facts["newest_checkpoint"], "report": page,
         "next": _next_command(run),
     }  # fmt: skip
+    if facts["status"] == "diverged":
+        del rows["next"]  # The error after the summary says what to do.
     for name, value in rows.items():
         screen.print_line(f"  {name:<11} {value}")
 

@@ -95,11 +95,13 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
 
 
 def _find_explosion(loss: Floats, numbers: Floats) -> Divergence | None:
-    """Return how the loss of a few steps exploded: their second half is far above the first one."""
+    """Return how the loss of a few steps exploded: their second half is far above the first one, or
+    three and more of them all are."""
     if len(loss) < 2:
         return None
-    end = float(np.median(loss[-(len(loss) // 2) :]))
-    if not 0 < _EXPLODED_AT_ONCE * loss[0] < end:
+    last = loss[-(len(loss) // 2) :]
+    end, stays = float(np.median(last)), len(last) >= 3 and last.min() > _ONSET * loss[0]
+    if not 0 < loss[0] < end or not (stays or end > _EXPLODED_AT_ONCE * loss[0]):
         return None
     onset = int(np.flatnonzero(loss > _ONSET * loss[0])[0])
     return Divergence("exploded", int(numbers[onset]), float(loss[0]), end, 0)

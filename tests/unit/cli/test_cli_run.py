@@ -283,6 +283,7 @@ def test_a_diverged_run_ends_with_its_step_and_cause(commands: Commands) -> None
     last = captured.err.splitlines()[-1]
     assert last.startswith("error: the loss diverged from step ")
     assert "Likely cause: optimizer.lr = 10 is far above the usual" in last
+    assert "moesaic generate" not in captured.out
     facts = commands.facts("report high")
     assert (facts["status"], facts["findings"][0]["kind"]) == ("diverged", "diverged")
     assert '<span class="pill diverged">' in Path("high/report.html").read_text()

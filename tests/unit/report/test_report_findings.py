@@ -193,6 +193,8 @@ def test_a_loss_that_explodes_or_is_lost_again_diverged() -> None:
     assert "from step 2 on: 5.80 at the start" in text(make_run(20, loss=at_once), "diverged")
     few = np.array([5.8, 5.9, 40.0, 300.0, 700.0, 1200.0, 1600.0, 1615.0])
     assert "from step 3 on: 5.80 at the start, 1" in text(make_run(8, loss=few), "diverged")
+    settling = np.array([5.78, 7.46, 7.48, 50.29, 17.5, 14.56, 11.82, 10.63])
+    assert "5.78 at the start, 13.2 at the end" in text(make_run(8, loss=settling), "diverged")
     assert find(make_run(8, loss=np.array([5.8, 6.1, 9.0, 5.9, 5.7, 8.0, 5.6, 5.5]))) == []
     sinking = np.concatenate(([5.8], 1300.0 * 0.91 ** np.arange(59)))  # The learning rate decays.
     assert "from step 2 on: 5.80 at the start, 6.9" in text(make_run(60, loss=sinking), "diverged")
