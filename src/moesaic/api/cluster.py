@@ -59,18 +59,29 @@ class Cluster:
         return cls.preset(preset, nodes)
 
     @classmethod
+    def of(cls, cluster: Cluster | str | Path) -> Cluster:
+        """Return a cluster as it is, or the one that a path or a preset names."""
+        return cluster if isinstance(cluster, Cluster) else cls.named(str(cluster))
+
+    @classmethod
     def preset(
         cls, name: str, nodes: int = 1, *, bandwidth: float | None = None, latency_s: float = 5e-6
     ) -> Cluster:
         """Return `nodes` equal hosts by their data sheets, such as "h100-8".
 
         Args:
-            name: preset of a host, as in a cluster file.
+            name: preset of a host, as in a cluster file; "2xh100-8" for two in place of `nodes`.
             nodes: number of hosts.
             bandwidth: bytes per second of a host's network, one way; None: as the host is sold,
                 such as eight adapters of 400 Gbit/s beside eight H100.
             latency_s: latency of the network in seconds.
         """
+        number, name = _split_preset(name)
+        if nodes != 1 and number != 1:
+            raise ConfigError(
+                f'Cluster.preset("{number}x{name}", nodes={nodes}) has two numbers: leave out nodes'
+            )
+        nodes *= number
         link = {
             "ends": ["*", "*"], "kind": "network", "latency_s": latency_s,
             "bandwidth": NETWORKS.get(name) if bandwidth is None else bandwidth,

@@ -108,7 +108,7 @@ class Job:
         resume: str | Path | None = None,
         change: bool = False,
         plan: PlannedJob | str | Path | None = None,
-        cluster: Cluster | None = None,
+        cluster: Cluster | str | Path | None = None,
         on_step: StepCallback | None = None,
         output: Output = "stderr",
     ) -> Run:
@@ -122,8 +122,8 @@ class Job:
                 a new run. The ranks, the plan and the `sets` of the run stay.
             change: take changes of what a resumed run learns, such as its schedule, batch or data.
             plan: a result of `plan`, or the path of a plan file; it sets ranks and layout.
-            cluster: cluster to search for a layout on; None: a job with `plan = "auto"`, or without
-                a layout on several ranks, measures the machine first.
+            cluster: cluster to search for a layout on, as in `plan`; None: a job with
+                `plan = "auto"`, or without a layout on several ranks, measures the machine first.
             on_step: function of each step's figures (`step`, `loss`, ...). It runs in this
                 process, on rank 0 under torchrun. A false value other than None, also one of
                 numpy or torch, ends the run after that step, with a checkpoint. Ranks wait for
@@ -142,7 +142,7 @@ class Job:
 
     def plan(
         self,
-        cluster: Cluster,
+        cluster: Cluster | str | Path,
         *,
         nproc: int | None = None,
         plan: PlannedJob | str | Path | None = None,
@@ -158,7 +158,7 @@ class Job:
         the content of a plan file.
 
         Args:
-            cluster: hosts, devices and links.
+            cluster: hosts, devices and links: also a preset such as "2xh100-8", or a path.
             nproc: number of ranks; None: all that the cluster has room for.
             plan: plan to predict as it is; None: choose the settings that the job leaves open.
             loads: directory of a run whose last expert loads are assumed; None: even loads.
@@ -171,7 +171,7 @@ class Job:
         """
         from moesaic.policy.plan.predict import choose_plan, predict_plan
 
-        loaded = self._language_model(plan)
+        loaded, cluster = self._language_model(plan), Cluster.of(cluster)
         recorded = None if loads is None else self._loads(loads)
         if search:
             searched = self._search_facts(loaded, cluster, nproc, method, max_work, recorded)
@@ -214,7 +214,7 @@ class Job:
 
     def cheapest_part(
         self,
-        cluster: Cluster,
+        cluster: Cluster | str | Path,
         *,
         floor: float | None = None,
         method: str = "best-first",
@@ -233,7 +233,7 @@ class Job:
             max_work: work of a search, as in `plan`; searches of parts share it.
             is_shown: show progress on stderr.
         """
-        loaded = self._language_model()
+        loaded, cluster = self._language_model(), Cluster.of(cluster)
         recorded = None if loads is None else self._loads(loads)
         facts = self._search_facts(loaded, cluster, None, method, max_work, recorded)
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
@@ -257,7 +257,7 @@ class Job:
             )
 
     def largest_model(
-        self, cluster: Cluster, ssd_bytes: float, *, nproc: int | None = None
+        self, cluster: Cluster | str | Path, ssd_bytes: float, *, nproc: int | None = None
     ) -> dict[str, Any]:
         """Return the largest models of this job's shape on a cluster as plain data; nothing runs.
 
@@ -268,19 +268,19 @@ class Job:
         """
         from moesaic.policy.plan.capacity import largest_model
 
-        loaded = self._language_model()
+        loaded, cluster = self._language_model(), Cluster.of(cluster)
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return largest_model(loaded.job, cluster.facts, ssd_bytes, nproc, loaded.origin)
 
     def largest_in_memory(
-        self, cluster: Cluster, *, nproc: int | None = None, is_shown: bool = False
+        self, cluster: Cluster | str | Path, *, nproc: int | None = None, is_shown: bool = False
     ) -> dict[str, Any]:
         """Return the largest model of this job's shape that some layout fits into the devices'
         memory, as plain data: by experts per layer, or by layers if it is dense. Nothing runs.
 
         Arguments are those of `plan`.
         """
-        loaded = self._language_model()
+        loaded, cluster = self._language_model(), Cluster.of(cluster)
         facts = self._search_facts(loaded, cluster, nproc, "best-first", SEARCH_WORK, None)
         with cluster.named_in_errors(), blame_sets(loaded.origin, loaded.sets):
             return search_largest(facts, is_shown=is_shown)
@@ -295,13 +295,14 @@ class Job:
         plan: AnyPlan | None = None,
         output: Output = "stderr",
         is_started: bool = True,
-        cluster: Cluster | None = None,
+        cluster: Cluster | str | Path | None = None,
     ) -> PreparedRun:
         """Return a run that can start, after all checks that need no torch.
 
         With `is_started` false it need not start here: a plan may have ranks on several hosts. A
         search for the layout then happens here, on `cluster`. Other arguments are those of `train`.
         """
+        cluster = None if cluster is None else Cluster.of(cluster)
         if change and resume is None:
             raise ConfigError("change is for a run to resume: add resume, or remove change")
         directory, checkpoint = resolve_run(None if out is None else Path(out), resume)

@@ -7,6 +7,7 @@ Any other exception that reaches the command line is a bug: it prints a tracebac
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -20,6 +21,16 @@ class UserError(MoesaicError):
 
 class ConfigError(UserError, ValueError):
     """An impossible setting in a job, flag or settings file."""
+
+
+def join_mistakes(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return one error that lists all mistakes of several, each with where it is."""
+    lines = list[str]()
+    for error in errors:
+        heading, *listed = str(error).split("\n  ")
+        origin = heading.rpartition(": ")[0]
+        lines += [f"{origin}: {one}" for one in listed] or [heading]
+    return ConfigError("\n  ".join([f"{len(lines)} mistakes", *lines]))
 
 
 class DoesNotFitError(UserError):

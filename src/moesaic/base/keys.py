@@ -190,7 +190,6 @@ def unknown_key_message(root: type[BaseModel], parts: Sequence[str | int]) -> st
     if hint:
         return f"unknown key '{dotted_key(parts)}': did you mean '{hint}'?"
     siblings = [name for name, parent in _names_and_parents(root) if parent == above]
-    siblings.sort(key=lambda name: -difflib.SequenceMatcher(None, name, names[-1]).ratio())
     where = f"'{above}' has the keys" if above else "the keys at the top are"
     known = f"{where} {', '.join(siblings)}" if siblings else "there are no keys"
     return f"unknown key '{dotted_key(parts)}': {known}"
@@ -210,7 +209,11 @@ def meant_keys(root: type[BaseModel], parts: Sequence[str]) -> list[str]:
     same = [f"{at}.{name}".strip(".") for name, at in _names_and_parents(root) if name == word]
     other_names: Mapping[str, str] = getattr(root, "other_names", None) or {}
     found = [key for key in same if not f"{key}.".startswith(lists)] or same
-    return found or ([other_names[word]] if word in other_names else [])
+    if found:
+        return found
+    plain = {name.replace("_", ""): key for name, key in other_names.items()}
+    other = plain.get(word.replace("_", "").replace("-", "").lower())
+    return [] if other is None else [other]
 
 
 def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:

@@ -18,6 +18,7 @@ from moesaic.cli.questions import (
     Question,
     check_questions,
     choose_part,
+    load_cluster_beside,
     print_block,
     print_compared,
     print_largest,
@@ -155,7 +156,10 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         flags.print_job_explanation(explain, as_json)
         return 0
     path = flags.require(job_path or workload, "JOB.toml", "plan")
-    cluster = flags.load_cluster(cluster_path)
+    if workload is None:
+        cluster = load_cluster_beside(cluster_path, path, sets or ())
+    else:
+        cluster = flags.load_cluster(cluster_path)
     given = {
         "--search": search, "--why": why, "--compare": compare, "--min-cost": min_cost,
         "--fit": fit, "--plan": plan_path, "--loads": loads, "--out": out, "--trace": trace,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +12,9 @@ from moesaic.api.job import Job
 from moesaic.api.launch import EXIT_DOES_NOT_FIT as EXIT_DOES_NOT_FIT
 from moesaic.api.plan_search import compare_plans, explain_block
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ConfigError, join_mistakes
 from moesaic.base.units import parse_bytes
-from moesaic.cli import prediction, screen, searched
+from moesaic.cli import flags, prediction, screen, searched
 from moesaic.facts.job import LayoutConfig
 
 if TYPE_CHECKING:
@@ -69,21 +69,35 @@ class Question:
         return planned, 0 if planned.figures["fits"] else EXIT_DOES_NOT_FIT
 
 
-def check_questions(flags: Mapping[str, object]) -> None:
+def load_cluster_beside(name: str | None, path: Path, sets: Sequence[str]) -> Cluster:
+    """Return the cluster of `--cluster`; the error also has the mistakes of the job."""
+    try:
+        return flags.load_cluster(name)
+    except ConfigError as mistake:
+        try:
+            Job.load(path, sets=sets)
+        except ConfigError as other:
+            raise join_mistakes([mistake, other]) from None
+        raise
+
+
+def check_questions(given_flags: Mapping[str, object]) -> None:
     """Raise ConfigError if flags exclude each other, or need another one."""
-    if flags["--fit"]:
-        keys.check_choice("--fit", flags["--fit"], ["cluster", "model"])
+    if given_flags["--fit"]:
+        keys.check_choice("--fit", given_flags["--fit"], ["cluster", "model"])
     given = {
-        flag if flag != "--fit" else f"--fit {value}" for flag, value in flags.items() if value
+        flag if flag != "--fit" else f"--fit {value}"
+        for flag, value in given_flags.items()
+        if value
     }
     for flag, excluded in _EXCLUDED.items():
         for other in excluded if flag in given else ():
-            if flags[other]:
+            if given_flags[other]:
                 raise ConfigError(f"{flag} cannot be combined with {other}: remove one")
     for flag, owners in _OWNERS.items():
-        if flags[flag] and not given.intersection(owners):
+        if given_flags[flag] and not given.intersection(owners):
             raise ConfigError(
-                f"{flag} {flags[flag]} belongs to {owners[0]}: add it, or remove {flag}"
+                f"{flag} {given_flags[flag]} belongs to {owners[0]}: add it, or remove {flag}"
             )
 
 

@@ -51,7 +51,7 @@ def open_to_resume(path: Path, job: AnyJob) -> Checkpoint:
     if checkpoint.step >= job.train.steps:
         raise ConfigError(
             f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
-            "raise train.steps"
+            'raise train.steps, and add --change unless schedule.kind = "constant"'
         )
     return checkpoint
 

@@ -118,10 +118,24 @@ def test_clusters() -> None:
     cluster.save("cluster.toml")
     assert Cluster.load("cluster.toml").facts == cluster.facts
     assert Cluster.named("2xh100-8").facts.links[0].bandwidth == 400e9
+    assert Cluster.preset("2xh100-8").facts == Cluster.preset("h100-8", nodes=2).facts
+    with pytest.raises(ConfigError, match="two numbers: leave out nodes"):
+        Cluster.preset("2xh100-8", nodes=3)
     with pytest.raises(ConfigError, match="no-such"):
         Cluster.preset("no-such")
     with pytest.raises(StoreError, match=r"'cache' cannot be written \("):
         cluster.save("cache")
+
+
+def test_words_of_the_command_line_name_a_cluster(tmp_path: Path) -> None:
+    job = Job.load({**TABLES, "layout": {"ep": 1}})
+    two = Cluster.preset("h100-8", nodes=2)
+    two.save(tmp_path / "two.toml")
+    named = [job.plan(one).figures for one in (two, "2xh100-8", tmp_path / "two.toml")]
+    assert [one["devices"] for one in named] == [{"NVIDIA H100 SXM5": 16}] * 3
+    assert named[1]["step_s"] == named[0]["step_s"]
+    with pytest.raises(ConfigError, match='did you mean "h100-8"'):
+        job.train(cluster="h100_8")
 
 
 def documented_keys(title: str) -> set[str]:

@@ -80,6 +80,11 @@ GOOD: dict[str, Any] = {"gears": 1, "wheel": {"radius": 0.3}}
             "unknown key 'zzz': the keys at the top are "
             "gears, wheel, colour, brake, bell, tags, span, notes, lock",
         ),
+        (
+            {"knol": 3},  # In the order of the file, whatever the word.
+            "unknown key 'knol': the keys at the top are "
+            "gears, wheel, colour, brake, bell, tags, span, notes, lock",
+        ),
         ({"gears": "3"}, 'gears = "3": give an integer from 1'),
         ({"gears": True}, "gears = true: give an integer from 1"),
         ({"wheel": 3}, "wheel = 3: give a table with keys preset, from, radius, spokes"),

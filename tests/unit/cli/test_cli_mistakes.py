@@ -128,7 +128,7 @@ VERBS = [
     ("serve", "MODEL is missing"),
     ("serve nowhere --set port=0", "'nowhere' is not there"),
     ("serve file --set port=0", "'file' is none of these"),
-    ("serve young --set port=0", "run 'young' has no checkpoint yet: wait for the first one"),
+    ("serve young --set port=0", "run 'young' has no checkpoint yet: its job writes one"),
     ("serve nowhere --set prt=0", "unknown key 'prt': did you mean 'port'?"),
     ("serve nowhere --set port=70000", "port = 70000: give an integer from 0 and below 65536"),
     ("serve nowhere --memory much", '"much" is not a size'),
@@ -203,3 +203,27 @@ def test_under_torchrun_one_rank_reports_a_mistake(
         assert ended.value.code == 2
         assert main(["train", "--frob"]) == 2
         assert capfd.readouterr() == ("", "")
+
+
+MISTAKEN = """
+model.preset = "mixtral-8x7b"
+train.batch = "many"
+layout.tpp = 2
+data.sequence = -1
+"""
+
+
+def test_mistakes_of_cluster_and_job_come_together(place: Path, commands: Commands) -> None:
+    (place / "mistaken.toml").write_text(MISTAKEN)
+    wrong = [
+        "unknown key 'layout.tpp': did you mean 'layout.tp'?",
+        'train.batch = "many": give an integer', "train.steps is missing",
+        "data.sequence = -1: give an integer",
+    ]  # fmt: skip
+    text = commands.run(["plan", "mistaken.toml", "--cluster", "h100-8"], status=2).err
+    assert "mistaken.toml: 4 mistakes" in text
+    assert all(one in text for one in wrong)
+    text = commands.run(["plan", "mistaken.toml", "--cluster", "h100_8"], status=2).err
+    assert "5 mistakes" in text
+    assert "'h100_8' is neither a file nor a preset of a cluster" in text
+    assert all(f"mistaken.toml: {one}" in text for one in wrong)

@@ -316,5 +316,6 @@ def test_names_of_other_frameworks_are_known_and_are_no_keys() -> None:
         ("model.experts_per_token", "model.top_k"), ("train.lr", "optimizer.lr"),
         ("model.num_experts", "model.experts"), ("global_batch_size", "train.batch"),
         ("optimizer.learning_rate", "optimizer.lr"), ("tensor_parallel_size", "layout.tp"),
+        ("batchsize", "train.batch"), ("parallelism", "layout"),
     ):  # fmt: skip
         assert keys.nearest_key(Job, name.split(".")) == key

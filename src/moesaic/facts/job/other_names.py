@@ -38,6 +38,7 @@ _BY_KEY = {
     "routing.z_loss": "router_z_loss_coef moe_z_loss_coeff z_loss_coef",
     "routing.capacity_factor": "moe_expert_capacity_factor expert_capacity train_capacity_factor",
     "routing.bias_update_rate": "moe_router_bias_update_rate bias_update_speed",
+    "layout": "parallelism parallel parallel_dims parallelism_config",
     "layout.ep": "expert_model_parallel_size expert_parallel_size expert_parallel_degree ep_size "
     "expert_parallel",
     "layout.etp": "expert_tensor_parallel_size expert_tensor_parallel_degree",

@@ -168,8 +168,8 @@ def find_checkpoint(
             return checkpoint, [*skipped, used] if skipped else []
     if (path / JOB_NAME).is_file():
         raise ConfigError(
-            f"run '{path}' has no checkpoint yet: wait for the first one, which its job writes "
-            "after checkpoint.every steps, or at the end"
+            f"run '{path}' has no checkpoint yet: its job writes one after checkpoint.every steps, "
+            "or at the end; start it again if it does not run any more"
         )
     raise ConfigError(f"'{path}' {describe_path(path)}: give {expected}")
 
