@@ -187,7 +187,7 @@ def proof_text(result: SearchResult) -> str:
     if result.gap is None:
         text += ", and another layout may be faster"
     else:
-        text += f", and another layout may take up to {result.gap:.0%} less time"
+        text += f", and a faster layout would save at most {result.gap:.0%} of a step"
     return f"{text}; pin keys to search fewer layouts" if result.is_limited else text
 
 
