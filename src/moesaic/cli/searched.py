@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _MAX_EVENTS = 12
 """Rows of a block's events, at most."""
+_EQUAL_PRICE = 0.05
+"""Relative difference of prices that no prediction can tell apart."""
 _MIN_SHOWN_DIFFERENCE = 0.005
 """Share of a figure up to which a difference is not shown."""
 
@@ -174,7 +176,9 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
     goal = (
         "the cheapest part per hour on which it fits; for the least price per token ask --min-cost"
         if floor is None
-        else f"the least price per token from {floor:,.0f} tokens/s, of the parts below"
+        else "the least price per token of the parts below"
+        + f" with {floor:,.0f} tokens/s or more" * bool(floor)
+        + _ties_text(choice, floor)
     )
     hosts = list(dict.fromkeys(place["host"] for place in own["plan"]["places"]))
     chosen = _part_text(own["plan"]["ranks"], hosts)
@@ -194,6 +198,20 @@ def print_part(choice: PartChoice, floor: float | None) -> None:
         + ", cheapest first, up to the one that fits" * (floor is None)
     )
     screen.print_line("")
+
+
+def _ties_text(choice: PartChoice, floor: float) -> str:
+    """Return how many other parts reach the floor at nearly the same price per token."""
+    least = choice.planned.figures["price_per_million_tokens"]
+    if least is None:
+        return ""
+    prices = [
+        part["price_per_million_tokens"]
+        for part in choice.parts
+        if part["fits"] and part["tokens_per_s"] >= floor
+    ]
+    ties = sum(price <= (1 + _EQUAL_PRICE) * least for price in prices) - 1
+    return f"; {ties} more {'are' if ties > 1 else 'is'} within 5% of it" if ties > 0 else ""
 
 
 def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
@@ -232,7 +250,9 @@ def _proof_text(part: Mapping[str, Any]) -> str:
     if not part["fits"]:
         return "-"
     gap = part["gap"]
-    return "proven" if part["is_proven"] else f"within {gap:.0%}" if gap else "not proven"
+    return (
+        "proven" if part["is_proven"] else f"at most {gap:.0%} less time" if gap else "not proven"
+    )
 
 
 def _part_text(ranks: int, hosts: Sequence[str]) -> str:

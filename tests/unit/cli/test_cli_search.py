@@ -205,6 +205,10 @@ def test_parts_of_a_cluster(commands: Commands) -> None:
     reached = commands.facts([*LINE, "--min-cost", "--floor", "10", *PINS])
     prices = [one["price_per_million_tokens"] for one in reached["cluster_parts"]]
     assert reached["price_per_million_tokens"] == pytest.approx(min(prices))
+    told = commands.output([*LINE, "--min-cost", "--floor", "10", *PINS]).splitlines()[0]
+    ties = sum(price <= 1.05 * min(prices) for price in prices) - 1
+    assert "the least price per token of the parts below with 10 tokens/s or more" in told
+    assert told.endswith(" within 5% of it") == (ties > 0)
     unpriced = [*LINE[:-1], "h100-8"]
     assert "--min-cost needs prices" in commands.refusal([*unpriced, "--min-cost", *PINS])
     beyond = commands.run([*LINE, "--min-cost", "--floor", "1e12", *PINS], status=3)
