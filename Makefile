@@ -58,7 +58,7 @@ check: $(HAS_TOOLS)  ## lint, format, types, architecture, wording
 	$(BIN)/mypy
 	$(TEST) $(HOUSE)
 
-test: $(HAS_TOOLS)  ## the default suite but what check runs, without a GPU: about nine minutes on two cores
+test: $(HAS_TOOLS)  ## the default suite but what check runs, without a GPU: nine to sixteen minutes on two cores
 	$(TEST) $(BOTH) -m "not soak" $(addprefix --ignore=,$(HOUSE))
 
 test-all: $(HAS_TOOLS)  ## long runs too
