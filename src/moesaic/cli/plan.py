@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from moesaic.api.cluster import Cluster
+from moesaic.api.launch import EXIT_DOES_NOT_FIT
 from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, prediction, screen, searched
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
 from moesaic.cli.questions import (
-    EXIT_DOES_NOT_FIT,
     Question,
     check_questions,
     choose_part,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moesaic.api.cluster import Cluster
 from moesaic.api.job import Job
-from moesaic.api.launch import EXIT_DOES_NOT_FIT as EXIT_DOES_NOT_FIT
+from moesaic.api.launch import EXIT_DOES_NOT_FIT
 from moesaic.api.plan_search import compare_plans, explain_block
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, join_mistakes
@@ -20,7 +20,6 @@ from moesaic.facts.job import LayoutConfig
 if TYPE_CHECKING:
     from moesaic.policy.plan.predict import PlannedJob
 
-"""Exit status of a plan that does not fit, or does not reach the floor."""
 _EXCLUDED = {
     "--compare": (
         "--search", "--plan", "--why", "--min-cost", "--floor", "--fit", "--out", "--trace",
