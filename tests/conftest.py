@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,26 @@ def disk_or_memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[P
     path = shared / f"moesaic-{os.getpid()}"
     yield path
     path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path | None]:
+    """Yield a new memory control group of version 1, or None where this process may not make one.
+
+    A test writes its `memory.limit_in_bytes` and moves processes by `cgroup.procs`."""
+    groups = Path("/sys/fs/cgroup/memory")
+    if not ((groups / "memory.limit_in_bytes").exists() and os.access(groups, os.W_OK)):
+        yield None
+        return
+    group = groups / f"moesaic-test-{os.getpid()}"
+    group.mkdir()
+    yield group
+    end = time.monotonic() + 10.0
+    while group.exists() and time.monotonic() < end:
+        try:
+            group.rmdir()
+        except OSError:  # The kernel still counts the ended process.
+            time.sleep(0.05)
 
 
 @pytest.fixture

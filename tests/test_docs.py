@@ -115,7 +115,7 @@ def test_jobs_plans_and_clusters_parse(page: Path) -> None:
             continue
         if "from" in raw["model"]:
             raw["model"] = {"preset": "tiny-olmoe"}  # what the directory would say
-        job = parse(Job, fill_preset(raw, str(page)), str(page))
+        job = parse(Job, fill_preset(raw), str(page))
         assert not job.ineffective_settings()
     for body in blocks(page, "json plan"):
         parse(Plan, json.loads(body), str(page))

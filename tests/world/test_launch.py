@@ -151,6 +151,23 @@ def test_a_rank_that_is_killed_ends_the_run(
     assert (last["event"], last["reason"]) == ("run_end", words)
 
 
+def test_a_rank_that_the_kernel_kills_for_memory_names_the_remedy(
+    place: Path, memory_group: Path | None
+) -> None:
+    if memory_group is None:
+        pytest.skip("this process may not make a memory control group of version 1")
+    process = start(place, "--nproc", "2", *ENDLESS)
+    wait_for(lambda: any(place.glob("my run/checkpoints/*/COMMIT")), process)
+    (memory_group / "memory.limit_in_bytes").write_text("0")
+    (memory_group / "cgroup.procs").write_text(str(ranks_of(process.pid)[1]))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err  # Not 75: a new start would end alike.
+    assert err.startswith(
+        "error: there is not enough memory (the kernel killed rank 1): raise train.micro_batches "
+    )
+    assert err.endswith(GO_ON)
+
+
 def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint(place: Path) -> None:
     """Only the request to end saves: the job itself saves at the end alone."""
     process = start(place, "--nproc", "2", *ENDLESS, "--set", "checkpoint.every=0")

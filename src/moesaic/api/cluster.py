@@ -162,7 +162,7 @@ def probe(config: ProbeConfig, nproc: int | None, *, is_shown: bool) -> ProbeRes
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         out = Path(place) / "result.json"
         task = {"settings": config.model_dump(), "out": str(out), "is_shown": is_shown}
-        launch("moesaic.api.cluster", json.dumps(task), ranks)
+        launch("moesaic.api.cluster", json.dumps(task), ranks, _MEMORY_HINT)
         raw = json.loads(out.read_text(encoding="utf-8"))
     return ProbeResult(**{**raw, "cluster": parse(ClusterFacts, raw["cluster"], "the probe")})
 

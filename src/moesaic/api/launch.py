@@ -98,11 +98,12 @@ def num_ranks(nproc: int | None) -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
-def launch(module: str, task: str, ranks: int) -> None:
+def launch(module: str, task: str, ranks: int, memory_hint: str) -> None:
     """Run `ranks` processes of `module` with `task` until all end.
 
     Raise the first failure: UserError, RankFailed, or RunInterrupted if a signal ended a rank.
-    SIGINT of this process raises KeyboardInterrupt.
+    SIGINT of this process raises KeyboardInterrupt. `memory_hint` is the remedy against a lack of
+    memory.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -110,6 +111,7 @@ def launch(module: str, task: str, ranks: int) -> None:
 
     for name in [name for name in logging.root.manager.loggerDict if "elastic" in name]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    killed_before = _count_killed_for_memory()
     with tempfile.TemporaryDirectory(prefix="moesaic-") as logs:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
@@ -122,7 +124,8 @@ def launch(module: str, task: str, ranks: int) -> None:
             with _restored_signal_handlers(), _forwarded_sigterm() as sent, block_interrupts():
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            failure = _first_failure(Path(logs), error.failures)
+            is_short = _count_killed_for_memory() > killed_before
+            failure = _first_failure(Path(logs), error.failures, memory_hint if is_short else None)
             if sent and not isinstance(failure, UserError):
                 failure = RunInterrupted("ended by SIGTERM")
             raise failure from None
@@ -223,17 +226,26 @@ def _write_error(text: str, kind: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _first_failure(logs: Path, failures: dict[int, Any]) -> MoesaicError:
+def _count_killed_for_memory() -> int:
+    """Return how many processes the kernel has killed for lack of memory; 0 if it does not say."""
+    lines = (line.split() for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines())
+    return sum(int(count) for name, count in lines if name == "oom_kill")
+
+
+def _first_failure(
+    logs: Path, failures: dict[int, Any], memory_hint: str | None = None
+) -> MoesaicError:
     """Return the cause of the failure: the first user error, else a signal, else a bug.
 
-    Peers of a failed rank fail too; their errors are consequences.
+    Peers of a failed rank fail too; their errors are consequences. `memory_hint` is given if the
+    kernel has killed a process for lack of memory meanwhile.
     """
     records = sorted(_read_error_files(logs), key=lambda record: float(record["time"]))
     for record in records:
         if hasattr(errors, record["kind"]):
             kind: type[UserError] = getattr(errors, record["kind"])
             return kind(record["text"])
-    interruption = _find_signal(failures)
+    interruption = _find_signal(failures, memory_hint)
     if interruption is not None:
         return interruption
     for record in records:
@@ -251,11 +263,14 @@ def _first_failure(logs: Path, failures: dict[int, Any]) -> MoesaicError:
     return RankFailed(records[0]["text"])
 
 
-def _find_signal(failures: dict[int, Any]) -> RunInterrupted | None:
+def _find_signal(failures: dict[int, Any], memory_hint: str | None) -> RunInterrupted | None:
     """Return the signal that ended a rank, except the agent's own SIGTERM to other ranks."""
     for rank, failure in sorted(failures.items()):
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
             name = signal.Signals(-failure.exitcode).name
+            if name == "SIGKILL" and memory_hint is not None:  # A new start would end alike.
+                text = f"there is not enough memory (the kernel killed rank {rank}): {memory_hint}"
+                return RunInterrupted(text, EXIT_USER_ERROR)
             hint = ", often for lack of memory" if name == "SIGKILL" else ""
             return RunInterrupted(f"rank {rank} was ended by {name}{hint}")
     interrupted = (EXIT_INTERRUPTED, -signal.SIGINT)  # With and without our handler.

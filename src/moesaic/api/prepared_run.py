@@ -19,7 +19,7 @@ from moesaic.api.launch import (
 )
 from moesaic.api.run import Run
 from moesaic.api.step_callback import serve_callback
-from moesaic.api.train_worker import TrainTask, encode, run_train_task
+from moesaic.api.train_worker import MEMORY_HINT, TrainTask, encode, run_train_task
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.file_system import unsuitable_file_system
@@ -114,7 +114,7 @@ class PreparedRun:
             if self.is_spawned:
                 with nullcontext() if on_step is None else serve_callback(on_step) as address:
                     task = replace(self.task, callback=address)
-                    launch("moesaic.api.train_worker", encode(task), self.ranks)
+                    launch("moesaic.api.train_worker", encode(task), self.ranks, MEMORY_HINT)
             else:
                 out = str(run_train_task(self.task, on_step, stop))
         except (KeyboardInterrupt, RunInterrupted) as error:

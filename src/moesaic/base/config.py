@@ -273,9 +273,12 @@ def sets_key(item: str, key: str) -> bool:
 def _describe_mistake(kind: type[BaseModel], detail: Any) -> tuple[str, str]:
     """Return the key of a mistake that pydantic found, and a sentence with a remedy."""
     value, reason, location = detail.get("input"), detail["type"], detail["loc"]
-    if reason == "extra_forbidden":
-        return keys.dotted_key(location), keys.unknown_key_message(kind, location)
     field, name, key = _locate_error(kind, location)
+    if reason == "extra_forbidden":
+        # A choice that only files use, such as a preset, is left here if its value is unknown.
+        is_value = key == keys.dotted_key(location) and field and keys.choices(field.annotation)
+        if not is_value:
+            return keys.dotted_key(location), keys.unknown_key_message(kind, location)
     if reason == "value_error":
         sentence = str(detail["ctx"]["error"])
         # A table in a list cannot name its own index.

@@ -87,7 +87,7 @@ def _settings(sets: Sequence[str]) -> BenchConfig:
         )
     warnings: list[str] = []
     with blame_sets(SET_FLAG, sets):
-        raw = fill_pretrained(fill_preset(apply_sets({}, sets), SET_FLAG), SET_FLAG, warnings)
+        raw = fill_pretrained(fill_preset(apply_sets({}, sets)), SET_FLAG, warnings)
     raw.pop("source", None)
     for warning in warnings:
         screen.print_warning(warning)

@@ -186,7 +186,7 @@ def _resolve(
     notes: list[str] = []
     raw = fill_tokenizer(raw, origin, notes, run)
     raw = _fill_students(fill_pretrained(raw, origin, notes, run), origin, notes, run)
-    job = parse(Job, fill_for_plan(fill_labels(fill_preset(raw, origin))), origin, sets)
+    job = parse(Job, fill_for_plan(fill_labels(fill_preset(raw))), origin, sets)
     if "sequence" in missing_keys(raw):
         notes.append(
             f"{origin} has no data.sequence: {job.data.sequence} tokens a sample are assumed; for "

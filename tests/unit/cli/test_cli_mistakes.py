@@ -223,6 +223,11 @@ def test_mistakes_of_cluster_and_job_come_together(place: Path, commands: Comman
     text = commands.run(["plan", "mistaken.toml", "--cluster", "h100-8"], status=2).err
     assert "mistaken.toml: 4 mistakes" in text
     assert all(one in text for one in wrong)
+    renamed = ["--set", "model.preset=mixtral-8x7"]
+    unknown = commands.run(["plan", "mistaken.toml", *renamed, "--cluster", "h100-8"], status=2).err
+    assert 'model.preset = "mixtral-8x7" is not known: did you mean "mixtral-8x7b"' in unknown
+    assert all(one in unknown for one in wrong)
+    assert "5 mistakes" in unknown
     text = commands.run(["plan", "mistaken.toml", "--cluster", "h100_8"], status=2).err
     assert "5 mistakes" in text
     assert "'h100_8' is neither a file nor a preset of a cluster" in text

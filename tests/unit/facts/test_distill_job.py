@@ -48,7 +48,7 @@ def job(*sets: str, **changes: dict[int, dict[str, Any]]) -> Job:
     raw = apply_sets(tomllib.loads(JOB), sets)
     for index, own in changes.get("students", {}).items():
         raw["student"][index] = {**raw["student"][index], **own}
-    return parse(Job, fill_preset(raw, "job.toml"), "job.toml")
+    return parse(Job, fill_preset(raw), "job.toml")
 
 
 def test_defaults_of_a_student() -> None:

@@ -36,13 +36,13 @@ DENSE = 'model.preset="tiny-dense"'
 
 def job(*sets: str) -> Job:
     raw = apply_sets(tomllib.loads(GOOD), sets)
-    return parse(Job, fill_preset(raw, "job.toml"), "job.toml", sets)
+    return parse(Job, fill_preset(raw), "job.toml", sets)
 
 
 WRONG = [
     (['model.preset="tiny-olmo"'],
-     'job.toml: model.preset = "tiny-olmo" is not known: did you mean "tiny-olmoe" (it takes '
-     '"tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", '
+     'model.preset="tiny-olmo": model.preset = "tiny-olmo" is not known: did you mean '
+     '"tiny-olmoe" (it takes "tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", '
      '"mixtral-8x7b", "qwen3-30b-a3b" or "deepseek-v3")?'),
     (['finetune.targets=["expert"]'],
      'finetune.targets=["expert"]: '

@@ -40,7 +40,7 @@ STUDENTS: list[dict[str, Any]] = [
 
 def make_job(**changes: Any) -> Job:
     raw = {**TINY, "layout": {"ep": 4}, "student": STUDENTS, **changes}
-    return parse(Job, fill_preset(raw, "job"), "job")
+    return parse(Job, fill_preset(raw), "job")
 
 
 def parts_of(job: Job, ranks: int = 4) -> dict[str, Part]:

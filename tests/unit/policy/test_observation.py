@@ -60,7 +60,7 @@ def test_prediction_by_factors_matches_a_calibrated_cluster(
 def test_a_job_with_students_is_predicted_with_all_of_its_parts() -> None:
     alone = tiny_job(layout={"ep": 4})
     raw = {**TINY, "layout": {"ep": 4}, "student": [{"name": "small", "model": TINY["model"]}]}
-    beside = parse(Job, fill_preset(raw, "job"), "job")
+    beside = parse(Job, fill_preset(raw), "job")
     plan = plan_from_layout(alone.layout, alone.model, 4)
     cluster = resolve_cluster(CLUSTER, "test")
     seconds = [

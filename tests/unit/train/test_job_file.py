@@ -402,7 +402,7 @@ def test_mistakes_in_the_model_of_a_student() -> None:
     for model, sentence in (
         ('from = "there"', ': model.from = "there" is no directory: give a Hugging Face'),
         ('from = "hf"\nhidden = 64', ': model.from = "hf" and model.hidden = 64: the directory'),
-        ('preset = "tiny"', ': model.preset = "tiny" is not known'),
+        ('preset = "tiny"', '.model.preset = "tiny" is not known'),
         ('preset = "tiny-dense"\nheads = 3', ".model: model.kv_heads = 2 does not divide"),
     ):
         assert refusal(model=STUDENT.format(model=model)).startswith(f"{where}{sentence}")

@@ -409,31 +409,28 @@ def _available_targets(model: ModelConfig) -> set[str]:
     return {target for target, has_target in available.items() if has_target}
 
 
-def fill_preset(raw: dict[str, Any], origin: str) -> dict[str, Any]:
+def fill_preset(raw: dict[str, Any]) -> dict[str, Any]:
     """Return `raw` with `[model] preset = NAME` replaced by its sizes; the user's own keys win.
 
-    Models of students are resolved too, with the vocabulary of the job's model by default."""
-    filled = _fill_model(raw, origin, {})
+    Models of students are resolved too, with the vocabulary of the job's model by default. An
+    unknown preset stays: the parser names it beside the other mistakes."""
+    filled = _fill_model(raw, {})
     students, model = raw.get("student"), filled.get("model")
     if not isinstance(students, list) or not isinstance(model, dict):
         return filled
     shared = {key: model[key] for key in ("vocab",) if key in model}
-    found = [
-        _fill_model(one, f"{origin}: student[{index}]", shared) if isinstance(one, dict) else one
-        for index, one in enumerate(students)
-    ]
+    found = [_fill_model(one, shared) if isinstance(one, dict) else one for one in students]
     return {**filled, "student": found}
 
 
-def _fill_model(raw: dict[str, Any], origin: str, shared: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_model(raw: dict[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table `raw` with its model's preset replaced; its own keys win, then `shared`."""
     model = raw.get("model")
     if not isinstance(model, dict):
         return raw
     own, sizes = {**shared, **model}, dict[str, Any]()
-    if "preset" in own:
-        name = keys.check_choice(f"{origin}: model.preset", own.pop("preset"), list(PRESETS))
-        sizes = PRESETS[name]
+    if own.get("preset") in list(PRESETS):
+        sizes = PRESETS[own.pop("preset")]
     return {**raw, "model": {**sizes, **own}}
 
 
