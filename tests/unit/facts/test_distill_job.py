@@ -122,7 +122,7 @@ WRONG: list[tuple[list[str], dict[int, Any], str]] = [
     ([], {ASSISTANT: {"model": {"preset": "tiny-mixtral", "top_k": 1}}},
      'student "assistant": model.renormalise = true with model.top_k = 1'),
     ([], {ASSISTANT: {"model": {"preset": "tiny-mixtrel"}}},
-     'student[1]: model.preset = "tiny-mixtrel" is not known: did you mean "tiny-mixtral"'),
+     'student[1].model.preset = "tiny-mixtrel" is not known: did you mean "tiny-mixtral"'),
     (["routing.router=switch", "model.top_k=1"], {},
      'student "assistant": routing.router = "switch" chooses 1 of the experts'),
     ([], {SMALL: {"divergence": "backward"}},

@@ -42,8 +42,8 @@ def job(*sets: str) -> Job:
 WRONG = [
     (['model.preset="tiny-olmo"'],
      'model.preset="tiny-olmo": model.preset = "tiny-olmo" is not known: did you mean '
-     '"tiny-olmoe" (it takes "tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", '
-     '"mixtral-8x7b", "qwen3-30b-a3b" or "deepseek-v3")?'),
+     '"tiny-olmoe" (it takes "tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", '
+     '"tiny-deepseek", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-30b-a3b" or "deepseek-v3")?'),
     (['finetune.targets=["expert"]'],
      'finetune.targets=["expert"]: '
      'finetune.targets[0] = "expert" is not known: did you mean "experts" (it takes a list of one '
