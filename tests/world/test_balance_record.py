@@ -54,7 +54,7 @@ def record(world: World, job: Job, out: Path) -> list[list[Any]]:
     written = RunRecord(out, job, world)
     for _ in range(STEPS):
         facts = run.step(samples)
-        figures = written.write_step(facts, sum(facts.phases.values()))
+        figures = written.write_step(facts, sum(facts.phases.values()), {})
         bytes_by_layer = {layer: carrier.sent for layer, carrier in weighed.items()}
         for carrier in weighed.values():
             carrier.sent = 0

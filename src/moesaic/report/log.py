@@ -183,6 +183,8 @@ class RankStats:
     """Peak memory."""
     reference_s: dict[int, float] = field(default_factory=dict)
     """Seconds of the reference work, by the step that it followed."""
+    cpu_wait_s: dict[int, float] = field(default_factory=dict)
+    """Seconds that each step's main thread, ready to run, waited for a processor."""
 
 
 @dataclass
@@ -296,7 +298,7 @@ def read_log(path: Path) -> Log:
 def read_rank(path: Path, rank: int) -> RankStats | None:
     """Return the averages of one rank's log; None if it has no steps."""
     seconds: dict[str, list[float]] = {}
-    peaks, reference_s = [], dict[int, float]()
+    peaks, machine = [], {"reference_s": dict[int, float](), "cpu_wait_s": dict[int, float]()}
     for event in read_events(path):
         with suppress(*_DAMAGE):
             if event["event"] == "rank_step":
@@ -304,14 +306,15 @@ def read_rank(path: Path, rank: int) -> RankStats | None:
                     seconds.setdefault(name, []).append(one)
                 peaks.append(number(event["peak_bytes"]))
                 step = int(event["step"])
-                for late in [one for one in reference_s if one >= step]:
-                    del reference_s[late]  # The run was resumed from before it.
-                if "reference_s" in event:
-                    reference_s[step] = number(event["reference_s"])
+                for name, by_step in machine.items():
+                    for late in [one for one in by_step if one >= step]:
+                        del by_step[late]  # The run was resumed from before it.
+                    if name in event:
+                        by_step[step] = number(event[name])
     if not peaks:
         return None
     means = {name: float(np.mean(values)) for name, values in seconds.items()}
-    return RankStats(rank, means, float(np.max(peaks)), reference_s)
+    return RankStats(rank, means, float(np.max(peaks)), **machine)
 
 
 def number(value: object) -> float:

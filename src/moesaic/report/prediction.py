@@ -20,6 +20,8 @@ WARMUP_STEPS = 3
 """First steps of a launch, which medians leave out."""
 _MIN_SPEED_CHANGE = 0.02
 """Relative change of a machine's speed that counts as none."""
+_MIN_WAIT_SHARE = 0.05
+"""Share of waits for a processor that counts as none: a rank's own threads cause some."""
 _MEDIAN_WINDOW = 1000
 """Most steps that medians are taken over: the last ones."""
 
@@ -41,6 +43,9 @@ class Measurements:
     reference_s: float | None
     """Seconds of the reference work between these steps: means over steps, and their median over
     ranks; None: not done."""
+    cpu_wait_share: float | None
+    """Share of a step that the main thread, ready to run, waited for a processor, on the rank that
+    waited longest; None: unknown."""
     memory: Literal["allocated", "resident"]
     """Type of that memory. allocated: tensors on a device. resident: the whole process on a CPU,
     with its libraries."""
@@ -68,17 +73,29 @@ class Prediction:
         return self.measured.reference_s / self.predicted.reference_s
 
     @property
+    def wait_ratio(self) -> float:
+        """Measured time of a step over that without its waits for a processor, as far as known."""
+        share = self.measured.cpu_wait_share or 0.0
+        return 1.0 / (1.0 - share) if share >= _MIN_WAIT_SHARE else 1.0
+
+    @property
     def model_ratio(self) -> float | None:
-        """Measured time of a step over the predicted one at the machine's speed in the run."""
-        return None if self.machine_ratio is None else self.ratio / self.machine_ratio
+        """Measured time of a step over the predicted one at the machine's speed in the run, without
+        waits for a processor."""
+        if self.machine_ratio is None:
+            return None
+        return self.ratio / (self.machine_ratio * self.wait_ratio)
 
     def describe(self) -> str:
         """Return as a clause how far the prediction was off, and why."""
         both = duration(self.predicted.step_s), duration(self.measured.step_s)
         text = f"predicted {both[0]} a step, measured {both[1]} ({self.ratio:.2f}x)"
         machine, model = self.machine_ratio, self.model_ratio
-        most = self._most_wrong_phase(machine or 1.0)
+        most = self._most_wrong_phase((machine or 1.0) * self.wait_ratio)
         most = f", mostly in {most}" if most else ""
+        if self.wait_ratio > 1.0:
+            waits = f"{self.measured.cpu_wait_share or 0.0:.0%} of a step"
+            text += f": ranks waited {waits} for a processor in use ({self.wait_ratio:.2f}x)"
         if machine is None or model is None:
             why = (
                 "the plan has no reference_s: probe the cluster (moesaic probe) and plan again"
@@ -93,7 +110,8 @@ class Prediction:
         else:
             speed = f"{1.0 / machine:.2f}x faster during the run than"
         error = f"the rest, {model:.2f}x, is the error of the model{most}"
-        return f"{text}: the machine was {speed} in the probe; {error}"
+        comma = "," if self.wait_ratio > 1.0 else ":"
+        return f"{text}{comma} the machine was {speed} in the probe; {error}"
 
     def _most_wrong_phase(self, machine: float) -> str:
         """Return the phase with the largest error in the direction of the step's, with predicted
@@ -141,6 +159,9 @@ def read_prediction(
         tokens_per_s=launch.tokens_per_step / max(median_s, 1e-9),
         peak_bytes=max(peaks, default=None),
         reference_s=_reference_s(ranks, launch.step),
+        cpu_wait_share=_cpu_wait_share(
+            ranks, steps.step[last].tolist(), steps.step_s[last].tolist()
+        ),
         memory="resident" if launch.device.startswith("cpu") else "allocated",
     )
     return Prediction(predicted, measured)
@@ -162,6 +183,23 @@ def _reference_s(ranks: Sequence[RankStats], first_done: int) -> float | None:
         if samples
     ]
     return statistics.median(map(statistics.fmean, late)) if late else None
+
+
+def _cpu_wait_share(
+    ranks: Sequence[RankStats], steps: Sequence[float], step_s: Sequence[float]
+) -> float | None:
+    """Return the share of a step that the rank which waited most waited for a processor: medians
+    over steps."""
+    shares = [
+        _steady_steps(
+            [
+                rank.cpu_wait_s.get(int(step), math.nan) / max(seconds, 1e-9)
+                for step, seconds in zip(steps, step_s, strict=True)
+            ]
+        )
+        for rank in ranks
+    ]
+    return max((statistics.median(known) for known in shares if known), default=None)
 
 
 def _steady_steps(seconds: list[float]) -> list[float]:

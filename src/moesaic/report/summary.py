@@ -178,6 +178,7 @@ def _prediction(run: RunStats) -> dict[str, Any] | None:
         "measured": asdict(run.prediction.measured),
         "step_ratio": run.prediction.ratio,
         "machine_ratio": run.prediction.machine_ratio,
+        "wait_ratio": run.prediction.wait_ratio,
         "model_ratio": run.prediction.model_ratio,
         "text": run.prediction.describe(),
     }

@@ -139,17 +139,18 @@ class RunRecord:
         self._tables[table].add(rows)
 
     def write_step(
-        self, stats: StepStats, step_s: float, reference_s: float | None = None
+        self, stats: StepStats, step_s: float, machine: Mapping[str, float]
     ) -> dict[str, float]:
         """Write one step's figures to events, tables and sinks; return them.
 
-        `reference_s` are the seconds of the reference work if the step had some.
+        `machine` has seconds that describe the machine: of the reference work after the step, and
+        of waits for a processor.
         """
         device = self._world.device
         used, peak = devices.used_bytes(device), devices.peak_bytes(device)
         self._events.emit(
             "rank_step", step=stats.step, phases=stats.phases, memory_bytes=used, peak_bytes=peak,
-            **stats.rank_figures(), **({} if reference_s is None else {"reference_s": reference_s}),
+            **stats.rank_figures(), **machine,
         )  # fmt: skip
         figures = {**stats.figures(step_s), "step_s": step_s, "memory_bytes": used}
         if not self._world.is_rank_zero:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fabricated import PREDICTED, fabricate, predict
 
@@ -14,13 +15,17 @@ from moesaic.report.prediction import Measurements, Prediction
 
 
 def prediction(
-    measured_s: float, reference_s: float | None, probed_s: float | None = 2e-3
+    measured_s: float,
+    reference_s: float | None,
+    probed_s: float | None = 2e-3,
+    cpu_wait_share: float | None = None,
 ) -> Prediction:
     """Return a prediction of 40 ms forward and 60 ms backward."""
     predicted = Predictions.model_validate({**PREDICTED, "reference_s": probed_s})
     phases = {"forward": 0.05, "backward": measured_s - 0.05}
     return Prediction(
-        predicted, Measurements(10, measured_s, phases, 1.0, None, reference_s, "resident")
+        predicted,
+        Measurements(10, measured_s, phases, 1.0, None, reference_s, cpu_wait_share, "resident"),
     )
 
 
@@ -34,6 +39,19 @@ def test_a_slower_machine_and_the_model_share_the_error() -> None:
         "during the run than in the probe; the rest, 1.25x, is the error of the model, mostly in "
         "backward"
     )
+
+
+def test_waits_for_a_processor_are_named_first() -> None:
+    busy = prediction(0.2, 2.4e-3, cpu_wait_share=0.25)
+    assert (busy.ratio, busy.wait_ratio) == (pytest.approx(2.0), pytest.approx(4 / 3))
+    assert busy.model_ratio == pytest.approx(2.0 / (1.2 * 4 / 3))
+    assert busy.describe() == (
+        "predicted 100.00 ms a step, measured 200.00 ms (2.00x): ranks waited 25% of a step for a "
+        "processor in use (1.33x), the machine was 1.20x slower during the run than in the probe; "
+        "the rest, 1.25x, is the error of the model, mostly in backward"
+    )
+    few = prediction(0.15, 2.4e-3, cpu_wait_share=0.04)
+    assert (few.wait_ratio, few.describe()) == (1.0, prediction(0.15, 2.4e-3).describe())
 
 
 @pytest.mark.parametrize(
@@ -71,6 +89,8 @@ def test_the_reference_is_a_mean_over_steps(tmp_path: Path) -> None:
     for path in (directory / "events").iterdir():
         rank, lines = int(path.stem.split("-")[1]), list[str]()
         for event in map(json.loads, path.read_text().splitlines()):
+            if event["event"] == "rank_step":
+                event["cpu_wait_s"] = (rank + 1) * (5.0 if event["step"] == 6 else 0.01)
             if event["event"] == "rank_step" and event["step"] % 2 == 0:
                 event["reference_s"] = (rank + 1) * (2.0 if event["step"] == 6 else 1.0)
             lines.append(json.dumps(event))
@@ -80,13 +100,17 @@ def test_the_reference_is_a_mean_over_steps(tmp_path: Path) -> None:
     mean, middle_rank = 10 / 9, (len(run.ranks) + 1) / 2
     assert run.prediction.measured.reference_s == pytest.approx(mean * middle_rank)
     assert run.prediction.machine_ratio == pytest.approx(mean * middle_rank / 2.0)
+    most_s = 0.01 * len(run.ranks)
+    expected = most_s / float(np.median(run.steps.step_s[3:]))
+    assert run.prediction.measured.cpu_wait_share == pytest.approx(expected, rel=0.05)
 
 
 def test_a_resume_drops_the_reference_of_later_steps(tmp_path: Path) -> None:
     events = [
         {"event": "rank_step", "time": 0, "step": step, "phases": {}, "peak_bytes": 1, **more}
         for step, more in (
-            (1, {"reference_s": 1.0}), (2, {}), (3, {"reference_s": 3.0}), (2, {}), (3, {}),
+            (1, {"reference_s": 1.0}), (2, {}), (3, {"reference_s": 3.0, "cpu_wait_s": 1.0}),
+            (2, {}), (3, {"cpu_wait_s": 2.0}),
         )
     ]  # fmt: skip
     path = tmp_path / "rank-1.jsonl"
@@ -94,3 +118,4 @@ def test_a_resume_drops_the_reference_of_later_steps(tmp_path: Path) -> None:
     found = read_rank(path, 1)
     assert found is not None
     assert found.reference_s == {1: 1.0}
+    assert found.cpu_wait_s == {3: 2.0}

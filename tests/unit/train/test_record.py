@@ -37,7 +37,7 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
     job = tiny_job(log={"loads_every": 2})
     record = RunRecord(tmp_path, job, World.solo())
     for step in (1, 2, 3, 4):
-        figures = record.write_step(step_stats(step), 0.5)
+        figures = record.write_step(step_stats(step), 0.5, {})
     record.write_validation(4, {"loss": 1.25, "tokens": 200}, 0.1)
     record.close()
     assert (figures["tokens_per_s"], figures["dropped"]) == (192.0, 3)
@@ -69,7 +69,7 @@ def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
         stats.replica_wait_s, stats.gradient_wait_s = 0.5, 0.25
     balance = LayerBalance(decisions, stats)
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    figures = record.write_step(replace(step_stats(1), balance={0: balance, 1: balance}), 0.5)
+    figures = record.write_step(replace(step_stats(1), balance={0: balance, 1: balance}), 0.5, {})
     record.close()
     recorded = {
         name: figures.get(name) for name in ("replicas", "replica_bytes", "replica_exposed_s")
@@ -95,9 +95,9 @@ def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
 
 def test_the_loss_scale_is_recorded_if_there_is_one(tmp_path: Path) -> None:
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    assert "loss_scale" not in record.write_step(step_stats(1), 0.5)
+    assert "loss_scale" not in record.write_step(step_stats(1), 0.5, {})
     record.write_step(
-        replace(step_stats(2), loss_scale=512.0, is_skipped=True, grad_norm=float("inf")), 0.5
+        replace(step_stats(2), loss_scale=512.0, is_skipped=True, grad_norm=float("inf")), 0.5, {}
     )
     record.close()
     events = [e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "step"]

@@ -1,12 +1,15 @@
 """Reference work: fixed computing that the probe times, and that a run times again.
 
 The two times say how much faster or slower a machine has become, whatever the job. It needs no
-random numbers and no other rank, so it changes nothing in a run but its duration.
+random numbers and no other rank, so it changes nothing in a run but its duration. Waits for a
+processor that other programs use are counted apart: they rarely hit so short a work.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -17,6 +20,16 @@ _WEIGHTS, _ELEMENTS = 4, 1 << 20
 """Matmuls, and elements of the tensor that is read and written."""
 _SHARE = 0.003
 """Largest share of a run's time, by prediction."""
+_SCHEDULING = Path("/proc/thread-self/schedstat")
+"""Nanoseconds that a thread has run and has waited to run, as Linux counts them."""
+
+
+def cpu_wait_s() -> float | None:
+    """Return the seconds that this thread, ready to run, has waited for a processor so far; None if
+    the system does not say."""
+    with suppress(OSError):
+        return int(_SCHEDULING.read_text(encoding="ascii").split()[1]) / 1e9
+    return None
 
 
 class Reference:
@@ -34,12 +47,19 @@ class Reference:
 
     @torch.no_grad()
     def time_s(self) -> float:
-        """Do the work and return its seconds."""
-        began = devices.synchronized_time_s(self._device)
+        """Do the work and return its seconds, without waits for a processor."""
+        began, waited_s = devices.synchronized_time_s(self._device), self._wait_s()
         for weight in self._weights:
             torch.mm(self._left, weight, out=self._product)
         self._elements.mul_(1.0)
-        return devices.synchronized_time_s(self._device) - began
+        waits_s = self._wait_s() - waited_s
+        return devices.synchronized_time_s(self._device) - began - waits_s
+
+    def _wait_s(self) -> float:
+        """Return the waits of the thread that computes; a GPU does not depend on them."""
+        if self._device.type != "cpu":
+            return 0.0
+        return cpu_wait_s() or 0.0
 
 
 class RunReference:
@@ -51,8 +71,8 @@ class RunReference:
             self._reference = Reference(device)
             self.every = math.ceil(predicted.reference_s / (_SHARE * predicted.step_s))
 
-    def after_step(self, step: int) -> float | None:
-        """Return the seconds of the reference work if it is due after `step`, else None."""
+    def after_step(self, step: int) -> dict[str, float]:
+        """Return the seconds of the reference work, `reference_s`, if it is due after `step`."""
         if self._reference is None or step % self.every:
-            return None
-        return self._reference.time_s()
+            return {}
+        return {"reference_s": self._reference.time_s()}
