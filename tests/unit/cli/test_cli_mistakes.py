@@ -152,6 +152,7 @@ VERBS = [
     ("report", "RUN is missing"),
     ("report nowhere", "there is no run directory 'nowhere'"),
     ("report old --out old", "--out 'old' is a directory"),
+    ("report old --out no/x.html", "--out 'no/x.html' is in a directory that does not exist: "),
 ]
 
 
