@@ -370,7 +370,7 @@ def test_a_model_is_converted(commands: Commands) -> None:
     facts = commands.facts("convert run --out narrow --set dtype=bf16")
     assert facts["from"] == "run/checkpoints/step-00000004"
     assert facts["bytes"] < sum(path.stat().st_size for path in Path("hf").iterdir())
-    assert "wrote back from hf" in commands.output("convert hf --out rising --set to=checkpoint")
+    assert "wrote back from hf" in commands.output("convert hf --out back --set to=checkpoint")
     assert commands.facts("inspect back")["kind"] == "checkpoint"
     assert commands.output("convert hf --out pieces --packed").endswith("packed\n")
     assert "experts" in commands.output("inspect pieces")
