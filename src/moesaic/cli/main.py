@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush_stdout()
     except UserError as error:
         screen.print_error(f"{message_prefix()}{error}")
-        return EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR
+        return _status_of(error)
     except typer.TyperException as error:
         _print_usage_error(error, given[0])
         return EXIT_USER_ERROR
@@ -75,10 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             flush_stdout()
         screen.print_error(f"{message_prefix()}{user_error}")
-        return EXIT_USER_ERROR
+        return _status_of(user_error)
     if status == EXIT_INTERRUPTED and is_leader():
         screen.err().print("interrupted")
     return int(status or 0)
+
+
+def _status_of(error: UserError) -> int:
+    return EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR
 
 
 def make_app(verb: str = "") -> typer.Typer:
