@@ -115,7 +115,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     run = resumed_run(None if out is None else str(out), resume)
     with exit_on_sigterm(f"{ENDED_BY_SIGTERM}{_STARTS_ANEW if resume is None else _RESUMES}"):
         with exit_on_interrupt(), said_once():
-            prepared = Job.load(job, sets=sets or (), run=run).prepare(
+            prepared = Job.load(job, sets=sets or (), run=run, needs_data=True).prepare(
                 out=out, nproc=nproc, resume=resume, change=change, plan=plan,
                 output="stderr" if as_json else "stdout", is_started=not dry_run,
                 cluster=None if cluster is None else flags.load_cluster(cluster),

@@ -441,7 +441,7 @@ def test_a_plan_needs_no_data_and_names_every_mistake(place: Path, commands: Com
         "warning: job.toml has no data.sequence: 4096 tokens a sample are assumed; for another "
         "length: --set data.sequence=N\n"
     )
-    words = "job.toml: data.path and data.sequence are missing: add [data] with path"
+    words = "job.toml: data is missing: add [data] with path and sequence"
     assert words in commands.refusal("train job.toml --dry-run --set layout.ep=1")
     sets = ["--set", "model.experts_per_token=2", "--set", "train.steps=x"]
     captured = commands.run([*LINE, *sets], status=2)
