@@ -203,16 +203,25 @@ def _print(
     files: tuple[Path | None, Path | None],
     ranks: str | None,
 ) -> None:
-    """Print warnings and the prediction, or the reasons for one block; write the `files` of `--out`
-    and `--trace`. `ranks` says where their number comes from."""
+    """Print the prediction, or the reasons for one block, then warnings; write the `files` of
+    `--out` and `--trace`. `ranks` says where their number comes from."""
     from moesaic.policy.plan.predict import DOES_NOT_FIT
 
+    if why is not None:
+        print_block(planned, why, question.as_json)
+    else:
+        _print_prediction(planned, question, files, ranks)
     for warning in planned.warnings:
         if question.as_json or why is not None or not warning.startswith(DOES_NOT_FIT):
             screen.print_warning(warning)
-    if why is not None:
-        print_block(planned, why, question.as_json)
-        return
+
+
+def _print_prediction(
+    planned: PlannedJob,
+    question: Question,
+    files: tuple[Path | None, Path | None],
+    ranks: str | None,
+) -> None:
     written = _write(planned, question, *files)
     if question.as_json:
         screen.print_json(without_speeds(planned.figures))

@@ -121,11 +121,12 @@ def train(  # noqa: PLR0913 - a parameter for each flag
                 cluster=None if cluster is None else flags.load_cluster(cluster),
             )  # fmt: skip
             warnings = prepared.warnings + ([] if dry_run else prepared.warn_of_memory())
-        for warning in warnings if is_leader() else ():
-            screen.print_warning(warning)
         if dry_run:
             with exit_on_interrupt():
                 fits = _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
+        for warning in warnings if is_leader() else ():  # A dry run begins with its verdict.
+            screen.print_warning(warning)
+        if dry_run:
             return 0 if fits else EXIT_DOES_NOT_FIT
         shown = replace(prepared, task=replace(prepared.task, is_verbose=verbose))
         finished = _run(shown, as_json)
