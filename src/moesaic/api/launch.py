@@ -270,7 +270,7 @@ def _find_signal(failures: dict[int, Any], memory_hint: str | None) -> RunInterr
             name = signal.Signals(-failure.exitcode).name
             if name == "SIGKILL" and memory_hint is not None:  # A new start would end alike.
                 text = f"there is not enough memory (the kernel killed rank {rank}): {memory_hint}"
-                return RunInterrupted(text, EXIT_USER_ERROR)
+                return RunInterrupted(text, EXIT_DOES_NOT_FIT)
             hint = ", often for lack of memory" if name == "SIGKILL" else ""
             return RunInterrupted(f"rank {rank} was ended by {name}{hint}")
     interrupted = (EXIT_INTERRUPTED, -signal.SIGINT)  # With and without our handler.

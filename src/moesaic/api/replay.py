@@ -31,6 +31,8 @@ from moesaic.policy.balance import (
 from moesaic.policy.balance.yardsticks import make_balancer
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from moesaic.report import RunStats
 
 _COLUMNS = {
@@ -115,7 +117,8 @@ def replay_run(
     )
     balancers: dict[tuple[int, tuple[int, ...]], LayerBalancer] = {}
     stats: dict[int, list[BalanceStats]] = {}
-    for layer, counts in _read_passes(run, plan, job.train.micro_batches):
+    table, num_left_out = _read_loads(run, facts)
+    for layer, counts in _read_passes(table, plan, job.train.micro_batches):
         if layer not in stats:
             stats[layer] = []
             problem = layer_problem(job, plan, config, costs, layer)
@@ -127,8 +130,8 @@ def replay_run(
             stats[layer].append(balance_stats(balancer.take_decisions(), plan.ep, rank=0))
     if not stats:
         raise StoreError(
-            f"'{run}' has no loads by rank under loads/: replay a run of this version, with "
-            "log.loads_every not above its steps"
+            f"'{run}' has no loads by rank under loads/{_in_layout(num_left_out)}: replay a run of "
+            "this version, with log.loads_every not above its steps"
         )
     layers = [_describe_layer(layer, passes) for layer, passes in sorted(stats.items())]
     unbalanced_s, balanced_s = (
@@ -136,10 +139,15 @@ def replay_run(
     )
     return {
         "run": str(run), "policy": config.display_name, "costs": costs.model_dump(),
-        "enabled": _is_enabled(job, plan, config), "simulated": True, "layers": layers,
+        "enabled": _is_enabled(job, plan, config), "simulated": True,
+        "steps_left_out": num_left_out, "layers": layers,
         "unbalanced_s": unbalanced_s, "balanced_s": balanced_s,
         "speedup": _speedup(unbalanced_s, balanced_s),
     }  # fmt: skip
+
+
+def _in_layout(num_left_out: int) -> str:
+    return " of the layout of its last start" * bool(num_left_out)
 
 
 def _is_enabled(job: Job, plan: Plan, config: BalanceConfig) -> bool:
@@ -147,12 +155,30 @@ def _is_enabled(job: Job, plan: Plan, config: BalanceConfig) -> bool:
     return should_balance(job.model_copy(update={"balance": config}), plan)
 
 
-def _read_passes(run: Path, plan: Plan, micro_batches: int) -> Iterator[tuple[int, IntArray]]:
+def _read_loads(run: Path, facts: RunStats) -> tuple[pa.Table | None, int]:
+    """Return the loads of the steps that ran in the layout of the last start, and the number of
+    recorded steps that did not."""
+    table = latest_loads(run)
+    if table is None or not facts.launches:
+        return table, 0
+    last = facts.launches[-1]
+    others = [one for one in facts.launches if (one.ranks, one.layout) != (last.ranks, last.layout)]
+    if not others:
+        return table, 0
+    first = facts.launches[facts.launches.index(others[-1]) + 1]
+    steps = table.column("step").to_numpy()
+    # Steps that were not repeated after a way back have loads, but no event any more.
+    is_kept = (steps > first.step) & (steps <= facts.last_step)
+    return table.filter(is_kept), len(np.unique(steps[~is_kept]))
+
+
+def _read_passes(
+    table: pa.Table | None, plan: Plan, micro_batches: int
+) -> Iterator[tuple[int, IntArray]]:
     """Yield layers with their routed tokens in a micro-batch, [ranks of the stage, experts].
 
     A micro-batch gets an equal share of a step.
     """
-    table = latest_loads(run)
     if table is None or "counts_by_rank" not in table.column_names:
         return
     columns = (table.column(name) for name in ("layer", "counts_by_rank"))

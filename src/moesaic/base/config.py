@@ -13,6 +13,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -35,6 +36,8 @@ class Section(BaseModel):
     """Further keys that a file may use in this table; they are resolved before parsing."""
     other_names: ClassVar[Mapping[str, str] | None] = None
     """Keys of this section by the names that other frameworks give them."""
+    other_ways: ClassVar[Mapping[str, str] | None] = None
+    """Sentences by names of other frameworks that no key has: how to say the same."""
     resolved_keys: ClassVar[frozenset[str]] = frozenset()
     """Fields that the resolution fills in; no file may use them."""
 
@@ -195,30 +198,68 @@ def _parse_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
-def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str] = ()) -> S:
+def parse(
+    kind: type[S],
+    raw: Mapping[str, Any],
+    origin: str,
+    sets: Sequence[str] = (),
+    found: Mapping[str, str] | None = None,
+) -> S:
     """Return `raw` parsed as a section of `kind`.
 
     The error has every mistake, each on a line of its own if there are several. It starts with
-    `origin` (such as a file), or with the item of `sets` that set the key.
+    `origin` (such as a file), or with the item of `sets` that set the key. `found` has sentences
+    about keys that the caller could not resolve; their tables are incomplete for that reason.
     """
+    by_key = dict(found or {})
     try:
-        return kind.model_validate(dict(raw), by_alias=True, by_name=False)
+        section = kind.model_validate(dict(raw), by_alias=True, by_name=False)
+        if not by_key:
+            return section
     except ValidationError as error:
-        by_key: dict[str, str] = {}
         details = error.errors(include_url=False)
-        unknown = {one["loc"][:-1] for one in details if one["type"] == "extra_forbidden"}
-        for detail in sorted(details, key=lambda one: one["type"] != "extra_forbidden"):
-            reason = detail["type"]
-            # A misspelt key is also missing under its right name.
-            is_misspelt = reason == "missing" and detail["loc"][:-1] in unknown
+        meant = set(map(_without_indices, by_key))
+        for detail in details:
+            if detail["type"] == "extra_forbidden":
+                for one in _describe_unknown(kind, detail):
+                    by_key.setdefault(one.path, one.message)
+                    meant.add(_without_indices(one.meant or ""))
+        for detail in details:
             # Another mistake causes `default_factory_not_called`.
-            if reason != "default_factory_not_called" and not is_misspelt:
+            if detail["type"] not in ("extra_forbidden", "default_factory_not_called"):
                 key, sentence = _describe_mistake(kind, detail)
-                by_key.setdefault(key, sentence)
-    raise ConfigError(_list_mistakes(by_key, origin, sets, raw))
+                if detail["type"] != "missing" or not _is_misspelt(kind, key, meant):
+                    by_key.setdefault(key, sentence)
+    raise ConfigError(list_mistakes(by_key, origin, sets, raw))
 
 
-def _list_mistakes(
+def _describe_unknown(kind: type[BaseModel], detail: Any) -> list[keys.UnknownKey]:
+    field, _, key = _locate_error(kind, detail["loc"])
+    # A choice that only files use, such as a preset, is left here if its value is unknown.
+    if key == keys.dotted_key(detail["loc"]) and field and keys.choices(field.annotation):
+        return [keys.UnknownKey(*_describe_mistake(kind, detail), key, is_known=True)]
+    return keys.unknown_keys(kind, detail["loc"], detail["input"])
+
+
+def _is_misspelt(kind: type[BaseModel], key: str, meant: AbstractSet[str]) -> bool:
+    """Return whether a missing key is among the `meant` ones: itself, a key of files that stands
+    for it, or all that a table requires."""
+    plain = _without_indices(key)
+    table = plain.rpartition(".")[0]
+    around = keys.section_of(keys.locate(kind, table).annotation) if table else kind
+    inner = keys.section_of(keys.locate(kind, plain).annotation)
+    for_files = getattr(around, "file_keys", None)
+    others = [] if for_files is None else list(keys.fields(for_files))
+    required = {f"{plain}.{name}" for name in (keys.required_keys(inner) if inner else ())}
+    is_in_file_key = any(f"{table}.{name}" in meant for name in others)
+    return plain in meant or is_in_file_key or (bool(required) and required <= meant)
+
+
+def _without_indices(key: str) -> str:
+    return re.sub(r"\[\d+\]", "", key)
+
+
+def list_mistakes(
     by_key: Mapping[str, str], origin: str, sets: Sequence[str], raw: Mapping[str, Any]
 ) -> str:
     """Return one sentence for a single mistake, else a heading with a line for each one."""
@@ -266,19 +307,13 @@ def error_origin(origin: str, sets: Sequence[str], sentence: str) -> str:
 def sets_key(item: str, key: str) -> bool:
     """Return True if an item of `--set` sets `key` or a table that contains it."""
     named = item.partition("=")[0].strip()
-    without_indices = re.sub(r"\[\d+\]", "", key)
-    return bool(key) and f"{without_indices}.".startswith(f"{named}.")
+    return bool(key) and f"{_without_indices(key)}.".startswith(f"{named}.")
 
 
 def _describe_mistake(kind: type[BaseModel], detail: Any) -> tuple[str, str]:
     """Return the key of a mistake that pydantic found, and a sentence with a remedy."""
-    value, reason, location = detail.get("input"), detail["type"], detail["loc"]
-    field, name, key = _locate_error(kind, location)
-    if reason == "extra_forbidden":
-        # A choice that only files use, such as a preset, is left here if its value is unknown.
-        is_value = key == keys.dotted_key(location) and field and keys.choices(field.annotation)
-        if not is_value:
-            return keys.dotted_key(location), keys.unknown_key_message(kind, location)
+    value, reason = detail.get("input"), detail["type"]
+    field, name, key = _locate_error(kind, detail["loc"])
     if reason == "value_error":
         sentence = str(detail["ctx"]["error"])
         # A table in a list cannot name its own index.

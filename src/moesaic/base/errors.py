@@ -34,7 +34,8 @@ def join_mistakes(errors: Sequence[ConfigError]) -> ConfigError:
 
 
 class DoesNotFitError(UserError):
-    """A job whose predicted memory exceeds that of the whole machine; the command line exits 3."""
+    """A job that needs more memory than the machine has, as predicted or as found; the command line
+    exits 3."""
 
 
 class ClusterError(ConfigError):
@@ -93,4 +94,4 @@ def as_user_error(error: BaseException, memory_remedy: str) -> UserError | None:
     if not short:
         return None
     detail = f" ({text.splitlines()[0]})" if text else ""
-    return UserError(f"there is not enough memory{detail}: {memory_remedy}")
+    return DoesNotFitError(f"there is not enough memory{detail}: {memory_remedy}")

@@ -85,7 +85,8 @@ def locate(root: type[BaseModel], key: str) -> FieldInfo:
     """Return the field of the dotted `key`; raise ConfigError with a suggestion if unknown."""
     found = dict(_walk_fields(root))
     if key not in found:
-        raise ConfigError(unknown_key_message(root, key.split(".")))
+        parts = key.split(".")
+        raise ConfigError(_unknown_key(root, parts, parts).message)
     return found[key]
 
 
@@ -156,8 +157,13 @@ def describe_required(section: type[BaseModel]) -> str:
     also = getattr(section, "file_keys", None)
     if also is not None:
         return f" with {join_words([*fields(also), 'all required keys'])}"
-    own = [name for name, field in fields(section).items() if field.is_required()]
+    own = required_keys(section)
     return f" with {join_words(own, 'and')}" if own else ""
+
+
+def required_keys(section: type[BaseModel]) -> list[str]:
+    """Return the required keys of a section."""
+    return [name for name, field in fields(section).items() if field.is_required()]
 
 
 def is_table(annotation: object) -> bool:
@@ -180,57 +186,132 @@ def section_of(annotation: object) -> type[BaseModel] | None:
     return None
 
 
-def unknown_key_message(root: type[BaseModel], parts: Sequence[str | int]) -> str:
-    """Return the message for an unknown key, of which only the last part is unknown.
+class UnknownKey(NamedTuple):
+    """A key that a section lacks."""
+
+    path: str
+    message: str
+    """Sentence with the remedy."""
+    meant: str | None
+    """Key that was probably meant."""
+    is_known: bool
+    """True if the message says what to write instead."""
+
+
+def unknown_keys(
+    root: type[BaseModel], parts: Sequence[str | int], value: object
+) -> list[UnknownKey]:
+    """Return an unknown key, of which only the last part is unknown; for a table of another name,
+    its keys if some of them are known.
 
     A number among `parts` is an index in a list of tables.
     """
     names = [part for part in parts if isinstance(part, str)]
-    hint, above = nearest_key(root, names), ".".join(names[:-1])
-    if hint:
-        return f"unknown key '{dotted_key(parts)}': did you mean '{hint}'?"
+    this = _unknown_key(root, parts, names)
+    table, own = _table_at(root, this.meant)
+    is_misspelt = bool(table) and bool(difflib.get_close_matches(names[-1], [table], cutoff=0.8))
+    if not isinstance(value, Mapping) or (is_misspelt and set(value) <= set(own)):
+        return [this]
+    above = table.split(".") if table else names
+    inside = [_unknown_key(root, [*parts, name], [*above, name], own) for name in value]
+    return inside if any(one.is_known for one in inside) else [this]
+
+
+def _table_at(root: type[BaseModel], key: str | None) -> tuple[str, list[str]]:
+    """Return the table that `key` is or is in, and its keys."""
+    for table in () if key is None else (key, key.rpartition(".")[0]):
+        section = section_of(dict(_walk_fields(root))[table].annotation) if table else None
+        if section is not None:
+            return table, list(fields(section))
+    return "", []
+
+
+def _unknown_key(
+    root: type[BaseModel],
+    parts: Sequence[str | int],
+    names: Sequence[str],
+    own: Sequence[str] = (),
+) -> UnknownKey:
+    """Return the unknown key at `parts`, which would be at `names` in a table with keys `own`."""
+    path, above = dotted_key(parts), ".".join(names[:-1])
+    way = None if names[-1] in own else _meaning(root, names)[1]
+    meant = ".".join(names) if names[-1] in own else nearest_key(root, names)
+    if way:
+        return UnknownKey(path, f"unknown key '{path}': {way}", meant, is_known=True)
+    if meant:
+        return UnknownKey(path, f"unknown key '{path}': did you mean '{meant}'?", meant, True)
     siblings = [name for name, parent in _names_and_parents(root) if parent == above]
     where = f"'{above}' has the keys" if above else "the keys at the top are"
-    known = f"{where} {', '.join(siblings)}" if siblings else "there are no keys"
-    return f"unknown key '{dotted_key(parts)}': {known}"
+    known = f"{where} {', '.join(siblings)}" if siblings else "no table has such a key"
+    return UnknownKey(path, f"unknown key '{path}': {known}", None, is_known=False)
+
+
+def _meaning(root: type[BaseModel], parts: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the keys that an unknown key means, and how to say it if no key does alone.
+
+    The name in its table comes first, then keys of the same name, then other frameworks' names.
+    Keys in lists of tables come last.
+    """
+    *_, word = parts
+    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
+    same = [f"{at}.{name}".strip(".") for name, at in _names_and_parents(root) if name == word]
+    listed = [key for key in same if f"{key}.".startswith(lists)]
+    readings = (
+        _by_other_name(root, ".".join(parts[-2:])),
+        ([key for key in same if key not in listed], None),
+        _by_other_name(root, word),
+    )
+    found, way = next((one for one in readings if any(one)), (listed, None))
+    # A table of the same name in another one, such as the model of a student, has the key itself.
+    above = ".".join(parts[:-1])
+    tables = [key.rpartition(".")[0] for key in found]
+    prefix = [above.removesuffix(at) if at and above.endswith(f".{at}") else "" for at in tables]
+    return [f"{outer}{key}" for outer, key in zip(prefix, found, strict=True)], way
+
+
+def _by_other_name(root: type[BaseModel], name: str) -> tuple[list[str], str | None]:
+    """Return the keys that another framework gives this name, and how else to say it."""
+    names: Mapping[str, str] = getattr(root, "other_names", None) or {}
+    ways: Mapping[str, str] = getattr(root, "other_ways", None) or {}
+    wanted, known = _plain(name), {path for path, _ in _walk_fields(root)}
+    found = [key for other, key in names.items() if _plain(other) == wanted and key in known]
+    return found, next((way for other, way in ways.items() if _plain(other) == wanted), None)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
 
 
 def meant_keys(root: type[BaseModel], parts: Sequence[str]) -> list[str]:
     """Return the keys that have this name in another table, or in another framework.
 
-    Keys of lists of tables count only if no other key has the name. None are meant if a key of the
-    same table is nearly the same word.
+    None are meant if a key of the same table is nearly the same word.
     """
-    *_, word = parts
     siblings = [name for name, at in _names_and_parents(root) if at == ".".join(parts[:-1])]
-    if difflib.get_close_matches(word, siblings, n=1, cutoff=0.85):
-        return []
-    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
-    same = [f"{at}.{name}".strip(".") for name, at in _names_and_parents(root) if name == word]
-    other_names: Mapping[str, str] = getattr(root, "other_names", None) or {}
-    found = [key for key in same if not f"{key}.".startswith(lists)] or same
-    if found:
-        return found
-    plain = {name.replace("_", ""): key for name, key in other_names.items()}
-    other = plain.get(word.replace("_", "").replace("-", "").lower())
-    return [] if other is None else [other]
+    is_misspelt = difflib.get_close_matches(parts[-1], siblings, n=1, cutoff=0.85)
+    return [] if is_misspelt else _meaning(root, parts)[0]
 
 
 def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:
     """Return the key that was probably meant: the same name elsewhere, another framework's name, or
     a similar one."""
     *_, word = parts
-    above, known = ".".join(parts[:-1]), _names_and_parents(root)
-    siblings = {name: parent for name, parent in known if parent == above}
-    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
-    # A key of a list of tables is meant only if no other key has its name.
-    elsewhere = dict(sorted(known, key=lambda one: not f"{one[1]}.".startswith(lists)))
+    above = ".".join(parts[:-1])
     meant = meant_keys(root, parts)
-    if len(meant) == 1:
-        return meant[0]
-    for places, cutoff in ((siblings, 0.6), (elsewhere, 0.8)):
-        for name in difflib.get_close_matches(word, places, n=1, cutoff=cutoff):
-            return f"{places[name]}.{name}".removeprefix(".")
+    if len(meant) == 1 or _meaning(root, parts)[1]:
+        return meant[0] if meant else None
+    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
+    siblings, elsewhere, listed = dict[str, str](), dict[str, str](), dict[str, str]()
+    for path, field in _walk_fields(root):
+        table, _, name = path.rpartition(".")
+        if table == above:
+            siblings[name] = path
+        elif section_of(field.annotation) is None:
+            (listed if path.startswith(lists) else elsewhere).setdefault(name, path)
+    places = ((siblings, 0.6 if above else 0.7), (elsewhere, 0.8), (listed, 0.8))
+    for paths, cutoff in places:
+        for name in difflib.get_close_matches(word, paths, n=1, cutoff=cutoff):
+            return paths[name]
     return None
 
 

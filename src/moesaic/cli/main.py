@@ -52,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush_stdout()
     except UserError as error:
         screen.print_error(f"{message_prefix()}{error}")
-        return EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR
+        return _status_of(error)
     except typer.TyperException as error:
         _print_usage_error(error, given[0])
         return EXIT_USER_ERROR
     except RunInterrupted as error:
         if is_leader() or not error.is_saved:  # After a save all ranks have ended alike.
-            screen.print_error(f"{message_prefix()}{error}")
+            _print_end(error)
         return error.status
     except RankFailed as error:
         screen.err().print(str(error).rstrip())
@@ -75,10 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             flush_stdout()
         screen.print_error(f"{message_prefix()}{user_error}")
-        return EXIT_USER_ERROR
+        return _status_of(user_error)
     if status == EXIT_INTERRUPTED and is_leader():
         screen.err().print("interrupted")
     return int(status or 0)
+
+
+def _print_end(error: RunInterrupted) -> None:
+    """Print why a run has ended early; an interrupt is no error."""
+    say = screen.err().print if error.status == EXIT_INTERRUPTED else screen.print_error
+    with suppress(OSError):  # The exit status still tells it.
+        say(f"{message_prefix()}{error}")
+
+
+def _status_of(error: UserError) -> int:
+    return EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR
 
 
 def make_app(verb: str = "") -> typer.Typer:

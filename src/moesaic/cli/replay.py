@@ -160,7 +160,12 @@ def _print_facts(facts: dict[str, Any]) -> None:
     )  # fmt: skip
     screen.print_table(titles, map(_cells, facts["layers"]), left=0)
     screen.print_line(f"costs: {BalanceCosts(**facts['costs']).describe()}")
-    name = facts["policy"]
+    left_out, name = facts["steps_left_out"], facts["policy"]
+    if left_out:
+        screen.print_line(
+            f"{left_out:,} recorded step{'s'[: left_out > 1]} left out: only those in the layout "
+            "of the last start are replayed"
+        )
     if not facts["enabled"] and name != "none":
         screen.print_line(
             f"a job with {name} would make no replicas: balance.max_replicas = 0, too few routed "

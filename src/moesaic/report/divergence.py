@@ -44,6 +44,9 @@ class Divergence:
     """Median of the last losses; NaN if they are not finite."""
     num_steps: int
     """Steps without a finite loss."""
+    good_step: int
+    """Last step whose update left good weights, as far as the losses tell: their own loss is that
+    of the next step."""
     student: str = ""
     """Name of the student that diverged; empty for the job's own model."""
 
@@ -60,10 +63,10 @@ def find_divergence(
     loss, numbers = steps.loss, steps.step
     rows = np.flatnonzero(~np.isfinite(loss) & ~(steps.skipped > 0))
     if len(rows) and not is_frozen:
-        return Divergence("not finite", int(numbers[rows[0]]), np.nan, np.nan, len(rows))
+        return _not_finite(loss[: rows[0]], numbers[: rows[0]], int(numbers[rows[0]]), len(rows))
     if has_error:
         last = int(numbers[-1]) if len(numbers) else 0
-        return Divergence("not finite", last + 1, np.nan, np.nan, 1)
+        return _not_finite(loss, numbers, last + 1, 1)
     losses = {} if is_frozen else {"": loss}
     losses |= {name: steps.figures.get(f"{name}/loss", loss[:0]) for name in students}
     for name, values in losses.items():
@@ -72,6 +75,15 @@ def find_divergence(
         if found is not None:
             return replace(found, student=name)
     return None
+
+
+def _not_finite(loss: Floats, numbers: Floats, step: int, num_steps: int) -> Divergence:
+    """Return the divergence of `step`, whose loss or gradient is not finite; the losses before it
+    may have risen already."""
+    known = np.flatnonzero(np.isfinite(loss))
+    rise = _find_rise(loss[known], numbers[known])
+    good_step = step - 1 if rise is None else rise.good_step
+    return Divergence("not finite", step, np.nan, np.nan, num_steps, good_step)
 
 
 def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
@@ -84,14 +96,19 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
     is_high = end > _EXPLODED * start or end > _EXPLODED_AT_ONCE * first
     if is_high or _stays_high(loss):
         onset = _onset(loss, usual, _ONSET * min(first, start))
-        return Divergence("exploded", int(numbers[onset]), first, end, 0)
+        return _risen("exploded", int(numbers[onset]), first, end)
     low, lowest = float(usual.min()), int(usual.argmin())
     fallen = start - low
     noise = float(np.median(np.abs(np.diff(loss)))) * 1.4826 / np.sqrt(2)
     if fallen > max(_LEARNED * abs(start), _NOISE * noise) and end > low + fallen / 2:
         onset = lowest + _onset(loss[lowest:], usual[lowest:], low + fallen / 2)
-        return Divergence("lost", int(numbers[onset]), low, end, 0)
+        return _risen("lost", int(numbers[onset]), low, end)
     return None
+
+
+def _risen(kind: Literal["exploded", "lost"], step: int, before: float, after: float) -> Divergence:
+    """Return the divergence of a loss that is wrong from `step` on: so were the weights before."""
+    return Divergence(kind, step, before, after, 0, step - 2)
 
 
 def _find_explosion(loss: Floats, numbers: Floats) -> Divergence | None:
@@ -104,7 +121,7 @@ def _find_explosion(loss: Floats, numbers: Floats) -> Divergence | None:
     if not 0 < loss[0] < end or not (stays or end > _EXPLODED_AT_ONCE * loss[0]):
         return None
     onset = int(np.flatnonzero(loss > _ONSET * loss[0])[0])
-    return Divergence("exploded", int(numbers[onset]), float(loss[0]), end, 0)
+    return _risen("exploded", int(numbers[onset]), float(loss[0]), end)
 
 
 def _stays_high(loss: Floats) -> bool:

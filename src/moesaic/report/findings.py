@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -169,16 +170,19 @@ def _cause(run: RunStats, found: Divergence) -> str:
 
 def _way_back(run: RunStats, found: Divergence) -> str:
     """Return what to do about a divergence."""
-    earlier = [one for one in run.checkpoints if one.state == "done" and one.step < found.step]
+    earlier = [one for one in run.kept_checkpoints if one.step <= found.good_step]
     key, peak = _peak_rate(run, found.student)
     lower = f"{key}=LOWER"
     if isinstance(peak, int | float):
         lower = f"{key}={min(peak / 10, _HIGH_RATE / 10):g}"
     if not earlier:
-        return f"Start again with --set {lower} or a longer schedule.warmup."
+        return (
+            f"No checkpoint from before is left: start anew with --set {lower} or a longer "
+            "schedule.warmup."
+        )
     return (
         f"Go back to step {earlier[-1].step:,}: moesaic train --resume "
-        f"{run.directory / earlier[-1].path} --change --set {lower}."
+        f"{shlex.quote(str(run.path_of(earlier[-1])))} --change --set {lower}."
     )
 
 

@@ -115,7 +115,7 @@ class Checkpoint:
     step: int
     """Step after which it was taken."""
     path: str
-    """Directory, relative to the run."""
+    """Directory, as the save named it."""
     state: CheckpointState
     """Progress; "done" means committed."""
     error: str = ""

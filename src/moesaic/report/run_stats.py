@@ -178,6 +178,15 @@ class RunStats:
         return done[-1] if done else None
 
     @property
+    def kept_checkpoints(self) -> list[Checkpoint]:
+        """Committed checkpoints that are still on disk."""
+        return [one for one in self.checkpoints if (self.path_of(one) / "COMMIT").is_file()]
+
+    def path_of(self, checkpoint: Checkpoint) -> Path:
+        """Return where a checkpoint is now; its own path is that of the save."""
+        return self.directory / "checkpoints" / Path(checkpoint.path).name
+
+    @property
     def students(self) -> list[str]:
         """Names of the students that have logged a loss, in their order."""
         logged = [*self.steps.figures, *(name for one in self.validations for name in one.figures)]

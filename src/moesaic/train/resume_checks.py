@@ -1,13 +1,16 @@
-"""Checks of a resume: the job may change, but not the samples, the model or the state it stores."""
+"""Checkpoint that a run resumes from, and its checks: the job may change, but not the samples, the
+model or the state it stores."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from moesaic.base.errors import ConfigError, StoreError
-from moesaic.dist.checkpoint import Checkpoint, resume_candidates
+from moesaic.dist.checkpoint import Checkpoint, resume_candidates, set_head
 from moesaic.dist.state import PARAMETER
+from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.job.distill import student_prefix
 from moesaic.facts.workload.parts import auxiliary_parameters
@@ -54,6 +57,37 @@ def open_to_resume(path: Path, job: AnyJob) -> Checkpoint:
             'raise train.steps, and add --change unless schedule.kind = "constant"'
         )
     return checkpoint
+
+
+def open_checkpoint(
+    job: AnyJob, out: Path, resume: str, world: World, say: Callable[[str], None]
+) -> Checkpoint:
+    """Return the checkpoint to resume from, verified in part."""
+    path = Path(resume)
+    if resume == "auto":
+        path = Path(world.run_on_rank_zero(lambda: str(newest_checkpoint(out / "checkpoints"))))
+    say(f"resuming from {path}")
+    checkpoint = open_to_resume(path, job)
+    checkpoint.verify_shared(world)
+    return checkpoint
+
+
+def set_resume_point(origin: Path, out: Path, world: World, say: Callable[[str], None]) -> None:
+    """Make the checkpoint that the run resumed from the newest one for `resume`."""
+
+    def select_origin() -> str:
+        directory = out / "checkpoints"
+        if origin.resolve().parent != directory.resolve():
+            return ""
+        names = [path.name for path in resume_candidates(directory)]
+        newer = names[: names.index(origin.name)]
+        if newer:
+            set_head(origin)
+        return ", ".join(newer)
+
+    newer_names = world.run_on_rank_zero(select_origin)
+    if newer_names:
+        say(f"going back to {origin.name}: resume now continues from it, not from {newer_names}")
 
 
 class OpenedData(Protocol):

@@ -21,7 +21,7 @@ import torch
 from moesaic.base.config import Section
 from moesaic.base.decisions import Decision
 from moesaic.base.errors import DivergedError, StoreError
-from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
+from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.probe.reference import RunReference, cpu_wait_s
 from moesaic.dist.world import World
@@ -29,14 +29,15 @@ from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
 from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.train import loss_scale
+from moesaic.train.good_checkpoint import GoodCheckpoint
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob
 from moesaic.train.record import RunRecord
 from moesaic.train.resume_checks import (
     check_same_run,
     is_same_data,
-    newest_checkpoint,
-    open_to_resume,
+    open_checkpoint,
+    set_resume_point,
 )
 from moesaic.train.resumed_job import START
 from moesaic.train.run import Run
@@ -203,7 +204,7 @@ def _train(
     data = kind.open_data(job, world, progress.message)
     checkpoint, has_new_data = None, False
     if resume is not None:
-        checkpoint = _open_checkpoint(job, out, resume.path, world, progress)
+        checkpoint = open_checkpoint(job, out, resume.path, world, progress.message)
         takes_data = resume.may_change_data and kind.restarts_data
         changes = check_same_run(checkpoint, job, data, kind, world.size, takes_data=takes_data)
         has_new_data = not is_same_data(checkpoint, data)
@@ -214,7 +215,7 @@ def _train(
     )
     try:
         if checkpoint is not None:
-            _set_resume_point(checkpoint.path, out, world, progress)
+            set_resume_point(checkpoint.path, out, world, progress.message)
         if has_new_data:
             run.counters["samples"] = 0
         start = write_run_metadata(out, loaded, run.plan, world, data.files())
@@ -240,39 +241,6 @@ def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
         yield f"plan{whose}{where}: {describe_plan(plan)}"
 
 
-def _open_checkpoint(
-    job: AnyJob, out: Path, resume: str, world: World, progress: Progress
-) -> Checkpoint:
-    """Return the checkpoint to resume from, verified in part."""
-    path = Path(resume)
-    if resume == "auto":
-        path = Path(world.run_on_rank_zero(lambda: str(newest_checkpoint(out / "checkpoints"))))
-    progress.message(f"resuming from {path}")
-    checkpoint = open_to_resume(path, job)
-    checkpoint.verify_shared(world)
-    return checkpoint
-
-
-def _set_resume_point(origin: Path, out: Path, world: World, progress: Progress) -> None:
-    """Make the checkpoint that the run resumed from the newest one for `resume`."""
-
-    def select_origin() -> str:
-        directory = out / "checkpoints"
-        if origin.resolve().parent != directory.resolve():
-            return ""
-        names = [path.name for path in resume_candidates(directory)]
-        newer = names[: names.index(origin.name)]
-        if newer:
-            set_head(origin)
-        return ", ".join(newer)
-
-    newer_names = world.run_on_rank_zero(select_origin)
-    if newer_names:
-        progress.message(
-            f"going back to {origin.name}: resume now continues from it, not from {newer_names}"
-        )
-
-
 class _Session(Generic[J]):
     """Training of one process in one call of `train`."""
 
@@ -289,9 +257,11 @@ class _Session(Generic[J]):
         self.run, self.data, self.record = run, data, record
         self.progress, self.world, self.start, self.kind = progress, world, start, kind
         self.job = cast(J, run.job)
+        self.good = GoodCheckpoint()
         self.saver = Saver(
-            record.out / "checkpoints", world, self.job.checkpoint.keep,
-            asynchronous=self.job.checkpoint.asynchronous, on_event=record.write_event,
+            self._checkpoints, world, self.job.checkpoint.keep,
+            asynchronous=self.job.checkpoint.asynchronous, on_event=self._on_save,
+            spared=self.good.find,
         )  # fmt: skip
         run.phase_hook = self._on_phase
         self.reference = RunReference(world.device, run.plan.predictions)
@@ -308,6 +278,8 @@ class _Session(Generic[J]):
         """Take steps until the job is done or `on_step` ends it; return the last figures."""
         train, began = self.job.train, time.perf_counter()
         first_done = self.run.counters["step"]
+        if origin is not None and Path(origin).resolve().parent == self._checkpoints.resolve():
+            self.good.add_checkpoint(first_done, Path(origin).name)
         self._write_run_start(origin, decisions)
         for line in self.kind.details(self.run):
             self.progress.detail(line)
@@ -419,6 +391,7 @@ class _Session(Generic[J]):
         if waited_s is not None and waits_s is not None:
             machine["cpu_wait_s"] = waits_s - waited_s
         written = self.record.write_step(stats, step_s, machine)
+        self.good.add_step(stats.step, written)
         self.figures = {**self.validation_figures, **written}
         self.figures["step"] = stats.step
         self.progress.step(self.figures)
@@ -435,14 +408,21 @@ class _Session(Generic[J]):
         return self.world.run_on_rank_zero(ask) == "stop"
 
     def _divergence_advice(self) -> str:
-        candidates = resume_candidates(self.record.out / "checkpoints")
-        restart = (
-            "go on from the newest checkpoint, with resume and change"
-            if candidates
-            else "start again"
-        )
+        candidates = resume_candidates(self._checkpoints)
+        good = self.good.find(candidates) or next(iter(candidates), None)
+        restart = f"go on from '{good}', with resume and change" if good else "start anew"
         lower = self.kind.learning_rates(self.job)
         return f"lower {lower} or lengthen schedule.warmup, and {restart}"
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.record.out / "checkpoints"
+
+    def _on_save(self, name: str, **fields: Any) -> None:
+        """Record an event of the saver, and the checkpoint that it tells of."""
+        if name == "checkpoint_done":
+            self.good.add_checkpoint(fields["step"], Path(fields["path"]).name)
+        self.record.write_event(name, **fields)
 
     def _on_phase(self, phase: str) -> None:
         """Wait for the copy of a save, which overlaps forward and backward, before the update."""
@@ -477,6 +457,7 @@ class _Session(Generic[J]):
             "job": self.job.model_dump(mode="json"), "plan": self.run.plan.decisions(),
             "data": self.data.digest, START: self.start,
         }  # fmt: skip
+        self.good.begin_save(self.run.counters["step"])
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
 
 

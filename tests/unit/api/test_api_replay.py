@@ -177,6 +177,40 @@ def test_the_last_record_of_each_step_counts(tmp_path: Path, commands: Commands)
     assert [one["layer"] for one in replay(commands, str(tmp_path / "run"))["layers"]] == [0]
 
 
+def test_only_steps_in_the_layout_of_the_last_start_are_replayed(
+    tmp_path: Path, commands: Commands
+) -> None:
+    """A run of one rank went back to its first step on four, and has not come as far again."""
+    run = tmp_path / "run"
+    counts = write_run(run, costs=BalanceCosts(**COSTS))
+    whole = replay(commands, str(run))
+    assert whole["steps_left_out"] == 0
+    (run / "events" / "rank-0.jsonl").unlink()
+    for part in (run / "loads").iterdir():
+        part.unlink()
+    log = EventLog(run / "events" / "rank-0.jsonl")
+    for ranks, first, last, sharded in ((1, 1, 4, {}), (4, 2, 3, {"ep": 2}), (4, 3, 3, {"ep": 2})):
+        log.emit("run_start", step=first, ranks=ranks, plan=sharded, parts=[])
+        writer = RecordWriter(run / "loads", LOADS)
+        for step, layer in np.ndindex(5, 2):
+            if first <= step <= last:
+                tokens = counts[step % 2, layer].sum(0, keepdims=True)
+                tokens = tokens if ranks == 1 else counts[step % 2, layer]
+                log.emit("step", step=step, loss=1.0, step_s=1.0)
+                writer.add([{
+                    "step": step, "layer": layer, "counts": tokens.sum(0).tolist(), "dropped": 0,
+                    "counts_by_rank": tokens.ravel().tolist(),
+                }])  # fmt: skip
+        writer.flush()
+    log.close()
+    found = replay(commands, str(run))
+    assert found["steps_left_out"] == 2
+    for one, same in zip(found["layers"], whole["layers"], strict=True):
+        assert one == pytest.approx(same)
+    text = commands.output(["replay", str(run)])
+    assert "2 recorded steps left out: only those in the layout of the last start" in text
+
+
 def test_compiling_is_announced(
     tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,8 @@ def test_missing_keys_are_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, {"gaers": 1, "bell": 3}, "b")
     assert str(caught.value).splitlines() == [
-        "b: 2 mistakes", "  unknown key 'gaers': did you mean 'gears'?",
+        "b: 3 mistakes", "  unknown key 'gaers': did you mean 'gears'?",
+        "  wheel is missing: add [wheel] with preset, from or all required keys (both wheels)",
         "  bell = 3: give true or false",
     ]  # fmt: skip
     sets = ["bell=3"]
@@ -376,7 +377,7 @@ def test_all_keys_are_listed() -> None:
         ("litres", "unknown key 'litres': did you mean 'bags.pockets.litres'?"),
         ("bag.litres", "unknown key 'bag.litres': did you mean 'bags.pockets.litres'?"),
         ("bags.pockets.x", "unknown key 'bags.pockets.x': 'bags.pockets' has the keys zip, litres"),
-        ("owner.x", "unknown key 'owner.x': there are no keys"),
+        ("owner.x", "unknown key 'owner.x': no table has such a key"),
         ("", "unknown key '\"\"': the keys at the top are bags, owner"),
     ],
 )

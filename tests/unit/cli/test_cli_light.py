@@ -204,11 +204,14 @@ def test_explain_knows_plan_and_cluster_files(capfd: pytest.CaptureFixture[str])
         ("train --explain expert_placement", "plan.expert_placement"),
         ("train --explain lr", "optimizer.lr"), ("train --explain ep", "layout.ep"),
         ("train --explain model.experts_per_token", "model.top_k"),
+        ("train --explain micro_batch_size", "train.micro_batches"),
+        ("train --explain epochs", "train.steps"),
     ):  # fmt: skip
         assert run(line, capfd).startswith(f"{key}: ")
         assert json.loads(run(f"{line} --json", capfd))[0]["path"] == key
     for line, words in (
         ("plan --explain cluster.host", "unknown key 'cluster.host': did you mean 'cluster.hosts'"),
+        ("train --explain output_dir", "give the directory of the run as a flag, --out DIR"),
     ):
         assert main(line.split()) == 2
         assert words in capfd.readouterr().err
@@ -332,7 +335,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     for kind in ("parameters", "gradients", "moments", "activations"):
         assert f"  {kind}" in text
     verdict, _, resolved = text.partition("\n")
-    assert re.fullmatch(r"fits: [0-9.]+ of [0-9.]+ [GT]iB per rank", verdict)
+    assert re.fullmatch(r"fits: [0-9.]+ [MG]iB of [0-9.]+ [GT]iB per rank", verdict)
     job = parse(Job, tomllib.loads(resolved.partition("\nparameters")[0]), "dry run")
     assert job.train.steps == 7
 

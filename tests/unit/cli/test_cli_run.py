@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def test_a_nan_loss_in_fp16_ends_the_run(commands: Commands) -> None:
     )
     assert errors.endswith(
         'set train.precision = "bf16" or "fp32"; else lower optimizer.lr or lengthen '
-        "schedule.warmup, and start again (report: nan/report.html)"
+        "schedule.warmup, and start anew (report: nan/report.html)"
     )
 
 
@@ -289,6 +290,21 @@ def test_a_diverged_run_ends_with_its_step_and_cause(commands: Commands) -> None
     assert '<span class="pill diverged">' in Path("high/report.html").read_text()
 
 
+def test_a_diverged_resume_goes_back_by_the_command_that_it_names(commands: Commands) -> None:
+    """The checkpoint from before the divergence stays, though newer ones are as many as `keep`."""
+    commands.output("train job.toml --out rising --set train.steps=12 --set optimizer.lr=0.003")
+    more = "--set train.steps=24 --set optimizer.lr=5 --set checkpoint.every=1"
+    captured = commands.run(f"train --out rising --resume --change {more}", status=2)
+    names = sorted(path.name for path in Path("rising/checkpoints").glob("step-*"))
+    assert names == [f"step-{step:08d}" for step in (12, 22, 23, 24)]
+    command = re.search(r"Go back to step 12: moesaic (.*?)\.\n", captured.err)
+    assert command is not None
+    assert "--resume rising/checkpoints/step-00000012 --change" in command[1]
+    text = commands.output(command[1], "--set", "train.steps=14")
+    assert "going back to step-00000012" in text
+    assert "trained 14 steps in " in text
+
+
 @pytest.mark.parametrize(
     ("kept", "other"), [("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp64"), ("fp64", "bf16")]
 )
@@ -399,8 +415,8 @@ def test_runs_are_reported(commands: Commands) -> None:
     assert commands.facts("report run")["step"] == 4
     assert not Path("run/report.html").exists()
     assert commands.output("report run") == "wrote run/report.html\n"
-    assert commands.output("report run --out pages/run.html") == "wrote pages/run.html\n"
-    assert Path("pages/run.html").stat().st_size > 1000
+    assert commands.output("report run --out page.html") == "wrote page.html\n"
+    assert Path("page.html").stat().st_size > 1000
 
 
 def test_from_fine_tunes(commands: Commands) -> None:

@@ -170,20 +170,30 @@ def test_loss_that_is_no_number() -> None:
     assert kinds(make_run(0, ended="diverged", error=error)) == ["diverged"]
 
 
-def test_a_loss_that_explodes_or_is_lost_again_diverged() -> None:
+def test_a_loss_that_explodes_or_is_lost_again_diverged(tmp_path: Path) -> None:
     """A finite loss leaves no error in the log."""
     steps = np.arange(60)
     exploding = np.where(steps < 15, 5.8 - 0.1 * steps, 4.4 * 1.2 ** (steps - 14.0))
-    done = [Checkpoint(step, f"checkpoints/step-{step}", "done") for step in (10, 20)]
+    kept = [commit(tmp_path / "a b", step) for step in (10, 20)]
+    done = [Checkpoint(5, "a b/checkpoints/step-5", "done"), *kept]  # The first was pruned.
     job = {**JOB, "optimizer": {"lr": 10.0}}
-    run = make_run(60, job, loss=np.minimum(exploding, 653.0), checkpoints=done)
+    loss = np.minimum(exploding, 653.0)
+    run = make_run(60, job, loss=loss, checkpoints=done, directory=tmp_path / "a b")
     (first, *_) = find(run)
     assert (first.kind, first.severity, run.status) == ("diverged", "problem", "diverged")
     assert first.title.endswith("5.80 at the start, 653 at the end")
     assert "Likely cause: optimizer.lr = 10 is far above" in first.text
-    assert "Go back to step 10: moesaic train --resume run/checkpoints/step-10 " in first.text
+    command = f"moesaic train --resume '{tmp_path}/a b/checkpoints/step-10' --change --set "
+    assert f"Go back to step 10: {command}" in first.text
     assert run.divergence is not None
     assert 15 < run.divergence.step <= 20
+    step = int(run.divergence.step)
+    for late, goes_back in ((step - 2, True), (step - 1, False)):  # It has the first wrong loss.
+        one = replace(run, checkpoints=[commit(tmp_path / "a b", late)])
+        assert ("Go back to step" in text(one, "diverged")) == goes_back
+        assert ("before is left: start anew with" in text(one, "diverged")) != goes_back
+    ended = replace(run, ended="diverged", error="step 61: the loss is nan")
+    assert f"Go back to step 10: {command}" in text(ended, "diverged")
 
     lost = noisy_loss(400)
     lost[300:] += 3.5
@@ -208,6 +218,14 @@ def test_a_loss_that_explodes_or_is_lost_again_diverged() -> None:
     calm = 1.0 + 0.5 * np.random.default_rng(3).random(200)
     for loss in (noisy_loss(), calm, calm[:12], np.full(40, 0.7), np.linspace(5.0, 1.0, 40)):
         assert make_run(len(loss), loss=loss).divergence is None
+
+
+def commit(run: Path, step: int) -> Checkpoint:
+    """Write the commit record of a checkpoint; return its save, with a path as of elsewhere."""
+    name = f"step-{step}"
+    (run / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
+    (run / "checkpoints" / name / "COMMIT").touch()
+    return Checkpoint(step, f"a b/checkpoints/{name}", "done")
 
 
 @pytest.mark.parametrize("frozen", [False, True])

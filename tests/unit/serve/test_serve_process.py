@@ -282,6 +282,22 @@ def test_answers_that_take_too_long_end_with_an_error(model: Path) -> None:
             one.close()
 
 
+def test_an_interrupt_ends_open_answers(model: Path) -> None:
+    """Their time, a minute by default, is for SIGTERM."""
+    with serving(model, "--set", "drain_s=3600") as server:
+        stream = server.open_stream()
+        half = server.connect()
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
+        server.wait_for("num_requests_running", 1)
+        server.signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert server.process.wait(timeout=30) == 130
+        assert server.process.stderr is not None
+        assert server.process.stderr.read() == "interrupted\n"
+        half.close()
+
+
 def test_mistakes_that_only_a_model_or_a_server_shows(
     server: Server, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

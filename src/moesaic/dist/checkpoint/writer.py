@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,6 +90,8 @@ class Saver:
             checkpoint_done, checkpoint_failed and checkpoint_leftover (from the writer thread).
         phase: callback at each of PHASES, for tests that inject faults.
         file_bytes: approximate maximum size of a file.
+        spared: function that returns the checkpoint to keep beyond `keep`, if any, of the committed
+            ones, newest first. Rank 0 calls it after each commit, from the writer thread.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Saver:
         on_event: Callable[..., None] | None = None,
         phase: Callable[[str], None] | None = None,
         file_bytes: int = 2 << 30,
+        spared: Callable[[Sequence[Path]], Path | None] | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep = {keep}: keep at least 1 checkpoint")
@@ -108,6 +111,7 @@ class Saver:
         self._asynchronous = asynchronous
         self._emit = on_event if on_event is not None and world.is_rank_zero else _ignore
         self._phase = phase or _ignore
+        self._spared = spared or _ignore
         self._staging = Staging(world.rank, world.device, file_bytes)
         self._channel = StoreChannel(world.store, world.rank)
         # Both threads start early, since starting one can cost the caller a turn of the GIL.
@@ -326,8 +330,13 @@ class Saver:
         return message
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints beyond `keep`; report failures and leave them to the next save."""
-        for path in checkpoints.list_committed(self._directory)[self._keep :]:
+        """Remove the checkpoints beyond `keep`, but for the spared one; report failures and leave
+        them to the next save."""
+        paths = checkpoints.list_committed(self._directory)
+        spared = self._spared(paths)
+        for path in paths[self._keep :]:
+            if path == spared:
+                continue
             try:
                 checkpoints.remove_commit(path)
                 self._phase("old_uncommitted")

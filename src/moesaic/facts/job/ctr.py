@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 from moesaic.facts.job.balance import no_effect
 from moesaic.facts.job.clicks import ClicksConfig
+from moesaic.facts.job.other_names import OTHER_NAMES, OTHER_WAYS
 from moesaic.facts.job.recommender import RecommenderConfig
 from moesaic.facts.job.table import RecordLayout, RowDType, TableConfig
 from moesaic.facts.job.train import (
@@ -31,6 +33,9 @@ class CtrTrainConfig(TrainConfig):
 
 class CtrJob(Section):
     """One training job of kind "ctr", with every default filled in."""
+
+    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
+    other_ways: ClassVar[Mapping[str, str]] = OTHER_WAYS
 
     kind: Literal["ctr"]
     """Kind of job. ctr: a recommender that predicts clicks."""

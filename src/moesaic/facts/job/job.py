@@ -21,7 +21,7 @@ from moesaic.facts.job.distill import TEACHER, DistillConfig, StudentConfig, stu
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.memory import MemoryConfig
 from moesaic.facts.job.model import PRESETS, ModelConfig
-from moesaic.facts.job.other_names import OTHER_NAMES
+from moesaic.facts.job.other_names import OTHER_NAMES, OTHER_WAYS
 from moesaic.facts.job.routing import RoutingConfig
 from moesaic.facts.job.train import (
     CheckpointConfig,
@@ -42,6 +42,7 @@ class Job(Section):
 
     resolved_keys: ClassVar[frozenset[str]] = frozenset({"source"})
     other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
+    other_ways: ClassVar[Mapping[str, str]] = OTHER_WAYS
 
     kind: Literal["lm"] = "lm"
     """Kind of job. lm: one language model, trained on next-token prediction."""

@@ -1,13 +1,17 @@
 """Names that other frameworks give to keys of a job: transformers, Megatron-Core, torchtitan,
-DeepSpeed, PEFT and vLLM.
+DeepSpeed, PEFT, nanoGPT, axolotl and vLLM.
 
-An unknown key of such a name is an error that names the key of the job.
+An unknown key of such a name is an error that names the key of the job, or how to say the same.
 """
 
 from __future__ import annotations
 
 _BY_KEY = {
-    "model.from": "model_name_or_path pretrained pretrained_model_name_or_path hf_path",
+    "seed": "random_seed",
+    "model": "moe architecture_config",
+    "model.preset": "model.name model.flavor",
+    "model.from": "model_name_or_path pretrained pretrained_model_name_or_path hf_path base_model "
+    "init_from hf_assets_path initial_load_path",
     "model.family": "model_type architectures architecture",
     "model.vocab": "vocab_size padded_vocab_size",
     "model.hidden": "hidden_size d_model n_embd dim embed_dim hidden_dim model_dim",
@@ -32,7 +36,8 @@ _BY_KEY = {
     "model.window": "sliding_window window_size",
     "model.max_positions": "max_position_embeddings n_positions",
     "model.init_std": "initializer_range init_method_std",
-    "routing.router": "router_type moe_router_type gate",
+    "model.rope_scaling.kind": "rope_scaling.type rope_scaling.rope_type rope_type",
+    "routing.router": "router_type moe_router_type gate moe_router_load_balancing_type",
     "routing.balance_loss": "aux_loss_coef router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha "
     "load_balance_coeff aux_loss balance_coef",
     "routing.z_loss": "router_z_loss_coef moe_z_loss_coeff z_loss_coef",
@@ -47,44 +52,133 @@ _BY_KEY = {
     "layout.pp": "pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree "
     "pp_size pipeline_parallel",
     "layout.dp_shard": "fsdp data_parallel_shard_degree zero_stage zero_optimization "
-    "sharding_strategy fsdp_size",
+    "sharding_strategy fsdp_size zero fully_shard use_distributed_optimizer dp_shard_degree "
+    "fsdp_config zero_optimization.stage",
     "layout.schedule": "pipeline_parallel_schedule pipeline_schedule",
     "layout.dispatch": "moe_token_dispatcher_type",
-    "finetune.rank": "lora_r lora_rank lora_dim",
+    "kernels.grouped_mm": "moe_grouped_gemm grouped_gemm moe_implementation",
+    "finetune": "lora peft lora_config peft_config",
+    "finetune.method": "adapter peft_type",
+    "finetune.rank": "lora_r lora_rank lora_dim r",
     "finetune.alpha": "lora_alpha",
     "finetune.targets": "target_modules lora_target_modules",
-    "data.path": "dataset dataset_path data_path dataset_name train_file train_data",
+    "data": "data_loader dataloader dataset_config",
+    "data.path": "dataset dataset_path data_path dataset_name train_file train_data datasets "
+    "data.dataset train_path data.dir train_files",
     "data.text_key": "column text_column text_field dataset_text_field",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_model tokenizer_name_or_path",
     "data.sequence": "seq_len seq_length sequence_length max_seq_len max_seq_length max_length "
-    "block_size context_length cutoff_len",
-    "data.validation_path": "validation_file eval_dataset val_data valid_data_path",
-    "data.validation_share": "val_split validation_split_percentage test_size val_fraction",
+    "block_size context_length cutoff_len sequence_len",
+    "data.validation_path": "validation_file eval_dataset val_data valid_data_path val_path "
+    "eval_file eval_path",
+    "data.validation_share": "val_split validation_split_percentage test_size val_fraction "
+    "val_set_size",
+    "data.packing": "sample_packing",
+    "data.end_token": "eos_token",
+    "data.cache": "cache_dir data_cache_path",
+    "train": "training trainer training_args training_arguments",
     "train.steps": "max_steps train_iters num_steps iterations iters total_steps "
-    "num_training_steps training_steps",
-    "train.batch": "batch_size global_batch_size train_batch_size "
-    "per_device_train_batch_size train_batch",
+    "num_training_steps training_steps max_iters epochs num_epochs num_train_epochs max_epochs "
+    "train_epochs n_epochs",
+    "train.batch": "batch_size global_batch_size train_batch_size per_device_train_batch_size "
+    "train_batch",
     "train.micro_batches": "gradient_accumulation_steps grad_accum accumulate_grad_batches "
-    "gradient_accumulation num_microbatches",
+    "gradient_accumulation num_microbatches micro_batch_size micro_batch local_batch_size "
+    "micro_bsz train_micro_batch_size_per_gpu",
     "train.precision": "dtype mixed_precision bf16 fp16 torch_dtype params_dtype",
     "train.recompute": "activation_checkpointing gradient_checkpointing activation_checkpoint "
     "recompute_granularity recompute_activations",
     "train.clip": "max_grad_norm clip_grad gradient_clipping grad_clip max_norm gradient_clip_val",
-    "train.validate_every": "eval_interval eval_steps eval_every val_check_interval eval_iters",
-    "optimizer.kind": "optim optimizer_name optimizer_type",
+    "train.validate_every": "eval_interval eval_steps eval_every val_check_interval eval_iters "
+    "validation_interval eval_strategy evals_per_epoch val_interval",
+    "train.device": "device_type accelerator",
+    "memory": "offload offload_optimizer cpu_offload",
+    "optimizer.kind": "optim optimizer_name optimizer_type optimizer.name optimizer.type",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.epsilon": "adam_eps adam_epsilon eps",
     "optimizer.weight_decay": "wd",
-    "schedule.kind": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_style",
-    "schedule.warmup": "warmup_steps lr_warmup_iters num_warmup_steps warmup_iters lr_warmup_steps",
+    "optimizer.moments": "use_8bit_adam adam_8bit",
+    "schedule.kind": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_style "
+    "schedule.type schedule.name decay_type",
+    "schedule.warmup": "warmup_steps lr_warmup_iters num_warmup_steps warmup_iters "
+    "lr_warmup_steps warmup_ratio warmup_fraction lr_warmup_fraction",
     "schedule.final": "min_lr min_lr_ratio lr_min end_lr min_lr_factor",
-    "checkpoint.every": "save_interval save_steps save_every checkpoint_interval save_freq",
+    "checkpoint.every": "save_interval save_steps save_every checkpoint_interval save_freq "
+    "checkpoint.interval checkpoint.freq saves_per_epoch save_strategy",
     "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints",
-    "log.wandb": "wandb_project report_to",
+    "checkpoint.asynchronous": "async_save async_mode async_checkpoint",
+    "log.wandb": "wandb_project report_to wandb_log enable_wandb",
     "log.mlflow": "mlflow_experiment",
+    "log.tensorboard": "enable_tensorboard tensorboard_dir",
+    "log": "metrics logging logger",
 }
-"""Other names by key, separated by spaces."""
+"""Other names by key, separated by spaces; TABLE.NAME is a name in this table alone."""
+
+_BY_WAY = {
+    "give the directory of the run as a flag, --out DIR": (
+        "output_dir out_dir save_dir logging_dir run_dir dump_folder ckpt_dir checkpoint_dir "
+        "default_root_dir save_path save checkpoint.dir checkpoint.path checkpoint.folder log.dir"
+    ),
+    "a run has the name of its directory, the flag --out DIR": (
+        "name run_name experiment_name job_name"
+    ),
+    "resume by flags, --out DIR --resume": (
+        "resume_from_checkpoint resume resume_from load_checkpoint auto_resume load ckpt_path"
+    ),
+    "give the number of ranks as a flag, --nproc N": (
+        "nproc nproc_per_node num_gpus n_gpus gpus n_gpu world_size num_processes devices"
+    ),
+    "start moesaic train on each host by torchrun, and plan with --cluster": (
+        "nnodes num_nodes nodes n_nodes"
+    ),
+    "remove it, all ranks (--nproc N) that layout.tp and layout.pp leave are data parallel, and "
+    "layout.dp_shard shards the weights over them": (
+        "dp dp_degree dp_size data_parallel data_parallel_size data_parallel_degree ddp "
+        "dp_replicate data_parallel_replicate_degree dp_replicate_degree"
+    ),
+    "remove it, a sequence is split over layout.tp at most": (
+        "cp cp_size context_parallel context_parallel_size context_parallel_degree"
+    ),
+    "remove it, layout.tp splits the sequence between blocks too": (
+        "sequence_parallel enable_sequence_parallel"
+    ),
+    "give train.steps, which counts steps: epochs * samples of the data / train.batch": (
+        "epochs num_epochs num_train_epochs max_epochs train_epochs n_epochs"
+    ),
+    "give train.batch, the samples of a step on all ranks: size * ranks * micro-batches": (
+        "per_device_train_batch_size batch_size_per_gpu per_device_batch_size"
+    ),
+    "give train.micro_batches, their number: train.batch / (size * data-parallel ranks)": (
+        "micro_batch_size micro_batch local_batch_size micro_bsz train_micro_batch_size_per_gpu"
+    ),
+    "give schedule.warmup, which counts steps": ("warmup_ratio warmup_fraction lr_warmup_fraction"),
+    "give schedule.final, a fraction of optimizer.lr": ("min_lr lr_min end_lr"),
+    'remove it, the schedule decays until train.steps (schedule.kind = "constant" does not)': (
+        "lr_decay_iters lr_decay_steps decay_lr decay_steps"
+    ),
+    "remove it, every step is logged (log.loads_every is for expert loads alone)": (
+        "log_every logging_steps log_interval log_freq log_every_n_steps steps_per_print "
+        "print_every logging_strategy log.every log.interval log.freq"
+    ),
+    "remove it, there is no dropout": (
+        "dropout attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop lora_dropout"
+    ),
+    "remove it, ranks read samples themselves, in an order that seed shuffles": (
+        "shuffle num_workers dataloader_num_workers num_data_workers prefetch_factor pin_memory"
+    ),
+    "remove it, model.family chooses it": (
+        "hidden_act activation activation_function swiglu normalization position_embedding_type "
+        "attention_bias use_bias bias"
+    ),
+    "remove it, there is no choice of attention kernels": (
+        "attn_implementation flash_attention use_flash_attn flash_attn attention_backend"
+    ),
+    "remove it, models are not compiled": ("compile torch_compile"),
+}
+"""Names by how to say the same in a job or a command, where no key says it alone."""
 
 OTHER_NAMES = {name: key for key, names in _BY_KEY.items() for name in names.split()}
 """Key of a job by another name."""
+OTHER_WAYS = {name: way for way, names in _BY_WAY.items() for name in names.split()}
+"""How to say the same, by another name."""

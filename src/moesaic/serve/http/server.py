@@ -6,6 +6,7 @@ import asyncio
 import errno
 import ipaddress
 import resource
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,8 +19,8 @@ from fastapi import FastAPI
 from moesaic.base.errors import ConfigError
 
 _BACKLOG = 2048
-_STUCK_S = 5
-"""Time until connections are closed whose clients read no answer or send no request."""
+_STUCK_S, _STUCK_AFTER_INTERRUPT_S = 5, 1
+"""Seconds until connections are closed whose clients read no answer or send no request."""
 _KEEP_ALIVE_S = 30
 """Idle time after which a connection is closed; clients keep theirs for less."""
 
@@ -81,8 +82,8 @@ class Hooks(NamedTuple):
 def run(app: FastAPI, bound: socket.socket, drain_s: int, hooks: Hooks) -> int:
     """Serve until SIGTERM or SIGINT; return the signal that ended it.
 
-    The first signal lets open answers finish, for up to `drain_s` seconds. A second one ends the
-    process.
+    SIGTERM lets open answers finish, for up to `drain_s` seconds. SIGINT ends them with an error. A
+    second signal ends the process.
     """
     _raise_file_limit()
     listen(bound)
@@ -90,7 +91,6 @@ def run(app: FastAPI, bound: socket.socket, drain_s: int, hooks: Hooks) -> int:
         app, log_config=None, log_level="warning", access_log=False, server_header=False,
         proxy_headers=False, lifespan="on", ws="none", http="h11", loop="asyncio",
         backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=drain_s + _STUCK_S,
     )  # fmt: skip
     server = _Server(config, drain_s, hooks)
     server.run(sockets=[bound])
@@ -112,10 +112,15 @@ class _Server(uvicorn.Server):
         self._hooks.on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the port, and wait for open answers."""
-        self._hooks.on_drain()
+        """Close the port, and wait for open answers unless a person interrupted the server."""
+        drain_s, stuck_s = self._drain_s, _STUCK_S
+        if self.ended_by == signal.SIGINT:
+            drain_s, stuck_s = 0, _STUCK_AFTER_INTERRUPT_S
+        else:
+            self._hooks.on_drain()
+        self.config.timeout_graceful_shutdown = drain_s + stuck_s
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._drain_s, self._hooks.end_answers)
+        timer = loop.call_later(drain_s, self._hooks.end_answers)
         await super().shutdown(sockets)
         timer.cancel()
 
