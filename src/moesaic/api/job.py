@@ -322,7 +322,7 @@ class Job:
         used_plan = loaded.plan or own_plan(loaded, ranks, is_open=searches)
         if directory is not None:
             check_out_is_not_data(directory, loaded.job)
-        check_inputs(loaded)
+        check_inputs(loaded, run)
         texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
         if run is not None:
             files = [Path(one) for one in (self._source, plan) if isinstance(one, str | Path)]

@@ -17,6 +17,7 @@ from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import CtrJob, Job
 from moesaic.train.data.sources import find_sources
 from moesaic.train.job_file import LoadedJob, TrainingJob, blame_sets
+from moesaic.train.resumed_job import place_of_paths
 
 if TYPE_CHECKING:
     from moesaic.train.data.clicks import ClickData
@@ -26,16 +27,26 @@ WHOLE_BYTES = 8 << 20
 """Largest data that a dry run reads as a whole."""
 
 
-def check_inputs(loaded: LoadedJob[TrainingJob]) -> None:
-    """Raise for a path, vocabulary or package that the job needs and this machine lacks."""
+def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> None:
+    """Raise for a path, vocabulary or package that the job needs and this machine lacks.
+
+    With a resumed `run` the error says from which directory its paths are relative.
+    """
     if loaded.missing_data:
         raise ConfigError(
             f"{loaded.origin}: {' and '.join(f'data.{key}' for key in loaded.missing_data)} "
             f"{'is' if len(loaded.missing_data) == 1 else 'are'} missing: add [data] with path "
             "(the training text) and sequence (tokens per sample)"
         )
-    with blame_sets(loaded.origin, loaded.sets):
-        _check_inputs(loaded.job, loaded.origin)
+    try:
+        with blame_sets(loaded.origin, loaded.sets):
+            _check_inputs(loaded.job, loaded.origin)
+    except ConfigError as error:
+        job = loaded.job.model_dump(mode="json")
+        hint = "" if run is None else place_of_paths(run, job, str(error))
+        if not hint:
+            raise
+        raise ConfigError(f"{error}{hint}") from None
 
 
 def _check_inputs(job: TrainingJob, origin: str) -> None:

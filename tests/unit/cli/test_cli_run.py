@@ -256,6 +256,26 @@ def test_a_run_goes_on_with_other_data_if_the_user_says_so(commands: Commands) -
     assert Checkpoint.open(Path("grown/checkpoints/step-00000004")).counters["samples"] == 8
 
 
+@pytest.mark.parametrize("key", ["data.path", "data.validation_path"])
+def test_a_relative_path_is_missed_with_the_directory_of_the_start(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, place: Path, key: str
+) -> None:
+    Path("moved.txt").write_text("few words " * 20)
+    out = f"at-{key}"
+    sets = [f"--set={key}=moved.txt", f"--set=data.path={place / 'text'}"]
+    sets = sets[: 1 + (key != "data.path")]
+    commands.output(f"train job.toml --out {out} --set train.steps=1", *sets)
+    (place / "elsewhere").mkdir(exist_ok=True)
+    monkeypatch.chdir(place / "elsewhere")
+    line = f"train --out {place / out} --resume --change --set train.steps=2"
+    refused = commands.refusal(line)
+    assert f"{key} = 'moved.txt' does not exist" in refused
+    where = "'moved.txt' is relative to the current directory, and the run was started in"
+    remedy = f"--set {key}={place / 'moved.txt'}"
+    assert refused.endswith(f"; {where} '{place}': resume it there, or with {remedy}\n")
+    assert "trained 2 steps" in commands.output(f"{line} {remedy}")
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_starts_anew(commands: Commands) -> None:
     diverging = "train job.toml --out failed --set optimizer.lr=1e300"
     captured = commands.run(diverging, status=2)
