@@ -281,10 +281,10 @@ class _Session(Generic[J]):
         if origin is not None and Path(origin).resolve().parent == self._checkpoints.resolve():
             self.good.add_checkpoint(first_done, Path(origin).name)
         self._write_run_start(origin, decisions)
-        for line in self.kind.details(self.run):
-            self.progress.detail(line)
         for line in self.kind.describe(self.run):
             self.progress.message(line)
+        for line in self.kind.details(self.run):
+            self.progress.detail(line)
         if train.precision in LOW_PRECISION and self.world.device.type == "cpu":
             self.progress.message(
                 f'train.precision = "{train.precision}" on a CPU: few CPUs are fast at it, '
