@@ -212,8 +212,8 @@ def check_learning(run: Path, job: Mapping[str, Any]) -> None:
     changes = list(learning_changes(resolved_job(run), job))
     if changes:
         raise ConfigError(
-            f"resume: {'; '.join(changes)}: this changes what '{run}' learns; add --change "
-            "(change=True) to take it, or leave it out to go on as before (moesaic train --out "
+            f"resume: {'; '.join(changes)}: this changes what '{run}' learns; add "
+            "change=True to take it, or leave it out to go on as before (moesaic train --out "
             "DIR --resume needs no job file)"
         )
 

@@ -166,7 +166,9 @@ def test_a_resumed_run_keeps_its_settings(commands: Commands) -> None:
     Path("edited.toml").write_text(f"{JOB}\n[optimizer]\nlr = 0.01\n")
     text = commands.refusal("train edited.toml --out kept --resume")
     assert "resume: optimizer.lr = 0.01, the run has 0.0003: this changes" in text
-    assert "change is for a run to resume" in commands.refusal("train job.toml --change --out new")
+    assert "--change is for a run to resume: add --resume, or remove it" in commands.refusal(
+        "train job.toml --change --out new"
+    )
     assert path.read_bytes() == before
 
     text = commands.output(f"{line} --change --set train.steps=3 --set log.loads_every=2")
@@ -245,7 +247,7 @@ def test_a_run_goes_on_with_other_data_if_the_user_says_so(commands: Commands) -
     refused = commands.run(line, status=2)
     assert (
         "was trained on other samples (the files of its text have changed): restore them, or add "
-        "--change (change=True) to go on with the new ones from their first sample\n"
+        "--change to go on with the new ones from their first sample\n"
     ) in refused.err
     text = commands.output(f"{line} --change")
     assert "other data since the checkpoint: step 3 begins with their first sample\n" in text

@@ -284,7 +284,7 @@ def test_missing_inputs(place: Path) -> None:
     assert "tokenizer.json' is not a tokenizer" in refusal("data.tokenizer=tokenizer.json")
     assert "holds no tokenizer.json" in refusal("data.tokenizer=tok")
     assert refusal("model.vocab=256") == (
-        "model.vocab=256: model.vocab = 256 is less than the 257 ids of "
+        "model.vocab = 256 is less than the 257 ids of "
         'data.tokenizer = "bytes": set model.vocab = 320 (any number from 257), or choose another '
         "tokenizer"
     )

@@ -256,6 +256,7 @@ def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) 
         f"plan: predicted {format_seconds(figures['step_s'])} a step, "
         f"{figures['tokens_per_s']:,.0f} tokens/s, {memory_text(best.memory)} per rank; "
         f"bottleneck {figures['bottleneck']}",
-        f"plan: {result.tried} layouts simulated, {proof_text(result)}; next "
+        f"plan: {result.tried} layout{'s' * (result.tried != 1)} simulated, "
+        f"{proof_text(result)}; next "
         + (runner_up_text(runner, best) if runner else "none: no other layout fits"),
     ]
