@@ -229,7 +229,7 @@ def test_a_second_process_is_kept_out_of_a_run_and_an_interrupt_ends_the_first(
     finally:
         first.send_signal(signal.SIGINT)
         _, err = first.communicate(timeout=60)
-    assert (first.returncode, err) == (130, f"error: interrupted{GO_ON}")
+    assert (first.returncode, err) == (130, f"interrupted{GO_ON}")
     all_go(ranks)
     assert not (place / "my run" / "LOCK").exists()
 

@@ -165,7 +165,7 @@ def _inspect_job(path: Path, num_samples: int, log: Callable[[str], None]) -> di
     from moesaic.train.input_checks import check_inputs
     from moesaic.train.job_file import load_job
 
-    loaded = load_job(path)
+    loaded = load_job(path, needs_data=True)
     check_inputs(loaded)
     show = _clicks_of if isinstance(loaded.job, CtrJob) else _texts_of
     facts = show(loaded.job, num_samples, log)

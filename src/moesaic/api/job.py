@@ -65,9 +65,11 @@ class Job:
         source: Path | dict[str, Any] | None,
         sets: Sequence[str] = (),
         run: Path | None = None,
+        *,
+        needs_data: bool = False,
     ) -> None:
         self._source, self._sets, self._run = source, sets, run
-        self._loaded = load_job(source, sets, run)
+        self._loaded = load_job(source, sets, run, needs_data=needs_data)
 
     @classmethod
     def load(
@@ -76,6 +78,7 @@ class Job:
         *,
         sets: Sequence[str] = (),
         run: Path | None = None,
+        needs_data: bool = False,
     ) -> Job:
         """Return a job, checked; raise ConfigError for a mistake.
 
@@ -84,11 +87,14 @@ class Job:
             sets: changes of single keys, such as "train.steps=100".
             run: run to resume, whose own `sets` stay. It has a copy of a model whose directory is
                 gone.
+            needs_data: True for a job to train: its keys of [data] are checked with all others,
+                and not first by `train`. Plans need none.
         """
         if isinstance(source, Mapping):
             tables: dict[str, Any] = json.loads(json.dumps(source, default=str))
-            return cls(tables, sets, run)
-        return cls(None if source is None else Path(source), sets, run)
+            return cls(tables, sets, run, needs_data=needs_data)
+        path = None if source is None else Path(source)
+        return cls(path, sets, run, needs_data=needs_data)
 
     @property
     def config(self) -> TrainingJob:

@@ -26,6 +26,8 @@ _GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _UNKNOWN_SPEED, _UNKNOWN_BYTES = 1e12, 1e18
 """Stand for figures that memory does not depend on."""
+_BARELY = 0.98
+"""Share of the usable memory above which a plan barely fits: predicted memory is within 2%."""
 _CONTEXT_BYTES = 2**29
 """Memory of the driver's context of a process on a GPU."""
 _ABOUT_DEVICE = ("device", "device_memory_bytes", "usable_memory_bytes", "fits")
@@ -64,7 +66,7 @@ def describe_fit(figures: Mapping[str, Any], advice: str = "") -> str:
         )
     sizes = f"{format_used_bytes(used, usable)} per rank{_reserve_text(figures)}"
     if figures["fits"]:
-        return f"fits: {sizes}"
+        return f"fits{', barely' * (used > _BARELY * usable)}: {sizes}"
     if not advice:
         from moesaic.policy.plan.remedy import remedy_text
 

@@ -4,7 +4,7 @@ largest model."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 _QUIET_S = 2.0
 """Seconds before a search shows progress."""
+_SPEEDS = (
+    "step_s", "phases_s", "blocks_s", "seconds_by_kind", "overlapped_s", "tokens_per_s",
+    "samples_per_s", "utilisation", "price", "price_per_million_tokens",
+)  # fmt: skip
+"""Figures that a plan cannot reach if it does not fit."""
 
 
 class PartChoice(NamedTuple):
@@ -229,14 +234,19 @@ def explain_block(planned: PlannedJob, block: str) -> dict[str, Any]:
 
 
 def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
-    """Return how two planned jobs differ: settings, seconds by kind of work, memory and price."""
-    figures = first.figures, second.figures
+    """Return how two planned jobs differ: settings, seconds by kind of work, memory and price.
+
+    Speeds and prices of one that does not fit are None.
+    """
+    figures = without_speeds(first.figures), without_speeds(second.figures)
     plans = [one["plan"] for one in figures]
     names = [
         key for key in plans[0]
         if key not in ("places", "balance_costs") and plans[0][key] != plans[1].get(key)
     ]  # fmt: skip
-    kinds = list(dict.fromkeys([*figures[0]["seconds_by_kind"], *figures[1]["seconds_by_kind"]]))
+    by_kind = [one["seconds_by_kind"] for one in figures]
+    kinds = dict.fromkeys(kind for one in by_kind for kind in one or ())
+    steps_s = [one["step_s"] for one in figures]
     keys_of_both = (
         "step_s", "tokens_per_s", "fits", "price_per_million_tokens", "device_memory_bytes",
         "usable_memory_bytes", "bottleneck",
@@ -244,9 +254,18 @@ def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
     return {
         "settings": {key: [plan[key] for plan in plans] for key in names},
         "seconds_by_kind": {
-            kind: [one["seconds_by_kind"].get(kind, 0.0) for one in figures] for kind in kinds
+            kind: [None if one is None else one.get(kind, 0.0) for one in by_kind] for kind in kinds
         },
         "peak_bytes": [one["memory_per_rank"]["peak_bytes"] for one in figures],
         **{key: [one[key] for one in figures] for key in keys_of_both},
-        "speedup": figures[0]["step_s"] / figures[1]["step_s"],
+        "speedup": None if None in steps_s else steps_s[0] / steps_s[1],
     }  # fmt: skip
+
+
+def without_speeds(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a plan, with None for speeds and prices if it does not fit."""
+    if figures["fits"]:
+        return dict(figures)
+    known = {name: None if name in _SPEEDS else value for name, value in figures.items()}
+    parts = figures.get("parts")
+    return known | ({"parts": [{**one, "step_s": None} for one in parts]} if parts else {})

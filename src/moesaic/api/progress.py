@@ -95,6 +95,8 @@ class RunProgress:
         self._total = self._first_step = 0
         self._started_s = self._printed_s = 0.0
         self._is_verbose, self._num_messages, self._next_step = is_verbose, 0, 0
+        self._validation_loss: float | None = None
+        """Loss of the last validation that a line has shown."""
 
     def message(self, text: str) -> None:
         """Print a line, unless there were many."""
@@ -117,8 +119,8 @@ class RunProgress:
     def step(self, figures: Mapping[str, float]) -> None:
         """Move the bar, or print a line if one is due."""
         now, step = time.monotonic(), int(figures["step"])
-        text = format_figures(figures)
         if self._has_bar:
+            text = format_figures(figures)
             self._bar.update(self._bar.task_ids[0], completed=step, figures=text)
         elif step >= self._total or self._is_due(step, now):
             self._printed_s = now
@@ -126,7 +128,16 @@ class RunProgress:
             per_step = (now - self._started_s) / max(step - self._first_step, 1)
             left = format_clock(per_step * (self._total - step))
             rest = f", {left} left" if step < self._total else ""
+            text = format_figures(self._without_shown_validation(figures))
             self._console.print(f"step {step}/{self._total}: {text}{rest}")
+
+    def _without_shown_validation(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures without the loss of a validation that an earlier line has shown."""
+        shown, self._validation_loss = self._validation_loss, figures.get("validation_loss")
+        is_shown = shown == self._validation_loss
+        return {
+            name: one for name, one in figures.items() if name != "validation_loss" or not is_shown
+        }
 
     def _is_due(self, step: int, now_s: float) -> bool:
         is_late = now_s - self._printed_s >= self._every_s

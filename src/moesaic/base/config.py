@@ -230,7 +230,7 @@ def parse(
                 key, sentence = _describe_mistake(kind, detail)
                 if detail["type"] != "missing" or not _is_misspelt(kind, key, meant):
                     by_key.setdefault(key, sentence)
-    raise ConfigError(_list_mistakes(by_key, origin, sets, raw))
+    raise ConfigError(list_mistakes(by_key, origin, sets, raw))
 
 
 def _describe_unknown(kind: type[BaseModel], detail: Any) -> list[keys.UnknownKey]:
@@ -259,7 +259,7 @@ def _without_indices(key: str) -> str:
     return re.sub(r"\[\d+\]", "", key)
 
 
-def _list_mistakes(
+def list_mistakes(
     by_key: Mapping[str, str], origin: str, sets: Sequence[str], raw: Mapping[str, Any]
 ) -> str:
     """Return one sentence for a single mistake, else a heading with a line for each one."""

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _MINUTES_S, _LONG_S = 180.0, 2 * 3600.0
 
 
 def format_bytes(num_bytes: float) -> str:
     """Return bytes as text: 3.2 GiB."""
+    value, unit = _scale_bytes(num_bytes)
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def format_used_bytes(used: float, total: float) -> str:
+    """Return used and available bytes as text: 12.1 of 24 GiB, 35.2 MiB of 7.45 GiB."""
+    (some, unit), (limit, unit_of_limit) = _scale_bytes(used), _scale_bytes(total)
+    named = f" {unit}" * (unit != unit_of_limit)
+    return f"{round_text(some, 3)}{named} of {round_text(limit, 3)} {unit_of_limit}"
+
+
+def _scale_bytes(num_bytes: float) -> tuple[float, str]:
+    """Return bytes in the largest unit of which they are one or more, and the unit."""
     value, unit = float(num_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def format_used_bytes(used: float, total: float) -> str:
-    """Return used and available bytes as text, in the unit of the latter: 12.1 of 24 GiB."""
-    power = min(max(int(math.log2(max(total, 1))) // 10, 0), 4)
-    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{round_text(used / 1024**power, 3)} of {round_text(total / 1024**power, 3)} {unit}"
+    return value, unit
 
 
 def round_text(value: float, digits: int = 2) -> str:
@@ -37,12 +44,26 @@ def round_text(value: float, digits: int = 2) -> str:
 
 def about_seconds(seconds: float) -> str:
     """Return predicted seconds as text with two significant digits: 12 ms, 3.5 hours."""
+    unit_s, unit = _unit_of_seconds(seconds)
+    return f"{round_text(seconds / unit_s)} {unit}"
+
+
+def about_range(seconds: float, ratios: Sequence[float]) -> str:
+    """Return predicted seconds times each of two ratios, in the unit that `about_seconds` takes for
+    them: 83 to 150 minutes."""
+    unit_s, unit = _unit_of_seconds(seconds)
+    least, most = (round_text(ratio * seconds / unit_s) for ratio in ratios)
+    return f"{least} to {most} {unit}"
+
+
+def _unit_of_seconds(seconds: float) -> tuple[float, str]:
+    """Return the unit in which seconds read well, in seconds, and its name."""
     for least, unit_s, unit in (
         (_LONG_S, 3600.0, "hours"), (_MINUTES_S, 60.0, "minutes"), (1.0, 1.0, "s"),
     ):  # fmt: skip
         if seconds >= least:
-            return f"{round_text(seconds / unit_s)} {unit}"
-    return f"{round_text(seconds * 1e3)} ms"
+            return unit_s, unit
+    return 1e-3, "ms"
 
 
 def format_larger_bytes(num_bytes: int) -> str:

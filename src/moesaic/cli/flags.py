@@ -163,14 +163,21 @@ def check_new_file(flag: str, path: Path, name: str) -> None:
         raise ConfigError(f"{flag} '{path}' is not a plain file: name another path")
     if path.exists():
         raise ConfigError(f"{flag} '{path}' already exists: remove it, or name another file")
-    directory = path.absolute().parent
-    if not directory.is_dir():
-        raise ConfigError(f"{flag} '{path}' is in a directory that does not exist: create it first")
+    check_parent(flag, path)
     try:
-        with tempfile.TemporaryFile(dir=directory):  # Leaves nothing behind.
+        with tempfile.TemporaryFile(dir=path.absolute().parent):  # Leaves nothing behind.
             pass
     except OSError as error:
         raise write_error(f"{flag} '{path}'", error) from None
+
+
+def check_parent(flag: str, path: Path) -> None:
+    """Raise ConfigError unless the directory of the file that `flag` names exists."""
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{flag} '{path}' is in a directory that does not exist: create '{directory}' first"
+        )
 
 
 def write_new_file(flag: str, path: Path, text: str) -> None:

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     except RunInterrupted as error:
         if is_leader() or not error.is_saved:  # After a save all ranks have ended alike.
-            screen.print_error(f"{message_prefix()}{error}")
+            _print_end(error)
         return error.status
     except RankFailed as error:
         screen.err().print(str(error).rstrip())
@@ -79,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status == EXIT_INTERRUPTED and is_leader():
         screen.err().print("interrupted")
     return int(status or 0)
+
+
+def _print_end(error: RunInterrupted) -> None:
+    """Print why a run has ended early; an interrupt is no error."""
+    say = screen.err().print if error.status == EXIT_INTERRUPTED else screen.print_error
+    with suppress(OSError):  # The exit status still tells it.
+        say(f"{message_prefix()}{error}")
 
 
 def _status_of(error: UserError) -> int:

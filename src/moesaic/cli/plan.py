@@ -11,6 +11,7 @@ import typer
 
 from moesaic.api.cluster import Cluster
 from moesaic.api.launch import EXIT_DOES_NOT_FIT
+from moesaic.api.plan_search import without_speeds
 from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, prediction, screen, searched
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
@@ -175,12 +176,24 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         return print_largest(question, ssd)
     if compare is not None:
         return print_compared(question, compare)
+    ranks = None
     if fit == "cluster" or min_cost:
         planned, status = choose_part(question, (floor or 0.0) if min_cost else None)
     else:
         planned, status = question.predict(plan_path, search=search)
-    _print(planned, question, why, (out, trace))
+        if nproc is None and plan_path is None:
+            ranks = _describe_ranks(planned.plan.ranks, cluster)
+    _print(planned, question, why, (out, trace), ranks)
     return status
+
+
+def _describe_ranks(ranks: int, cluster: Cluster) -> str | None:
+    """Return where the number of ranks comes from, if it is more than one and all that there is
+    room for."""
+    from moesaic.policy.plan.mapping import max_ranks
+
+    takes_all = 1 < ranks == max_ranks(cluster.facts)
+    return f"{ranks}, one a device of the cluster; --nproc N for fewer" if takes_all else None
 
 
 def _print(
@@ -188,9 +201,10 @@ def _print(
     question: Question,
     why: str | None,
     files: tuple[Path | None, Path | None],
+    ranks: str | None,
 ) -> None:
     """Print warnings and the prediction, or the reasons for one block; write the `files` of `--out`
-    and `--trace`."""
+    and `--trace`. `ranks` says where their number comes from."""
     from moesaic.policy.plan.predict import DOES_NOT_FIT
 
     for warning in planned.warnings:
@@ -201,11 +215,11 @@ def _print(
         return
     written = _write(planned, question, *files)
     if question.as_json:
-        screen.print_json(planned.figures)
+        screen.print_json(without_speeds(planned.figures))
     elif planned.found is not None:
-        searched.print_searched_job(planned, written)
+        searched.print_searched_job(planned, written, ranks)
     else:
-        prediction.print_planned_job(planned, written)
+        prediction.print_planned_job(planned, written, ranks)
 
 
 def _write(
@@ -237,7 +251,7 @@ def _plan_workload(
     with cluster.named_in_errors():
         figures = predict_traced(load_traced(path), cluster.facts, nproc)
     if as_json:
-        screen.print_json(figures)
+        screen.print_json(without_speeds(figures))
     else:
         prediction.print_traced_model(figures)
     return 0 if figures["fits"] else EXIT_DOES_NOT_FIT

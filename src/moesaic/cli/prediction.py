@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moesaic.api.memory_here import describe_fit
+from moesaic.api.plan_search import without_speeds
 from moesaic.base.keys import join_words
-from moesaic.base.units import about_seconds, format_bytes, round_text
+from moesaic.base.units import (
+    about_range,
+    about_seconds,
+    format_bytes,
+    format_used_bytes,
+    round_text,
+)
 from moesaic.cli import screen
-from moesaic.facts.cluster import Calibration
+from moesaic.facts.cluster import Calibration, describe_step
 from moesaic.facts.plan import Plan, describe_plan, dispatch_summary
 from moesaic.facts.workload import STEP
 
@@ -18,15 +26,16 @@ if TYPE_CHECKING:
 
 _WIDTH = 18
 """Width of the names of rows; block names may be longer."""
-_WITHOUT_SPEED = ("parameters", "memory per rank", "memory budget", "expert state")
+_WITHOUT_SPEED = ("ranks", "parameters", "memory per rank", "memory budget", "expert state")
 """Rows about a plan that does not fit, besides memory by kind."""
 _EMBEDDING_TEXTS = {
     "whole": "whole table on every rank", "columns": "a column shard on each rank",
 }  # fmt: skip
 
 
-def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
-    """Print the predictions for a job, and what was `written`."""
+def print_planned_job(planned: PlannedJob, written: Mapping[str, str], ranks: str | None) -> None:
+    """Print the predictions for a job, where the number of `ranks` comes from, and what was
+    `written`."""
     plan, figures = planned.plan, planned.figures
     if planned.found is None:
         print_verdict(figures)
@@ -34,13 +43,14 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
     run_s, tiers = figures["steps"] * figures["step_s"], figures["memory_tiers"]
     its_device = "its device" if len(figures["devices"]) == 1 else "the slowest rank's device"
     rows = {
+        "ranks": ranks,
         "dispatch": _describe_dispatch(figures) if plan.ep > 1 else None,
         "embedding": _describe_embedding(figures),
         "pipeline": _describe_pipeline(figures),
         "balance": _describe_replicas(figures),
         "parameters": f"{total:,}" + (f", {active:,} active per token" if active < total else ""),
         "whole run": f"{figures['steps']:,} steps in {about_seconds(run_s)}"
-        f"{_range_text(figures, run_s, about_seconds)}",
+        f"{_range_text(figures, partial(about_range, run_s))}",
         "tokens": f"{round_text(figures['tokens_per_s'])} per second",
         "utilisation": f"{round_text(100 * figures['utilisation'])}% of the peak matmul rate of "
         f"{its_device}",
@@ -51,7 +61,7 @@ def print_planned_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
         "price": _describe_price(figures) if figures["price"] is not None else None,
     }
     _print_prediction(_describe_layout(plan, figures), figures, rows)
-    print_parts(figures["parts"])
+    print_parts(without_speeds(figures)["parts"])
     _print_rows(list(written.items()), _WIDTH)
 
 
@@ -65,9 +75,8 @@ def print_parts(parts: Sequence[Mapping[str, Any]]) -> None:
     if not parts:
         return
     names = ["parts", "learns from", "parameters", "memory without temporaries"]
-    screen.print_table(
-        [*names, *["step"] * ("step_s" in parts[0])], [_part_row(one) for one in parts], left=2
-    )
+    names += ["step"] * (parts[0].get("step_s") is not None)
+    screen.print_table(names, [_part_row(one) for one in parts], left=2)
 
 
 def _part_row(part: Mapping[str, Any]) -> list[str]:
@@ -75,7 +84,8 @@ def _part_row(part: Mapping[str, Any]) -> list[str]:
     auxiliary = part["auxiliary_parameters"]
     numbers = f"{part['parameters']:,}" + f" + {auxiliary:,} auxiliary" * bool(auxiliary)
     row = [f"  {part['name']}", teacher, numbers, format_bytes(part["memory_bytes"])]
-    return [*row, about_seconds(part["step_s"])] if "step_s" in part else row
+    step_s = part.get("step_s")
+    return row if step_s is None else [*row, about_seconds(step_s)]
 
 
 def print_traced_model(figures: Mapping[str, Any]) -> None:
@@ -155,12 +165,12 @@ def _print_prediction(
     """
     needs = figures["memory_per_rank"]
     kinds = {name: num_bytes for name, num_bytes in needs.items() if name != "peak_bytes"}
+    used = format_used_bytes(needs["peak_bytes"], figures["usable_memory_bytes"])
     rows = [
-        ("step", f"{about_seconds(figures['step_s'])}{error_text(figures)}, of which"),
+        ("step", f"{describe_step(figures['step_s'], _calibration(figures))}, of which"),
         *((f"  {name}", about_seconds(seconds)) for name, seconds in figures["phases_s"].items()),
         *((name, text) for name, text in extra_rows.items() if text is not None),
-        ("memory per rank", f"peak {format_bytes(needs['peak_bytes'])} of "
-         f"{format_bytes(figures['usable_memory_bytes'])}, of which"),
+        ("memory per rank", f"peak {used}, of which"),
         *((f"  {name.removesuffix('_bytes')}", format_bytes(num_bytes))
           for name, num_bytes in kinds.items() if num_bytes),
     ]  # fmt: skip
@@ -190,33 +200,22 @@ def _basis(figures: Mapping[str, Any]) -> str:
     calibration = figures["calibration"]
     if not calibration:
         return ", not calibrated"
-    if calibration["source"] is not None:  # `error_text` names it.
+    if calibration["source"] is not None:  # `describe_step` names it.
         return "" if figures["loads"] else " for even routing" * bool(figures["plan"]["experts"])
     basis = f", calibrated by {Calibration(**calibration).describe()}"
     return basis + " on other devices" * (figures["device"] not in calibration["devices"])
 
 
-def error_text(figures: Mapping[str, Any]) -> str:
-    """Return the error that calibration has seen, or how far other predictions were off."""
+def _calibration(figures: Mapping[str, Any]) -> Calibration | None:
     calibration = figures["calibration"]
-    if calibration and calibration["ratios"]:
-        runs = f" by {Calibration(**calibration).describe()}; calibrate with your own"
-        return _range_text(figures, figures["step_s"], about_seconds, runs)
-    error = calibration["error"] if calibration else None
-    if error is None:
-        return " (not calibrated: may be off by 2x)"
-    return f" ± {round_text(100 * error)}%"
+    return Calibration(**calibration) if calibration else None
 
 
-def _range_text(
-    figures: Mapping[str, Any], value: float, text: Callable[[float], str], runs: str = ""
-) -> str:
-    """Return the range of a value that grows with the step, by published runs; empty without."""
-    calibration = figures["calibration"]
-    if not calibration or not calibration["ratios"]:
-        return ""
-    least, most = (text(one * value) for one in calibration["ratios"])
-    return f" ({least} to {most}{runs})"
+def _range_text(figures: Mapping[str, Any], text: Callable[[Sequence[float]], str]) -> str:
+    """Return `text` of the least and the largest ratio of published runs to their predictions, in
+    brackets; empty without such runs."""
+    ratios = (figures["calibration"] or {}).get("ratios")
+    return f" ({text(ratios)})" if ratios else ""
 
 
 def _print_rows(rows: Sequence[tuple[str, str]], width: int) -> None:
@@ -328,9 +327,9 @@ def _describe_checkpoint(figures: Mapping[str, Any]) -> str:
 
 def _describe_price(figures: Mapping[str, Any]) -> str:
     per_million = figures["price_per_million_tokens"]
+    span = _range_text(figures, lambda two: " to ".join(round_text(x * per_million) for x in two))
     return (
-        f"{round_text(per_million)}{_range_text(figures, per_million, round_text)} per million "
-        "tokens, "
+        f"{round_text(per_million)}{span} per million tokens, "
         f"{round_text(figures['price'])} for the whole run, {figures['price_per_hour']:,.2f} per "
         "hour"
     )

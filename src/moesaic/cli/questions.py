@@ -127,14 +127,14 @@ def print_block(planned: PlannedJob, block: str, as_json: bool) -> None:
 
 
 def print_compared(question: Question, names: tuple[str, str]) -> int:
-    """Print two plans, or layouts, side by side."""
+    """Print two plans, or layouts, side by side; return the exit status."""
     first, second = (_predict(question, name) for name in names)
     facts = compare_plans(first, second)
     if question.as_json:
         screen.print_json({"names": names, **facts})
     else:
         searched.print_comparison(names, facts)
-    return 0
+    return 0 if any(facts["fits"]) else EXIT_DOES_NOT_FIT
 
 
 def _predict(question: Question, name: str) -> PlannedJob:

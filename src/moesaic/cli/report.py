@@ -34,6 +34,8 @@ def report(run: RunPath = None, out: Out = None, as_json: Json = False) -> int:
         raise ConfigError(
             f"--out '{out}' is a directory: name a file, such as {out / 'report.html'}"
         )
+    if out is not None:
+        flags.check_parent("--out", out)
     opened = Run.open(directory)
     facts = opened.summary()
     page = opened.report(out) if out is not None or not as_json else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moesaic.base.keys import toml
-from moesaic.base.units import about_seconds, format_bytes, round_text
+from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
 from moesaic.cli import prediction, screen
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def print_runners_up(figures: Mapping[str, Any]) -> None:
     )
 
 
-def print_searched_job(planned: PlannedJob, written: Mapping[str, str]) -> None:
+def print_searched_job(planned: PlannedJob, written: Mapping[str, str], ranks: str | None) -> None:
     """Print a searched plan: the verdict, its predictions, and runners-up."""
     print_verdict(planned)
-    prediction.print_planned_job(planned, written)
+    prediction.print_planned_job(planned, written, ranks)
     print_runners_up(planned.figures)
 
 
@@ -108,7 +108,8 @@ def print_why(facts: Mapping[str, Any]) -> None:
 
 
 def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
-    """Print two plans beside each other, and which is faster by how much and where."""
+    """Print which of two plans fits and is faster, by how much and where, and both side by side."""
+    screen.print_line(f"{_describe_comparison(names, facts)}\n")
     rows = [(f"  {key}", *(toml(value) for value in pair)) for key, pair in _short(facts)]
     kinds = facts["seconds_by_kind"]
     seconds = [
@@ -116,9 +117,12 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
         *((f"    {kind}", pair) for kind, pair in kinds.items()),
     ]
     table: list[Sequence[str]] = [("settings",), *rows] if rows else []
-    table.append(("seconds",))
+    if any(facts["fits"]):
+        table.append(("seconds",))
     table += [
-        (name, *map(about_seconds, pair), _difference(*pair)) for name, pair in seconds if any(pair)
+        (name, *(_or_dash(one, about_seconds) for one in pair), _difference(*pair))
+        for name, pair in seconds
+        if any(pair)
     ]
     table.append(("figures",))
     peaks = [
@@ -130,26 +134,32 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
     for name, pair in (
         ("  tokens per second", facts["tokens_per_s"]), ("  price per million tokens", prices),
     ):  # fmt: skip
-        if None not in pair:
-            each = zip(pair, facts["fits"], strict=True)
-            table.append((name, *(round_text(one) if fits else "-" for one, fits in each)))
+        if any(pair):
+            table.append((name, *(_or_dash(one, round_text) for one in pair)))
     screen.print_table(["", *names, "difference"], table)
+
+
+def _describe_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> str:
+    """Return which of two plans fits, and which is faster, by how much and where."""
     unfit = [name for name, fits in zip(names, facts["fits"], strict=True) if not fits]
     if unfit:
-        screen.print_line(f"\n{' and '.join(unfit)}: DOES NOT FIT, so its speed cannot be reached")
-        return
-    differences = {kind: pair[1] - pair[0] for kind, pair in kinds.items()}
+        fitting = [f"; {name} fits" for name in names if name not in unfit]
+        return f"DOES NOT FIT: {' and '.join(unfit)}{''.join(fitting)}"
+    differences = {kind: pair[1] - pair[0] for kind, pair in facts["seconds_by_kind"].items()}
     ratio = facts["speedup"]
     faster, slower = (names[1], names[0]) if ratio >= 1 else (names[0], names[1])
     sign = -1 if ratio >= 1 else 1
     kind = max(differences, key=lambda name: sign * differences[name])
     if abs(ratio - 1) < _MIN_SHOWN_DIFFERENCE:
-        screen.print_line("\nboth are equally fast; predicted, not measured")
-        return
-    screen.print_line(
-        f"\n{faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly by {kind}; "
-        "predicted, not measured"
+        return "both fit and are equally fast; predicted, not measured"
+    return (
+        f"both fit: {faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly by "
+        f"{kind}; predicted, not measured"
     )
+
+
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
 
 
 def _short(facts: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
@@ -229,8 +239,8 @@ def print_largest_in_memory(figures: Mapping[str, Any]) -> None:
         f"{figures['own']:,}), {figures['parameters']:,} parameters, on {where}"
     )
     screen.print_line(
-        f"  it needs {format_bytes(memory['peak_bytes'])} of "
-        f"{format_bytes(memory['usable_bytes'])} per rank with {settings_text(settings)}"
+        f"  it needs {format_used_bytes(memory['peak_bytes'], memory['usable_bytes'])} per rank "
+        f"with {settings_text(settings)}"
     )
     if figures["next_size"] is not None:
         screen.print_line(
@@ -261,8 +271,10 @@ def _part_text(ranks: int, hosts: Sequence[str]) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)} on {hosts[0] if len(hosts) == 1 else many}"
 
 
-def _difference(first_s: float, second_s: float) -> str:
+def _difference(first_s: float | None, second_s: float | None) -> str:
     """Return how much the second takes more, or that nothing differs in the digits shown."""
+    if first_s is None or second_s is None:
+        return ""
     if abs(second_s - first_s) < _MIN_SHOWN_DIFFERENCE * max(first_s, second_s):
         return "same"
     return _signed(second_s - first_s)

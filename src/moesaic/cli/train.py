@@ -87,8 +87,9 @@ Verbose = Annotated[
 ]  # fmt: skip
 
 _STARTS_ANEW = SAME_COMMAND.removeprefix(ENDED_BY_SIGTERM)
+_NOTHING_SAVED = ": nothing was saved, the same command starts anew"
 _RESUMES = " before the first step: the same command resumes from the checkpoint"
-"""Ends of the line about SIGTERM."""
+"""Ends of the line about an interrupt or SIGTERM."""
 
 
 def train(  # noqa: PLR0913 - a parameter for each flag
@@ -114,7 +115,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     run = resumed_run(None if out is None else str(out), resume)
     with exit_on_sigterm(f"{ENDED_BY_SIGTERM}{_STARTS_ANEW if resume is None else _RESUMES}"):
         with exit_on_interrupt(), said_once():
-            prepared = Job.load(job, sets=sets or (), run=run).prepare(
+            prepared = Job.load(job, sets=sets or (), run=run, needs_data=True).prepare(
                 out=out, nproc=nproc, resume=resume, change=change, plan=plan,
                 output="stderr" if as_json else "stdout", is_started=not dry_run,
                 cluster=None if cluster is None else flags.load_cluster(cluster),
@@ -165,7 +166,7 @@ def _go_on(reason: str, prepared: PreparedRun, as_json: bool) -> str:
     """Return the command that resumes from the newest checkpoint, as a clause."""
     task = prepared.task
     if task.out is None or not holds_checkpoint(Path(task.out)):
-        return _STARTS_ANEW if reason == ENDED_BY_SIGTERM else ""
+        return _STARTS_ANEW if reason == ENDED_BY_SIGTERM else _NOTHING_SAVED
     if is_torchrun():
         return f"; to continue: the same command with {shlex.join(('--out', task.out))} --resume"
     words = ["moesaic", "train", *(["--json"] if as_json else []), "--out", task.out, "--resume"]

@@ -9,18 +9,22 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.base import keys
+from moesaic.base.config import list_mistakes
 from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import CtrJob, Job
 from moesaic.train.data.sources import find_sources
-from moesaic.train.job_file import LoadedJob, TrainingJob, blame_sets
+from moesaic.train.job_file import LoadedJob, TrainingJob
 from moesaic.train.resumed_job import place_of_paths
 
 if TYPE_CHECKING:
+    from moesaic.models.tokenizer import Tokenizer
     from moesaic.train.data.clicks import ClickData
+    from moesaic.train.data.sources import TextSource
     from moesaic.train.data.text_data import TextData
 
 WHOLE_BYTES = 8 << 20
@@ -38,38 +42,51 @@ def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> Non
             f"{'is' if len(loaded.missing_data) == 1 else 'are'} missing: add [data] with path "
             "(the training text) and sequence (tokens per sample)"
         )
-    try:
-        with blame_sets(loaded.origin, loaded.sets):
-            _check_inputs(loaded.job, loaded.origin)
-    except ConfigError as error:
-        job = loaded.job.model_dump(mode="json")
-        hint = "" if run is None else place_of_paths(run, job, str(error))
-        if not hint:
-            raise
-        raise ConfigError(f"{error}{hint}") from None
+    job = loaded.job.model_dump(mode="json")
+    texts = [
+        f"{one}{'' if run is None else place_of_paths(run, job, str(one))}"
+        for one in _mistakes(loaded.job)
+    ]
+    mistakes = {text.partition(" ")[0].rstrip(":"): text for text in texts}
+    if mistakes:
+        raise ConfigError(list_mistakes(mistakes, loaded.origin, loaded.sets, {}))
 
 
-def _check_inputs(job: TrainingJob, origin: str) -> None:
-    try:
-        if isinstance(job, Job):
-            _check_data(job)
-        else:
+def _mistakes(job: TrainingJob) -> list[UserError]:
+    """Return what the job needs and this machine lacks."""
+    found = list[UserError]()
+    if isinstance(job, Job):
+        _check_data(job, found)
+    else:
+        with _noted(found):
             list(_click_files(job))
-    except UserError as error:
-        raise ConfigError(f"{origin}: {error}") from None
     replay = job.routing.replay if isinstance(job, Job) else None
     if replay is not None and not Path(replay).expanduser().exists():
-        raise ConfigError(
-            f"{origin}: routing.replay = {keys.show(replay)} does not exist: "
-            "give a file written by routing.record"
+        found.append(
+            ConfigError(
+                f"routing.replay = {keys.show(replay)} does not exist: "
+                "give a file written by routing.record"
+            )
         )
     for extra in ("wandb", "mlflow"):
         value = getattr(job.log, extra)
         if value is not None and importlib.util.find_spec(extra) is None:
-            raise ConfigError(
-                f"{origin}: log.{extra} = {keys.show(value)} needs the package {extra}: "
-                f"pip install 'moesaic[{extra}]', or remove the key"
+            found.append(
+                ConfigError(
+                    f"log.{extra} = {keys.show(value)} needs the package {extra}: "
+                    f"pip install 'moesaic[{extra}]', or remove the key"
+                )
             )
+    return found
+
+
+@contextmanager
+def _noted(found: list[UserError]) -> Iterator[None]:
+    """Let an error wait in `found` for the others."""
+    try:
+        yield
+    except UserError as error:
+        found.append(error)
 
 
 def _click_files(job: CtrJob) -> Iterator[Path]:
@@ -130,28 +147,38 @@ def _read_start(job: TrainingJob, cache: Path) -> Iterator[str]:
     return clicks.read_start(job.data)
 
 
-def _check_data(job: Job) -> None:
-    """Raise if the text, its first record, the tokenizer or the chat template of `job` is missing
-    or does not fit."""
-    from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
+def _check_data(job: Job, found: list[UserError]) -> None:
+    """Add to `found` if the text, its first record, the tokenizer or the chat template of `job` is
+    missing or does not fit."""
+    from moesaic.models.tokenizer import open_tokenizer
 
-    sources = find_sources(job.data)
-    for source in sources:
-        if source.kind in ("jsonl", "parquet", "chat", "labelled"):
-            from moesaic.train.data.text import check_first_record
+    with _noted(found):
+        sources = find_sources(job.data)
+        for source in sources:
+            if source.kind in ("jsonl", "parquet", "chat", "labelled"):
+                from moesaic.train.data.text import check_first_record
 
-            check_first_record(source)
-    has_control = job.control is not None
+                check_first_record(source)
+    with _noted(found):
+        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+    if not found:
+        with _noted(found):
+            _check_tokenizer(job, tokenizer, sources[0])
+
+
+def _check_tokenizer(job: Job, tokenizer: Tokenizer, source: TextSource) -> None:
+    """Raise if the tokenizer does not fit the model, the prompts or the conversations of `job`."""
+    from moesaic.models.tokenizer import check_vocabulary
+
     if job.control is not None:
         from moesaic.train.data.control import open_control
 
-        tokenizer, encoder = open_control(job.data, job.control, sources[0])
-        encoder.check_source(sources[0])
-    else:
-        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+        tokenizer, encoder = open_control(job.data, job.control, source)
+        encoder.check_source(source)
     check_vocabulary(
-        job.model.vocab, tokenizer, is_fixed=job.source is not None, has_control=has_control
-    )
+        job.model.vocab, tokenizer, is_fixed=job.source is not None,
+        has_control=job.control is not None,
+    )  # fmt: skip
     if job.data.format == "chat":
         from moesaic.train.data.chat import ChatEncoder
 

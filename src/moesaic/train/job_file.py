@@ -95,6 +95,8 @@ def load_job(
     sets: Sequence[str] = (),
     run: Path | None = None,
     plan: Path | Mapping[str, Any] | None = None,
+    *,
+    needs_data: bool = False,
 ) -> LoadedJob[TrainingJob]:
     """Return the job in the file `source`, or of the tables `source`, and the items of `sets`.
 
@@ -104,6 +106,7 @@ def load_job(
         run: resumed run, whose own items of `sets` stay. It supplies the model if the model's
             directory is gone.
         plan: path of a plan, or its content; it overrides the layout.
+        needs_data: list missing keys of [data] among the mistakes; plans assume them.
     """
     text, raw, origin = _read_source(source, run)
     began = None if run is None else RunSource.read(run)
@@ -112,7 +115,7 @@ def load_job(
     with blame_sets(origin, sets):
         raw, has_open_micro_batches = _fill_micro_batches(apply_sets(raw, sets))
         missing_data = missing_keys(raw)
-        job, notes = _resolve(raw, origin, sets, run)
+        job, notes = _resolve(raw, origin, sets, run, needs_data=needs_data)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
@@ -175,18 +178,21 @@ def language_model(loaded: LoadedJob[TrainingJob], refusal: str) -> LoadedJob[Jo
 
 
 def _resolve(
-    raw: dict[str, Any], origin: str, sets: Sequence[str], run: Path | None
+    raw: dict[str, Any], origin: str, sets: Sequence[str], run: Path | None, *, needs_data: bool
 ) -> tuple[TrainingJob, list[str]]:
     """Return the job of these tables with its warnings."""
     kind = keys.check_choice(f"{origin}: kind", raw.get("kind", "lm"), ["lm", "ctr"])
     if kind == "ctr":
         return parse(CtrJob, raw, origin, sets), []
+    notes, found = list[str](), dict[str, str]()
     if "source" in raw:
-        raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
-    notes: list[str] = []
+        found["source"] = "'source' is not a key of a job: write from = DIR in [model]"
     raw = fill_tokenizer(raw, origin, notes, run)
-    raw = _fill_students(fill_pretrained(raw, origin, notes, run), origin, notes, run)
-    job = parse(Job, fill_for_plan(fill_labels(fill_preset(raw))), origin, sets)
+    with _noted(found, "model.from", origin):
+        raw = fill_pretrained(raw, origin, notes, run)
+    raw = _fill_students(raw, origin, notes, run, found)
+    filled = fill_labels(fill_preset(raw))
+    job = parse(Job, filled if needs_data else fill_for_plan(filled), origin, sets, found)
     if "sequence" in missing_keys(raw):
         notes.append(
             f"{origin} has no data.sequence: {job.data.sequence} tokens a sample are assumed; for "
@@ -201,20 +207,38 @@ def _resolve(
     return job, [*notes, *warnings]
 
 
+@contextmanager
+def _noted(found: dict[str, str], key: str, origin: str) -> Iterator[None]:
+    """Let an error about `key` wait in `found`, for the list of the job's mistakes."""
+    try:
+        yield
+    except ConfigError as error:
+        found[key] = str(error).removeprefix(f"{origin}: ")
+
+
 def _fill_students(
-    raw: dict[str, Any], origin: str, notes: list[str], run: Path | None
+    raw: dict[str, Any],
+    origin: str,
+    notes: list[str],
+    run: Path | None,
+    found: dict[str, str],
 ) -> dict[str, Any]:
-    """Return `raw` with `model.from = DIR` of each `[[student]]` replaced, as in `[model]`."""
+    """Return `raw` with `model.from = DIR` of each `[[student]]` replaced, as in `[model]`.
+
+    Mistakes go to `found`, by key."""
     students = raw.get("student")
     if not isinstance(students, list):
         return raw
     filled = list[Any]()
     for index, student in enumerate(students):
-        where = f"{origin}: student[{index}]"
+        where = f"student[{index}]"
         if isinstance(student, dict):
             if "source" in student:
-                raise ConfigError(f"{where}.source is not a key of a job: write model.from = DIR")
-            student = fill_pretrained(student, where, notes, run)
+                found[f"{where}.source"] = (
+                    f"{where}.source is not a key of a job: write model.from = DIR"
+                )
+            with _noted(found, f"{where}.model.from", origin):
+                student = fill_pretrained(student, f"{origin}: {where}", notes, run)
         filled.append(student)
     return {**raw, "student": filled}
 

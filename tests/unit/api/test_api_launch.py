@@ -128,7 +128,8 @@ def test_a_rank_writes_its_error(
         (UserError("one sentence"), 2, "error: one sentence"),
         (RunInterrupted("ended by SIGTERM"), 75, "error: ended by SIGTERM before the first step: "
          "nothing was saved, the same command starts anew"),
-        (RunInterrupted("interrupted", 130), 130, "error: interrupted"),
+        (RunInterrupted("interrupted", 130), 130, "interrupted: nothing was saved, the "
+         "same command starts anew"),
         (RankFailed("Traceback ..."), 1, "error: a rank failed because of a bug in moesaic; "
          "see the traceback above"),
     ],

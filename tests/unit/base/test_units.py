@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.base.units import format_bytes, format_clock, format_larger_bytes, parse_bytes
+from moesaic.base.units import (
+    about_range,
+    format_bytes,
+    format_clock,
+    format_larger_bytes,
+    format_used_bytes,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,24 @@ def test_a_larger_size_reads_back_as_enough(num_bytes: int) -> None:
     text = format_larger_bytes(num_bytes)
     assert num_bytes <= parse_bytes(text) <= 1.11 * num_bytes + 1
     assert num_bytes < 1024 or text != format_bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("used", "total", "text"),
+    [
+        (12.1 * 2**30, 24 * 2**30, "12.1 of 24 GiB"),
+        (35.2 * 2**20, 7.45 * 2**30, "35.2 MiB of 7.45 GiB"),
+        (3880 * 2**30, 68.8 * 2**30, "3.79 TiB of 68.8 GiB"),
+        (0, 100, "0 of 100 B"),
+    ],
+)
+def test_used_bytes_have_the_unit_of_their_size(used: float, total: float, text: str) -> None:
+    assert format_used_bytes(used, total) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(7140.0, "83 to 150 minutes"), (1.3, "0.91 to 1.7 s"), (0.96, "670 to 1,200 ms")],
+)
+def test_a_range_of_seconds_has_one_unit(seconds: float, text: str) -> None:
+    assert about_range(seconds, (0.7, 1.28)) == text

@@ -67,6 +67,16 @@ def test_a_mistake_in_a_set_names_it(commands: Commands) -> None:
         assert commands.refusal(["train", "job.toml", "--set", item]).startswith(f"error: {item}: ")
 
 
+def test_training_asks_for_all_tables_at_once(place: Path, commands: Commands) -> None:
+    (place / "job.toml").write_text('[model]\npreset = "tiny-olmoe"\n')
+    for line in ("train job.toml", "inspect job.toml", "plan job.toml --cluster cpu"):
+        text = commands.run(line, status=2).err
+        assert ("data is missing: add [data] with path and sequence" in text) == (
+            "plan" not in line
+        )
+        assert "train is missing: add [train] with steps and batch" in text
+
+
 VERBS = [
     ("train", "JOB.toml is missing"),
     ("train no.toml", "'no.toml' cannot be read (No such file"),
@@ -160,6 +170,7 @@ VERBS = [
     ("report", "RUN is missing"),
     ("report nowhere", "there is no run directory 'nowhere'"),
     ("report old --out old", "--out 'old' is a directory"),
+    ("report old --out no/x.html", "--out 'no/x.html' is in a directory that does not exist: "),
 ]
 
 
@@ -179,7 +190,7 @@ def test_a_damaged_checkpoint_is_an_error(place: Path, commands: Commands) -> No
 
 
 def test_a_bug_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("ours")
 
     monkeypatch.setattr("moesaic.api.job.load_job", broken)
@@ -188,7 +199,7 @@ def test_a_bug_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_prints_one_word(monkeypatch: pytest.MonkeyPatch, commands: Commands) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moesaic.api.job.load_job", interrupted)

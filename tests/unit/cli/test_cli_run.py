@@ -437,8 +437,8 @@ def test_runs_are_reported(commands: Commands) -> None:
     assert commands.facts("report run")["step"] == 4
     assert not Path("run/report.html").exists()
     assert commands.output("report run") == "wrote run/report.html\n"
-    assert commands.output("report run --out pages/run.html") == "wrote pages/run.html\n"
-    assert Path("pages/run.html").stat().st_size > 1000
+    assert commands.output("report run --out page.html") == "wrote page.html\n"
+    assert Path("page.html").stat().st_size > 1000
 
 
 def test_from_fine_tunes(commands: Commands) -> None:

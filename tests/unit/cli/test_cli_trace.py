@@ -88,7 +88,7 @@ def test_a_model_becomes_a_file_and_the_file_a_prediction(place: Path, commands:
     assert facts["memory_per_rank"]["moments_bytes"] == 2 * 9610 * 4
     text = commands.output(line)
     verdict, opening, *_ = text.splitlines()
-    assert verdict.startswith("fits: 0.000166 of 68.8 GiB per rank (5.73 of 74.5 GiB stay free ")
+    assert verdict.startswith("fits: 174 KiB of 68.8 GiB per rank (5.73 of 74.5 GiB stay free ")
     assert opening.startswith("Sequential, a replica on each of 8 ranks on a node (NVIDIA H100")
     assert "blocks " in text
 
@@ -105,6 +105,7 @@ def test_replicas_must_fit_the_smallest_device(place: Path, commands: Commands) 
     commands.run(named("trace nets:make --out workload.json", place))
     facts = commands.facts("plan --workload workload.json --cluster unlike.toml", status=3)
     assert (facts["fits"], facts["device_memory_bytes"]) == (False, 1e3)
+    assert (facts["step_s"], facts["samples_per_s"]) == (None, None)
 
 
 def test_blocks_and_real_numbers(place: Path, commands: Commands) -> None:

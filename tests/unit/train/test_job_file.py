@@ -266,8 +266,48 @@ def test_a_resumed_run_keeps_its_tokenizer() -> None:
 
 def test_source_is_not_for_files() -> None:
     assert refusal("source=hf") == (
-        "job.toml: 'source' is not a key of a job: write from = DIR in [model]"
+        "source=hf: 'source' is not a key of a job: write from = DIR in [model]"
     )
+
+
+def test_a_wrong_source_comes_with_the_other_mistakes() -> None:
+    student = '[[student]]\nname = "small"\nlr = -1\nmodel.from = "none"'
+    text = write(f'from = "nowhere"\n{student}').read_text()
+    Path("job.toml").write_text(text.replace("batch = 2", "bacth = 2"))
+    with pytest.raises(ConfigError) as caught:
+        load_job(Path("job.toml"), ["layout.ep=x", "student.small.model.from=no"])
+    assert [line.split(": ")[:2] for line in str(caught.value).split("\n  ")] == [
+        ["job.toml", "5 mistakes"],
+        ['model.from = "nowhere" is no directory', "give a Hugging Face model directory"],
+        ["student.small.model.from=no", "student[0]"],
+        ["unknown key 'train.bacth'", "did you mean 'train.batch'?"],
+        ["layout.ep=x", 'layout.ep = "x"'],
+        ["student[0].lr = -1", "give a number above 0"],
+    ]
+
+
+@pytest.mark.parametrize("text", ["", '[model]\npreset = "tiny-olmoe"'])
+def test_all_missing_tables_are_named_at_once(text: str) -> None:
+    Path("job.toml").write_text(text)
+    tables = ["model", "data", "train"][bool(text) :]
+    for needs_data in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            load_job(Path("job.toml"), needs_data=needs_data)
+        missing = [one for one in tables if f"{one} is missing: add [{one}]" in str(caught.value)]
+        assert missing == [one for one in tables if needs_data or one != "data"]
+
+
+def test_a_job_of_a_plan_is_refused_for_training() -> None:
+    Path("job.toml").write_text(JOB.format(model='preset = "tiny-olmoe"').replace("path =", "#"))
+    with pytest.raises(ConfigError, match=r"job.toml: data.path is missing: add \[data\] with"):
+        check_inputs(load_job(Path("job.toml")))
+
+
+def test_all_missing_inputs_are_named_at_once() -> None:
+    sets = ("data.path=no.txt", "data.tokenizer=no", "routing.replay=no", "log.mlflow=mine")
+    heading, *lines = refusal(*sets).split("\n  ")
+    assert heading == "job.toml: 4 mistakes"
+    assert [line.partition(": ")[0] for line in lines] == list(sets)
 
 
 def test_missing_inputs(place: Path) -> None:
@@ -284,7 +324,7 @@ def test_missing_inputs(place: Path) -> None:
     assert "tokenizer.json' is not a tokenizer" in refusal("data.tokenizer=tokenizer.json")
     assert "holds no tokenizer.json" in refusal("data.tokenizer=tok")
     assert refusal("model.vocab=256") == (
-        "model.vocab = 256 is less than the 257 ids of "
+        "model.vocab=256: model.vocab = 256 is less than the 257 ids of "
         'data.tokenizer = "bytes": set model.vocab = 320 (any number from 257), or choose another '
         "tokenizer"
     )

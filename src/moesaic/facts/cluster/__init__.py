@@ -11,6 +11,7 @@ from moesaic.facts.cluster.cluster import (
     Link,
     LinkProperties,
     Matmul,
+    describe_step,
 )
 from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
 from moesaic.facts.cluster.file import load_cluster
@@ -40,6 +41,7 @@ __all__ = [
     "LinkProperties",
     "Matmul",
     "Place",
+    "describe_step",
     "device_at",
     "device_models",
     "inter_host_link",

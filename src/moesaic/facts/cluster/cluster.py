@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ClusterError
+from moesaic.base.units import about_range, about_seconds, round_text
 from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -258,6 +259,18 @@ class Calibration(Section):
         bf16"."""
         runs = f"{self.runs} {'published ' * (self.source is not None)}run{'s' * (self.runs > 1)}"
         return runs if self.source is None else f"{runs} of {self.source}"
+
+
+def describe_step(step_s: float, calibration: Calibration | None) -> str:
+    """Return a predicted step in words, with the error that calibration has seen, or how far other
+    predictions were off."""
+    text, ratios = about_seconds(step_s), calibration and calibration.ratios
+    if calibration is not None and ratios:
+        span = about_range(step_s, ratios)
+        return f"{text} ({span} by {calibration.describe()}; calibrate with your own)"
+    if calibration is None or calibration.error is None:
+        return f"{text} (not calibrated: may be off by 2x)"
+    return f"{text} ± {round_text(100 * calibration.error)}%"
 
 
 class Cluster(Section):

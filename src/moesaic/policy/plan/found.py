@@ -11,14 +11,13 @@ import numpy as np
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import join_words, toml
-from moesaic.base.units import format_bytes, format_seconds
-from moesaic.facts.cluster import Cluster, place_ranks
+from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
+from moesaic.facts.cluster import Cluster, describe_step, place_ranks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import (
     FoundPlan,
     PlanEstimate,
-    RankNeed,
     RunnerUp,
     SearchFacts,
     SearchResult,
@@ -196,8 +195,8 @@ def runner_up_text(one: RunnerUp, best: FoundPlan) -> str:
     lost = one.loses_s / best.estimate.step_s
     text = settings_text(differences(one.settings, best.settings)) or "another order of stages"
     return (
-        f"{text}: +{lost:.0%} ({format_seconds(one.loses_s)}), most of it in {one.kind} "
-        f"({format_seconds(one.kind_loses_s)})"
+        f"{text}: +{lost:.0%} ({about_seconds(one.loses_s)}), most of it in {one.kind} "
+        f"({about_seconds(one.kind_loses_s)})"
     )
 
 
@@ -215,11 +214,6 @@ def shortfall_text(result: SearchResult, shortfall: Shortfall) -> str:
         f"({format_bytes(need.short_bytes)} short); "
         f"{remedy_text(describe_remedy(shortfall.remedy))}"
     )
-
-
-def memory_text(need: RankNeed) -> str:
-    """Return the memory of a rank as text: "19.5 GiB of 68.8 GiB"."""
-    return f"{format_bytes(need.peak_bytes)} of {format_bytes(need.usable_bytes)}"
 
 
 def pins_text(facts: SearchFacts, settings: Settings) -> str:
@@ -249,12 +243,13 @@ def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) 
     """Return three lines about the layout that a search chose: how, what to expect, and why."""
     best = result.best
     assert best is not None
-    figures = planned.figures
+    figures, memory = planned.figures, best.memory
     runner = result.runners_up[0] if result.runners_up else None
     return [
         f"plan: chosen {chosen_text(best, facts.pins)}; {pins_text(facts, best.settings)}",
-        f"plan: predicted {format_seconds(figures['step_s'])} a step, "
-        f"{figures['tokens_per_s']:,.0f} tokens/s, {memory_text(best.memory)} per rank; "
+        f"plan: predicted step {describe_step(figures['step_s'], facts.cluster.calibration)}, "
+        f"{round_text(figures['tokens_per_s'])} tokens/s, "
+        f"{format_used_bytes(memory.peak_bytes, memory.usable_bytes)} per rank; "
         f"bottleneck {figures['bottleneck']}",
         f"plan: {result.tried} layout{'s' * (result.tried != 1)} simulated, "
         f"{proof_text(result)}; next "
