@@ -20,6 +20,7 @@ def write_report(run_dir: Path, out: Path) -> None:
     """Write the page of a run to `out`, atomically."""
     text = page.render(RunStats.read(run_dir))
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_replace(out) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:

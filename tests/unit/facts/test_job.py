@@ -394,6 +394,12 @@ def mistake_in(name: str) -> str:
     return str(caught.value).removeprefix("job: ")
 
 
+def test_a_key_in_the_model_of_a_student_is_meant_there() -> None:
+    for name, key in (("num_experts", "experts"), ("n_layer", "layers"), ("hiden", "hidden")):
+        found = keys.nearest_key(Job, ["student", "model", name])
+        assert found == f"student.model.{key}"
+
+
 def test_a_key_is_missing_beside_an_unknown_one_unless_that_means_it() -> None:
     sentences = {
         "lr": ["unknown key 'train.lr'", "train.steps is missing", "train.batch is missing"],
