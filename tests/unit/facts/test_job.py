@@ -302,12 +302,20 @@ def test_trainable_parameters_are_listed_by_name() -> None:
     assert first.startswith(
         f"trains {trained:,} of {count_parameters(model).total + trained - 8192:,} param"
     )
+    assert first.endswith("%): LoRA of q, k, v, o, gate, up, down; routers")
+    assert sum(int(line.rpartition(": ")[2].replace(",", "")) for line in lines) == trained
     assert "  layers.*.moe.router.weight: 8,192" in lines
     assert [line.partition(":")[0].strip() for line in lines] == [
         "layers.*.moe.router.weight",
         *(f"layers.*.attention.{part}.lora_*" for part in "qkvo"),
         *(f"layers.*.moe.experts.*.{part}.lora_*" for part in ("gate", "up", "down")),
     ]
+    for changes, words in (
+        (('finetune.targets=["attention"]', 'finetune.method="lora"'), "LoRA of q, k, v, o"),
+        (('finetune.method="full"',), "every weight but those of routers"),
+        (('finetune.method="full"', 'finetune.router="train"'), "every weight"),
+    ):
+        assert describe_trainable(job(*changes))[0].endswith(f"%): {words}")
 
 
 def test_names_of_other_frameworks_are_known_and_are_no_keys() -> None:
