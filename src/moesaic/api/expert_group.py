@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moesaic.api.arguments import explains_arguments
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.dist.all_to_all import GroupAllToAll, Transport
@@ -46,6 +47,7 @@ class ExpertGroup:
     Layers given one object share its connections and buffers. Every rank must create it.
     """
 
+    @explains_arguments
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, timeout_s: float = 600.0) -> None:
         """Take the ranks of `group`.
 

@@ -310,7 +310,7 @@ class Job:
         """
         cluster = None if cluster is None else Cluster.of(cluster)
         if change and resume is None:
-            raise ConfigError("change is for a run to resume: add resume, or remove change")
+            raise ConfigError("change=True is for a run to resume: add resume='auto', or remove it")
         directory, checkpoint = resolve_run(None if out is None else Path(out), resume)
         run = resumed_run(
             None if out is None else str(out), None if resume is None else str(resume)
@@ -328,7 +328,7 @@ class Job:
         used_plan = loaded.plan or own_plan(loaded, ranks, is_open=searches)
         if directory is not None:
             check_out_is_not_data(directory, loaded.job)
-        check_inputs(loaded)
+        check_inputs(loaded, run)
         texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
         if run is not None:
             files = [Path(one) for one in (self._source, plan) if isinstance(one, str | Path)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moesaic.api.arguments import explains_arguments
 from moesaic.api.ddp import is_averaged_by_ddp
 from moesaic.api.expert_group import PRECISIONS, ExpertGroup
 from moesaic.api.expert_parameters import ExpertParameters
@@ -40,6 +41,7 @@ class MoE(nn.Module):
     `expert_parameters`.
     """
 
+    @explains_arguments
     def __init__(  # noqa: PLR0913 -- the options of a public layer, by keyword
         self,
         hidden: int,

@@ -80,7 +80,7 @@ class SearchProgress:
             return
         self._printed_s = now
         text = (
-            f"searching{self.what}: {self._tried:,} layouts simulated in "
+            f"searching{self.what}: {self._tried:,} layout{'s' * (self._tried != 1)} simulated in "
             f"{now - self._began_s:.0f} s"
         )
         if self._tried:

@@ -257,7 +257,7 @@ def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | Non
         return out, None
     if resume == "auto":
         if out is None:
-            raise ConfigError("resume needs out, the directory of the run to continue")
+            raise ConfigError("a resume needs the directory of its run: give out=DIR")
         if holds_failed_try(out):
             return out, None
         if not holds_checkpoint(out):
@@ -281,7 +281,7 @@ def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
     owner = run if (run / "job.json").is_file() else None
     if out is None:
         if owner is None:
-            raise ConfigError(f"'{path}' belongs to no run: give out, the directory of one")
+            raise ConfigError(f"'{path}' belongs to no run: give out=DIR, the directory of one")
         return owner, str(path)
     if owner is None or out.resolve() != owner.resolve():
         check_no_run(out)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moesaic.api.arguments import explains_arguments
 from moesaic.api.expert_group import ExpertGroup
 from moesaic.api.moe import MoE
 from moesaic.base.errors import ConfigError
@@ -33,6 +34,7 @@ class _DenseFFN(NamedTuple):
     dropout: float
 
 
+@explains_arguments
 def upcycle(
     model: nn.Module,
     experts: int = 8,

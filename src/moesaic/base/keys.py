@@ -261,7 +261,12 @@ def _meaning(root: type[BaseModel], parts: Sequence[str]) -> tuple[list[str], st
         ([key for key in same if key not in listed], None),
         _by_other_name(root, word),
     )
-    return next((one for one in readings if any(one)), (listed, None))
+    found, way = next((one for one in readings if any(one)), (listed, None))
+    # A table of the same name in another one, such as the model of a student, has the key itself.
+    above = ".".join(parts[:-1])
+    tables = [key.rpartition(".")[0] for key in found]
+    prefix = [above.removesuffix(at) if at and above.endswith(f".{at}") else "" for at in tables]
+    return [f"{outer}{key}" for outer, key in zip(prefix, found, strict=True)], way
 
 
 def _by_other_name(root: type[BaseModel], name: str) -> tuple[list[str], str | None]:

@@ -70,7 +70,7 @@ def _print_dry_run(path: Path, config: ProbeConfig, ranks: int | None, as_json: 
     if as_json:
         screen.print_json({"out": str(path), "ranks": ranks, "settings": config.model_dump()})
         return
-    count = f"{ranks} ranks" if ranks else "one rank per GPU or core"
+    count = f"{ranks} rank{'s' * (ranks > 1)}" if ranks else "one rank per GPU or core"
     screen.print_line(f"# {count} -> {path}\n")
     screen.print_line(config.to_toml().rstrip())
 

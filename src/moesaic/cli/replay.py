@@ -121,9 +121,10 @@ def _print_search(facts: dict[str, Any]) -> None:
     screen.print_table(
         ["method", "step", "loses", "simulated", "search took", "differs from the first"], rows
     )
+    ranks = facts["ranks"]
     screen.print_line(
-        f"{facts['ranks']} ranks on {facts['cluster']}, as {facts['run']} saw them; predicted, not "
-        "measured"
+        f"{ranks} rank{'s' * (ranks != 1)} on {facts['cluster']}, as {facts['run']} saw them; "
+        "predicted, not measured"
     )
 
 

@@ -31,8 +31,8 @@ def print_verdict(planned: PlannedJob) -> None:
     if figures["fits"]:
         too_large = f", {result.too_large:,} too large" * bool(result.too_large)
         screen.print_line(
-            f"search: {result.tried:,} layouts simulated{too_large}; {proof_text(result)} "
-            f"({result.method})"
+            f"search: {result.tried:,} layout{'s' * (result.tried != 1)} simulated{too_large}; "
+            f"{proof_text(result)} ({result.method})"
         )
     elif not result.is_proven:
         why = "the limit of work ended it" if result.is_limited else "not all layouts were tried"

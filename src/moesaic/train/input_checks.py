@@ -19,6 +19,7 @@ from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import CtrJob, Job
 from moesaic.train.data.sources import find_sources
 from moesaic.train.job_file import LoadedJob, TrainingJob
+from moesaic.train.resumed_job import place_of_paths
 
 if TYPE_CHECKING:
     from moesaic.models.tokenizer import Tokenizer
@@ -30,15 +31,23 @@ WHOLE_BYTES = 8 << 20
 """Largest data that a dry run reads as a whole."""
 
 
-def check_inputs(loaded: LoadedJob[TrainingJob]) -> None:
-    """Raise for a path, vocabulary or package that the job needs and this machine lacks."""
+def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> None:
+    """Raise for a path, vocabulary or package that the job needs and this machine lacks.
+
+    With a resumed `run` the error says from which directory its paths are relative.
+    """
     if loaded.missing_data:
         raise ConfigError(
             f"{loaded.origin}: {' and '.join(f'data.{key}' for key in loaded.missing_data)} "
             f"{'is' if len(loaded.missing_data) == 1 else 'are'} missing: add [data] with path "
             "(the training text) and sequence (tokens per sample)"
         )
-    mistakes = {str(one).partition(" ")[0].rstrip(":"): str(one) for one in _mistakes(loaded.job)}
+    job = loaded.job.model_dump(mode="json")
+    texts = [
+        f"{one}{'' if run is None else place_of_paths(run, job, str(one))}"
+        for one in _mistakes(loaded.job)
+    ]
+    mistakes = {text.partition(" ")[0].rstrip(":"): text for text in texts}
     if mistakes:
         raise ConfigError(list_mistakes(mistakes, loaded.origin, loaded.sets, {}))
 

@@ -141,7 +141,7 @@ def _read_source(
     if source is not None:
         return tables_to_toml(source), dict(source), LoadedJob.origin
     if run is None:
-        raise ConfigError("resume needs out, the directory of the run to continue")
+        raise ConfigError("a resume needs the directory of its run: give out=DIR")
     began = run_source(run)
     return began.text, dict(began.tables), str(run / JOB_TEXT)
 
@@ -266,6 +266,8 @@ def blame_sets(origin: str, sets: Sequence[str]) -> Iterator[None]:
         items = [item for item in sets if item.partition("=")[0].strip() == named]
         if sentence == str(error) or "\n" in sentence:  # Several mistakes have names already.
             raise
+        if items and sentence.startswith(f"{items[-1].replace('=', ' = ', 1)} "):  # Once is enough.
+            raise ConfigError(sentence) from None
         where = items[-1] if items else error_origin(origin, sets, sentence)
         raise ConfigError(f"{where}: {sentence}") from None
 

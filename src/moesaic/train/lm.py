@@ -108,14 +108,17 @@ class LanguageModelKind:
                 "takes memory beyond memory.host: name a directory on ext4 or xfs"
             )
         if job.finetune is not None:
-            yield from describe_trainable(job)
+            yield describe_trainable(job)[0]
         is_pinned = job.kernels.grouped_mm != "auto" and job.model.experts > 0
         if is_pinned and run.world.device.type == "cpu":
             yield "kernels.grouped_mm has no effect on a CPU"
         yield from map(_describe_student, students_in_order(job.student))
 
     def details(self, run: LMRun) -> Iterator[str]:
-        """Yield kernels, transports and the balance policy."""
+        """Yield sizes of trained weights by name, kernels, transports and the balance policy."""
+        job = run.objective.job
+        if job.finetune is not None:
+            yield from describe_trainable(job)[1:]
         for line in (_describe_backends(run), _describe_balance(run)):
             if line is not None:
                 yield line

@@ -54,7 +54,7 @@ def open_to_resume(path: Path, job: AnyJob) -> Checkpoint:
     if checkpoint.step >= job.train.steps:
         raise ConfigError(
             f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
-            'raise train.steps, and add --change unless schedule.kind = "constant"'
+            'raise train.steps, and add change=True unless schedule.kind = "constant"'
         )
     return checkpoint
 
@@ -129,7 +129,9 @@ def check_same_run(
     ]
     earlier = facts.get("plan", {}).get("ranks", ranks)
     if earlier != ranks:
-        messages.append(f"changed since the checkpoint: {ranks} ranks, was {earlier}")
+        messages.append(
+            f"changed since the checkpoint: {ranks} rank{'s' * (ranks != 1)}, was {earlier}"
+        )
     if before.get("kind", "lm") != job.kind:
         raise ConfigError(
             f"resume: '{path}' is of a job of kind = {show_value(before['kind'])}, the job has "
@@ -191,7 +193,7 @@ def _new_data(
     if is_fixed or not takes_data:
         may = not is_fixed and kind.restarts_data
         remedy = (
-            "add --change (change=True) to go on with the new ones from their first sample"
+            "add change=True to go on with the new ones from their first sample"
             if may
             else kind.new_run
         )

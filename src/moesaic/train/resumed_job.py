@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,8 +212,8 @@ def check_learning(run: Path, job: Mapping[str, Any]) -> None:
     changes = list(learning_changes(resolved_job(run), job))
     if changes:
         raise ConfigError(
-            f"resume: {'; '.join(changes)}: this changes what '{run}' learns; add --change "
-            "(change=True) to take it, or leave it out to go on as before (moesaic train --out "
+            f"resume: {'; '.join(changes)}: this changes what '{run}' learns; add "
+            "change=True to take it, or leave it out to go on as before (moesaic train --out "
             "DIR --resume needs no job file)"
         )
 
@@ -264,6 +265,23 @@ def student_names(keys_of_job: Mapping[str, Any]) -> list[str]:
 def show_value(value: object) -> str:
     """Return a value of a job for a message."""
     return "unset" if value is None else keys.show(value)
+
+
+def place_of_paths(run: Path, job: Mapping[str, Any], mistake: str) -> str:
+    """Return a clause that ends a `mistake` about a path that the resolved `job` of a resumed run
+    has from its first directory; empty if the mistake is another."""
+    started = _read_metadata(run / VERSIONS, "its --set items and its plan").get("directory")
+    if not isinstance(started, str) or Path(started) == Path.cwd():
+        return ""
+    for key, value in flatten(job):
+        is_path = isinstance(value, str) and not Path(value).expanduser().is_absolute()
+        if is_path and f"{key} = {value!r}" in mistake.replace('"', "'"):
+            item = shlex.quote(f"{key}={Path(started, value)}")
+            return (
+                f"; '{value}' is relative to the current directory, and the run was started in "
+                f"'{started}': resume it there, or with --set {item}"
+            )
+    return ""
 
 
 def _read_metadata(path: Path, loss: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -83,7 +84,7 @@ def write_run_metadata(
     versions = {
         "moesaic": moesaic.__version__, "torch": torch.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
-        "device": devices.describe(world.device), "command": sys.argv,
+        "device": devices.describe(world.device), "command": sys.argv, "directory": os.getcwd(),
         "sets": start["sets"], "has_plan": start["has_plan"],
         "sha256": {name: file_hash(content) for name, content in files.items()},
     }  # fmt: skip

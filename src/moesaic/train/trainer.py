@@ -281,10 +281,10 @@ class _Session(Generic[J]):
         if origin is not None and Path(origin).resolve().parent == self._checkpoints.resolve():
             self.good.add_checkpoint(first_done, Path(origin).name)
         self._write_run_start(origin, decisions)
-        for line in self.kind.details(self.run):
-            self.progress.detail(line)
         for line in self.kind.describe(self.run):
             self.progress.message(line)
+        for line in self.kind.details(self.run):
+            self.progress.detail(line)
         if train.precision in LOW_PRECISION and self.world.device.type == "cpu":
             self.progress.message(
                 f'train.precision = "{train.precision}" on a CPU: few CPUs are fast at it, '
@@ -410,7 +410,7 @@ class _Session(Generic[J]):
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self._checkpoints)
         good = self.good.find(candidates) or next(iter(candidates), None)
-        restart = f"go on from '{good}', with resume and change" if good else "start anew"
+        restart = f"go on with resume='{good}' and change=True" if good else "start anew"
         lower = self.kind.learning_rates(self.job)
         return f"lower {lower} or lengthen schedule.warmup, and {restart}"
 

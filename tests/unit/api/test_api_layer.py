@@ -172,6 +172,26 @@ def test_wrong_options(options: Any, said: str) -> None:
         moesaic.MoE(8, 8, 4, 2, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("num_experts", "did you mean 'experts'?"), ("topk", "did you mean 'top_k'?"),
+        ("num_experts_per_tok", "did you mean 'top_k'?"), ("hidden_size", "did you mean 'hidden'?"),
+        ("intermediate_size", "did you mean 'ffn'?"), ("biass", "did you mean 'bias'?"),
+        ("aux_loss_coef", "did you mean 'balance_loss'?"),
+        ("lr", "it has hidden, ffn, experts, top_k, group, activation, "),
+    ],
+)  # fmt: skip
+def test_an_unknown_argument_names_the_one_that_is_meant(name: str, said: str) -> None:
+    layer: Any = moesaic.MoE
+    with pytest.raises(TypeError) as caught:
+        layer(8, 8, **{name: 4})
+    assert str(caught.value).startswith(f"MoE has no argument '{name}': {said}")
+    upcycle: Any = moesaic.upcycle
+    with pytest.raises(TypeError, match="upcycle has no argument 'num_experts': did you mean 'exp"):
+        upcycle(torch.nn.Sequential(), num_experts=4)
+
+
 def test_wrong_inputs_and_states() -> None:
     layer = moesaic.MoE(8, 8, 4, 2)
     with pytest.raises(moesaic.ConfigError, match="x has 9 channels"):

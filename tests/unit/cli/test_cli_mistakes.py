@@ -63,7 +63,7 @@ def test_a_wrong_job(item: str, words: str, place: Path, commands: Commands) -> 
 
 
 def test_a_mistake_in_a_set_names_it(commands: Commands) -> None:
-    for item in ("data.path=nowhere", "model.from=old", "model.preset=tiny", "layout.tp=3"):
+    for item in ("data.path=nowhere", "model.from=old", "model.preset=tiny"):
         assert commands.refusal(["train", "job.toml", "--set", item]).startswith(f"error: {item}: ")
 
 
@@ -89,14 +89,22 @@ VERBS = [
         "train job.toml --set train.batch=8 --set train.batch=7 --set train.micro_batches=2",
         "error: job.toml with train.batch=7 and train.micro_batches=2: train.batch = 7 is not div",
     ),
-    ("train job.toml --nproc 0", "nproc = 0: give a number from 1"),
+    ("train job.toml --nproc 0", "error: --nproc 0: give a number from 1"),
     ("train job.toml --nproc two", "invalid value for '--nproc': Input should be a valid integer"),
-    ("train job.toml --nproc 3 --set layout.ep=2", "layout.ep=2: layout.ep = 2 does not"),
+    (
+        "train job.toml --nproc 3 --set layout.ep=2",
+        "error: layout.ep = 2 does not divide 3 ranks: use 1 or 3, or 2 ranks (--nproc 2)",
+    ),
+    (
+        "train job.toml --nproc 1 --set layout.ep=2",
+        "error: layout.ep = 2 does not divide 1 rank: use 1 (--set layout.ep=1), or 2 ranks "
+        "(--nproc 2)",
+    ),
     (
         "train job.toml --nproc 2 --set layout.pp=2",
         "job.toml with layout.pp=2: train.micro_batches = 1 is fewer than layout.pp = 2",
     ),
-    ("train job.toml --nproc 2000000", "job.toml: nproc = 2000000: give an integer from 1"),
+    ("train job.toml --nproc 2000000", "job.toml: --nproc 2000000: give an integer from 1"),
     (
         "train job.toml --dry-run --set data.sequence=64",
         "data.path = 'text.txt' gives 47 tokens, but one sample takes data.sequence + 1 = 65",
@@ -117,8 +125,8 @@ VERBS = [
     ("train job.toml --out file", "'file' is a file: give"),
     ("train job.toml --out new --set data.path=.", "'new' is inside data.path = \".\""),
     ("train job.toml --out new --set data.path=**/*", "'new' is inside data.path"),
-    ("train job.toml --resume", "resume needs out, the directory"),
-    ("train --resume", "resume needs out, the directory"),
+    ("train job.toml --resume", "a resume needs the directory of its run: give --out DIR"),
+    ("train --resume", "a resume needs the directory of its run: give --out DIR"),
     ("train --resume --out young", "'young' has no job.toml, so there is no run to continue"),
     ("train job.toml --resume --out old", "'old' has no checkpoint to resume from"),
     ("train job.toml --resume old/checkpoints/step-00000002", "is not a checkpoint"),

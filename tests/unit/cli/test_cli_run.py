@@ -166,7 +166,9 @@ def test_a_resumed_run_keeps_its_settings(commands: Commands) -> None:
     Path("edited.toml").write_text(f"{JOB}\n[optimizer]\nlr = 0.01\n")
     text = commands.refusal("train edited.toml --out kept --resume")
     assert "resume: optimizer.lr = 0.01, the run has 0.0003: this changes" in text
-    assert "change is for a run to resume" in commands.refusal("train job.toml --change --out new")
+    assert "--change is for a run to resume: add --resume, or remove it" in commands.refusal(
+        "train job.toml --change --out new"
+    )
     assert path.read_bytes() == before
 
     text = commands.output(f"{line} --change --set train.steps=3 --set log.loads_every=2")
@@ -245,7 +247,7 @@ def test_a_run_goes_on_with_other_data_if_the_user_says_so(commands: Commands) -
     refused = commands.run(line, status=2)
     assert (
         "was trained on other samples (the files of its text have changed): restore them, or add "
-        "--change (change=True) to go on with the new ones from their first sample\n"
+        "--change to go on with the new ones from their first sample\n"
     ) in refused.err
     text = commands.output(f"{line} --change")
     assert "other data since the checkpoint: step 3 begins with their first sample\n" in text
@@ -254,6 +256,26 @@ def test_a_run_goes_on_with_other_data_if_the_user_says_so(commands: Commands) -
     text = commands.output("train --out grown --resume --set train.steps=4")
     assert "other data" not in text
     assert Checkpoint.open(Path("grown/checkpoints/step-00000004")).counters["samples"] == 8
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.validation_path"])
+def test_a_relative_path_is_missed_with_the_directory_of_the_start(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, place: Path, key: str
+) -> None:
+    Path("moved.txt").write_text("few words " * 20)
+    out = f"at-{key}"
+    sets = [f"--set={key}=moved.txt", f"--set=data.path={place / 'text'}"]
+    sets = sets[: 1 + (key != "data.path")]
+    commands.output(f"train job.toml --out {out} --set train.steps=1", *sets)
+    (place / "elsewhere").mkdir(exist_ok=True)
+    monkeypatch.chdir(place / "elsewhere")
+    line = f"train --out {place / out} --resume --change --set train.steps=2"
+    refused = commands.refusal(line)
+    assert f"{key} = 'moved.txt' does not exist" in refused
+    where = "'moved.txt' is relative to the current directory, and the run was started in"
+    remedy = f"--set {key}={place / 'moved.txt'}"
+    assert refused.endswith(f"; {where} '{place}': resume it there, or with {remedy}\n")
+    assert "trained 2 steps" in commands.output(f"{line} {remedy}")
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_starts_anew(commands: Commands) -> None:

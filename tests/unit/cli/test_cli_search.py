@@ -247,7 +247,7 @@ def test_progress_names_the_part_that_is_searched(
     clock = SimpleNamespace(monotonic=partial(next, itertools.count(1e9, 1e3)))
     monkeypatch.setattr(plan_search, "time", clock)
     text = commands.run([*LINE, *question.split(), *PINS]).err
-    found = re.findall(r"^searching (.*): ([0-9,]+) layouts simulated in [0-9]+ s", text, re.M)
+    found = re.findall(r"^searching (.*): ([0-9,]+) layouts? simulated in [0-9]+ s", text, re.M)
     parts = list(dict.fromkeys(part for part, _ in found))
     one = ["2 ranks on here"]
     assert parts == (one if question == "--fit cluster" else [*one, "1 rank on here"])

@@ -302,12 +302,20 @@ def test_trainable_parameters_are_listed_by_name() -> None:
     assert first.startswith(
         f"trains {trained:,} of {count_parameters(model).total + trained - 8192:,} param"
     )
+    assert first.endswith("%): LoRA of q, k, v, o, gate, up, down; routers")
+    assert sum(int(line.rpartition(": ")[2].replace(",", "")) for line in lines) == trained
     assert "  layers.*.moe.router.weight: 8,192" in lines
     assert [line.partition(":")[0].strip() for line in lines] == [
         "layers.*.moe.router.weight",
         *(f"layers.*.attention.{part}.lora_*" for part in "qkvo"),
         *(f"layers.*.moe.experts.*.{part}.lora_*" for part in ("gate", "up", "down")),
     ]
+    for changes, words in (
+        (('finetune.targets=["attention"]', 'finetune.method="lora"'), "LoRA of q, k, v, o"),
+        (('finetune.method="full"',), "every weight but those of routers"),
+        (('finetune.method="full"', 'finetune.router="train"'), "every weight"),
+    ):
+        assert describe_trainable(job(*changes))[0].endswith(f"%): {words}")
 
 
 def test_names_of_other_frameworks_are_known_and_are_no_keys() -> None:
@@ -384,6 +392,12 @@ def mistake_in(name: str) -> str:
     with pytest.raises(ConfigError) as caught:
         parse(Job, apply_sets(tables, [f"{name}=1"]), "job")
     return str(caught.value).removeprefix("job: ")
+
+
+def test_a_key_in_the_model_of_a_student_is_meant_there() -> None:
+    for name, key in (("num_experts", "experts"), ("n_layer", "layers"), ("hiden", "hidden")):
+        found = keys.nearest_key(Job, ["student", "model", name])
+        assert found == f"student.model.{key}"
 
 
 def test_a_key_is_missing_beside_an_unknown_one_unless_that_means_it() -> None:

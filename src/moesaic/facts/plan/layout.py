@@ -18,11 +18,10 @@ _JOB_NAMES = {
     "grouped_mm": "kernels.grouped_mm",
     "ranks": "nproc",
     "recompute": "train.recompute",
-    "another number of ranks": "another number of ranks (nproc)",
 }
 """Names in a job of what sentences about plans name."""
 _PLAN_NAMES = re.compile(
-    r"(?<![\w.])(?:another number of ranks|(?:ep|etp|tp|pp)\b"
+    r"(?<![\w.])(?:(?:ep|etp|tp|pp)\b"
     rf"|(?:{'|'.join(_JOB_NAMES)})(?= = ))"
 )
 """Names of settings in a sentence about a plan; `experts` and the like are also words."""
@@ -74,6 +73,13 @@ def plan_from_job(job: Job, ranks: int, origin: str = "the job") -> Plan:
     except ConfigError as error:
         sentence = str(error).removeprefix("layout: ")
         named = _PLAN_NAMES.sub(lambda found: _JOB_NAMES[found[0]], sentence)
+        fewest = fewest_ranks(job.layout)
+        other = "another number of ranks (nproc)"
+        if fewest != ranks:
+            other = f"{fewest} rank{'s' * (fewest != 1)} (nproc = {fewest})"
+        named = named.replace("another number of ranks", other)
+        key = named.split(maxsplit=1)[0]
+        named = named.replace(": use 1, or ", f": use 1 (--set {key}=1), or ")
         raise ConfigError(f"{origin}: {named}") from None
     return complete_plan(plan, job)
 

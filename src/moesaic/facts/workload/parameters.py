@@ -253,8 +253,8 @@ def trainable_parameters(
 
 
 def describe_trainable(job: Job) -> list[str]:
-    """Return lines for the user: trained and total parameters, then sizes by name, with * for
-    numbers."""
+    """Return lines for the user: trained and total parameters and the trained matrices, then sizes
+    by name, with * for numbers."""
     sizes: dict[str, int] = {}
     for parameter in trainable_parameters(job):
         pattern = re.sub(r"\b\d+\b|(?<=\.lora_).", "*", parameter.name)
@@ -263,8 +263,22 @@ def describe_trainable(job: Job) -> list[str]:
     num_adapters = sum(p.size for p in adapters(job.model, job.finetune))
     num_parameters = sum(p.size for p in parameters(job.model)) + num_adapters
     fraction = num_trained / num_parameters
-    lines = [f"trains {num_trained:,} of {num_parameters:,} parameters ({fraction:.2%})"]
-    return lines + [f"  {pattern}: {size:,}" for pattern, size in sizes.items()]
+    whole = f"trains {num_trained:,} of {num_parameters:,} parameters ({fraction:.2%})"
+    lines = [f"  {pattern}: {size:,}" for pattern, size in sizes.items()]
+    return [f"{whole}: {_trained_matrices(job, sizes)}", *lines]
+
+
+def _trained_matrices(job: Job, names: Collection[str]) -> str:
+    """Return in words what the parameters of these names are."""
+    adapted = [name.split(".")[-2] for name in names if name.endswith(".lora_*")]
+    finetune = job.finetune
+    has_routers = job.model.experts > 0
+    trains_routers = has_routers and (finetune is None or finetune.router == "train")
+    if not adapted:
+        return "every weight" + " but those of routers" * (has_routers and not trains_routers)
+    words = [f"LoRA of {', '.join(dict.fromkeys(adapted))}"]
+    words += ["routers"] * trains_routers + ["the score"] * (SCORE in names)
+    return "; ".join(words)
 
 
 def _target(parameter: Parameter) -> str | None:

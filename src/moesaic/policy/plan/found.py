@@ -251,6 +251,7 @@ def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) 
         f"{round_text(figures['tokens_per_s'])} tokens/s, "
         f"{format_used_bytes(memory.peak_bytes, memory.usable_bytes)} per rank; "
         f"bottleneck {figures['bottleneck']}",
-        f"plan: {result.tried} layouts simulated, {proof_text(result)}; next "
+        f"plan: {result.tried} layout{'s' * (result.tried != 1)} simulated, "
+        f"{proof_text(result)}; next "
         + (runner_up_text(runner, best) if runner else "none: no other layout fits"),
     ]

@@ -1,0 +1,32 @@
+"""Arguments of the Python API under names of other frameworks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from moesaic.facts.job.other_names import OTHER_NAMES
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` with a TypeError for an unknown argument that names the one meant."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                meant = OTHER_NAMES.get(name, "").rpartition(".")[2]
+                near = [meant] if meant in known else get_close_matches(name, known, n=1)
+                remedy = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
+                where = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{where} has no argument '{name}': {remedy}")
+        return function(*args, **kwargs)
+
+    return call
