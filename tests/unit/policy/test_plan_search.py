@@ -421,3 +421,15 @@ def test_the_cheapest_part_that_fits_is_searched_in_full() -> None:
     assert best is not None
     assert best.estimate == fastest.estimate
     assert done[-1].result.is_proven
+
+
+def test_open_micro_batches_are_divisors_of_the_batch() -> None:
+    def options(batch: int) -> list[int]:
+        return Space(job(batch=batch, micro_batches=1), cluster([1e12], 2), 2, []).micro_batches()
+
+    assert options(225) == [1, 3, 5, 9, 15, 25, 45, 75, 225]
+    assert options(256) == [2**power for power in range(9)]
+    many = options(720_720)
+    assert len(many) <= 21
+    assert all(720_720 % one == 0 for one in many)
+    assert many == sorted(set(many))

@@ -219,3 +219,80 @@ def test_a_change_that_is_no_nearer_is_not_named() -> None:
     assert found.changes == {}
     assert found.memory.used_fraction == used(one, where, 1)
     assert "nearest" not in remedy_text(describe_remedy(found))
+
+
+@pytest.mark.parametrize(
+    ("batch", "sequence", "number"),
+    [(300, 4096, 10), (225, 4096, 9)],
+)
+def test_micro_batches_of_any_divisor_come_before_moments_and_sequence(
+    batch: int, sequence: int, number: int
+) -> None:
+    where, own = cluster(1, reserved_bytes=6.15e9), {"data.sequence": sequence}
+    found = remedy_for(job("qwen3-30b-a3b", {"batch": batch}, own), where, 8)
+    assert found is not None
+    assert found.fits
+    assert found.changes == {
+        "layout.ep": 8, "layout.dp_shard": "all", "train.recompute": True,
+        "train.micro_batches": number,
+    }  # fmt: skip
+    fewer = max(one for one in range(1, number) if batch % one == 0)
+    changes = {**own, **found.changes}
+    for train, fits in ((number, True), (fewer, False)):
+        changed = job("qwen3-30b-a3b", {"batch": batch}, {**changes, "train.micro_batches": train})
+        assert (used(changed, where, 8) <= 1) is fits
+
+
+def test_a_remedy_for_256_devices_has_few_micro_batches() -> None:
+    """Changes of the layout alone do not fit, and most layouts stay untried."""
+    train, own = {"batch": 1024}, {"data.sequence": 4096}
+    where = cluster(32, reserved_bytes=6.15e9)
+    found = remedy_for(job("deepseek-v3", train, own), where, 256)
+    assert found is not None
+    assert found.fits
+    assert found.changes["train.micro_batches"] <= 4
+    assert not found.changes.keys() & {"optimizer.moments", "train.batch", "data.sequence"}
+    changed = job("deepseek-v3", train, {**own, **found.changes})
+    assert used(changed, where, 256) == found.memory.used_fraction
+
+
+@pytest.mark.parametrize("batch", [1125, 1_000_000])
+def test_a_device_without_others_gets_fewer_samples_at_a_time(batch: int) -> None:
+    """No key of a layout helps on one rank."""
+    own, where = {"data.sequence": 4096}, cluster(1, count=1, memory_bytes=2e10)
+    found = remedy_for(job("tiny-mixtral", {"batch": batch}, own), where, 1)
+    assert found is not None
+    assert found.fits
+    assert found.changes.keys() <= {"train.micro_batches", "train.recompute"}
+    assert batch % found.changes["train.micro_batches"] == 0
+    changed = job("tiny-mixtral", {"batch": batch}, {**own, **found.changes})
+    assert used(changed, where, 1) == found.memory.used_fraction
+
+
+def test_the_most_micro_batches_come_nearest() -> None:
+    own, where = {"optimizer.moments": "full"}, cluster(1, count=1, memory_bytes=1e9)
+    alone = job("olmoe-1b-7b", {"batch": 225}, own)
+    found = remedy_for(alone, where, 1)
+    assert found is not None
+    assert not found.fits
+    assert found.changes["train.micro_batches"] == 225
+    assert found.memory.used_fraction == used(
+        job("olmoe-1b-7b", {"batch": 225}, {**own, **found.changes}), where, 1
+    )
+    fewer = {**own, "train.recompute": True, "train.micro_batches": 75}
+    assert found.memory.used_fraction < used(job("olmoe-1b-7b", {"batch": 225}, fewer), where, 1)
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("1f1b", 4)])
+def test_memory_falls_with_more_micro_batches(schedule: str, pp: int) -> None:
+    """Remedies bisect by it; a pipeline is asked for whole samples of each replica."""
+    layout = {"layout.pp": pp, "layout.schedule": schedule, "data.sequence": 1024}
+    numbers = [one for one in (2, 4, 5, 10, 20, 25, 50, 100) if one >= pp]
+    needs = [
+        used(
+            job("olmoe-1b-7b", {"batch": 800, "micro_batches": number}, layout),
+            cluster(1, count=8, memory_bytes=7e10), 8,
+        )
+        for number in numbers
+    ]  # fmt: skip
+    assert needs == sorted(needs, reverse=True)

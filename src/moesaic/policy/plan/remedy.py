@@ -7,19 +7,14 @@ more devices.
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import assignments
 from moesaic.base.units import format_used_bytes
 from moesaic.facts.cluster import Cluster, Link
 from moesaic.facts.cluster.presets import NETWORKS, PRESETS
-from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import (
     SEARCH_KEYS,
     RankNeed,
@@ -29,9 +24,19 @@ from moesaic.facts.plan.search import (
     Shortfall,
 )
 from moesaic.policy.plan.estimates import Estimates, SimulatedEstimates
+from moesaic.policy.plan.layout_changes import (
+    MICRO_BATCHES,
+    SPLITS,
+    STAGES,
+    LayoutChanges,
+    Planned,
+    least_memory,
+    value_of,
+    with_values,
+)
 from moesaic.policy.plan.mapping import max_ranks
 from moesaic.policy.plan.predict import DOES_NOT_FIT, PlannedJob, choose_plan
-from moesaic.policy.plan.space import Candidate, Space
+from moesaic.policy.plan.space import Candidate, divisors
 from moesaic.policy.plan.trials import Trials
 from moesaic.policy.plan.work import Work
 
@@ -41,43 +46,25 @@ _NOTHING_FITS = "no change was found with which it fits"
 _NO_REMEDY = f"{_NOTHING_FITS}: use a smaller model, or devices with more memory"
 _OTHER_STAGES = "the same layout fits with other stage boundaries"
 """Remedy of a plan file whose layout fits, but not as the file cuts it."""
-_MICRO_BATCHES = "train.micro_batches"
 _MOMENTS = "optimizer.moments"
-_STAGES = "stages"
 _NOTES = {
-    _MICRO_BATCHES: "; auxiliary losses are then taken over smaller micro-batches",
+    MICRO_BATCHES: "; auxiliary losses are then taken over smaller micro-batches",
     _MOMENTS: "; the optimizer's state is then rounded to 8 bits, which changes results",
     "nproc": "; nproc needs more hosts or devices like the last",
 }
 """Effects of a change beside memory, by its key."""
-_KEPT = {
-    "layout.dispatch", "layout.dispatch_hosts", "layout.chunks", "layout.overlap_local",
-    _MICRO_BATCHES, _STAGES,
-}  # fmt: skip
-"""Keys that are no changes of a layout."""
-_SPLITS = {"layout.pp", "layout.tp", "layout.etp"}
-"""Keys that split layers or matrices, and so cost speed: others come before them."""
-_KEYS_BY_LEVEL: tuple[tuple[str, ...], ...] = (
-    ("layout.pp", "layout.schedule", "layout.tp", "layout.etp", "layout.ep", "train.recompute"),
-    (), ("layout.dp_shard",), ("layout.embedding",),
-)  # fmt: skip
-"""Keys that candidates of a level have decided, in addition to those of the level before."""
 _TRIES_SHARE = 0.8
 """Fraction of the work for changes that may fit; the rest is for what comes nearest."""
 _STEP_SHARE = 0.3
 """Fraction of the work that is left, for one step of the way to a remedy."""
 _PLANNED = 200.0
 """Work of the plan of a changed job."""
-_SHAPE_OPTION = 0.01
-"""Work of a shape that is listed, whether a valid one or not."""
-_MAX_SHAPES = 24
-"""Shapes whose memory is computed, those with the least state first."""
 _MIN_SEQUENCE = 16
 _MAX_RANK_FACTOR = 64
 
-Planned = Callable[[SearchFacts, Work], RankNeed | None]
-"""Function of changed facts and a counter of its work: the memory of the plan that the verb makes
-then; None without one."""
+_Chain = Sequence[tuple[Settings, SearchFacts]]
+"""Changes beside those of the layout, and the facts after each; each needs less memory than the
+one before."""
 
 
 def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
@@ -94,9 +81,9 @@ def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
 
 def find_remedy(facts: SearchFacts) -> Remedy | None:
     """Return the remedy of a job whose plan has the layout of its file; None without any plan."""
-    written = {*facts.pins, *(key for key in SEARCH_KEYS if _value(facts.job, key) != "auto")}
+    written = {*facts.pins, *(key for key in SEARCH_KEYS if value_of(facts.job, key) != "auto")}
     written.discard("layout.dispatch_hosts")  # Unset: as the dispatch method needs.
-    pins = [key for key in (*SEARCH_KEYS, _STAGES) if key in written or key == _STAGES]
+    pins = [key for key in (*SEARCH_KEYS, STAGES) if key in written or key == STAGES]
     facts, work = facts.model_copy(update={"pins": pins}), Work(REMEDY_WORK)
     own = _memory_without_search(facts, work)
     return _find(facts, SimulatedEstimates.from_facts(facts), _memory_without_search, work, own)
@@ -135,63 +122,6 @@ def shortfall(
     )
 
 
-class LeastMemory(NamedTuple):
-    """Plan with the smallest fraction of memory in use."""
-
-    memory: RankNeed
-    settings: Settings
-    plan: Plan
-    candidate: Candidate
-
-
-def least_memory(trials: Trials) -> LeastMemory | None:
-    """Return the plan of a space with the smallest fraction of memory in use, or None.
-
-    In a large space only the shapes with the least state are tried, as far as the work allows.
-    """
-    shapes = heapq.nsmallest(
-        _MAX_SHAPES, _split_shapes(trials),
-        key=lambda one: (trials.bounds.state_fraction(one), not one.recompute),
-    )  # fmt: skip
-    found: LeastMemory | None = None
-    for leaf in (leaf for shape in shapes for leaf in _low_memory_leaves(trials, shape)):
-        if found is not None and trials.work.used():
-            break
-        made = trials.plan(leaf)
-        if made is None:
-            continue
-        memory = trials.estimates.memory(*made)
-        if found is None or memory.used_fraction < found.memory.used_fraction:
-            found = LeastMemory(memory, leaf.settings(), made[1], leaf)
-    return found
-
-
-def _split_shapes(trials: Trials) -> Iterator[Candidate]:
-    """Yield valid shapes, those that split a model most first, for up to half of the work."""
-    space, number = trials.space, 0
-    options = sorted(
-        space.shape_options(), reverse=True,
-        key=lambda one: one.pp * max(one.tp, one.ep * one.etp),
-    )  # fmt: skip
-    trials.work.add(_SHAPE_OPTION * len(options))
-    for shape in options:
-        if number >= _MAX_SHAPES and trials.work.used(0.5):
-            return
-        if space.plan(shape) is not None:
-            number += 1
-            yield shape
-
-
-def _low_memory_leaves(trials: Trials, shape: Candidate) -> Iterator[Candidate]:
-    """Yield complete candidates of a shape that may need least memory."""
-    space = trials.space
-    plain = [one for one in space.children(shape, 0) if not one.overlaps_dispatch]
-    for dispatched in plain or space.children(shape, 0)[:1]:
-        shards = space.children(dispatched, 1)
-        for sharded in {shards[-1]: None, shards[0]: None} if shards else {}:
-            yield from space.leaves(sharded, 2)
-
-
 def _find(
     facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work, own: RankNeed | None
 ) -> Remedy | None:
@@ -200,24 +130,16 @@ def _find(
     `own` is the memory of the job itself.
     """
     is_least, tries = True, work.part(_TRIES_SHARE)
-    for beside, changed in _changes_beside_layout(facts):
+    for chain in _changes_beside_layout(facts):
         if tries.used():
             is_least = False
             break
-        layouts = _LayoutChanges(
-            changed, estimates.on_cluster(changed.cluster), tries.part(_STEP_SHARE)
-        )
-        found = layouts.first_that_fits(planned, tries)
-        is_least = is_least and layouts.is_complete
-        if found is None and not beside and not layouts.is_complete:
-            near = _LayoutChanges(facts, estimates, tries.part(_STEP_SHARE)).nearest(planned, tries)
-            if near is not None and near[1].used_fraction <= 1:
-                found = _without_needless(facts, *near, planned, tries)
+        found, is_complete = _ChainSearch(chain, estimates, planned, tries).first_that_fits()
+        is_least = is_least and is_complete
         if found is not None:
             changes, memory = found
-            both = {**changes, **beside}
-            return Remedy(changes=both, fits=True, is_least=is_least, memory=memory)
-    nearest = _LayoutChanges(facts, estimates, work.part(1.0)).nearest(planned, work)
+            return Remedy(changes=changes, fits=True, is_least=is_least, memory=memory)
+    nearest = _nearest(facts, estimates, planned, work)
     if nearest is None:
         return None
     changes, memory = nearest
@@ -229,187 +151,154 @@ def _find(
     return Remedy(changes=changes, fits=False, is_least=is_least, memory=memory)
 
 
+def _nearest(
+    facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work
+) -> tuple[Settings, RankNeed] | None:
+    """Return the changes with the least memory, and the memory of the plan that is made then.
+
+    Beside those of the layout they are the most micro-batches and 8-bit moments.
+    """
+    least: tuple[Settings, RankNeed] | None = None
+    for beside, changed in (chain[-1] for chain in _changes_beside_layout(facts)):
+        if not beside.keys() <= {MICRO_BATCHES, _MOMENTS}:
+            break
+        layouts = LayoutChanges(changed, estimates, work.part(_STEP_SHARE))
+        found = least_memory(layouts.trials)
+        if found is None:
+            continue
+        if least is None or found.memory.used_fraction < least[1].used_fraction:
+            least = {**layouts.changes(found.candidate), **beside}, found.memory
+    if least is None:
+        return None
+    made = planned(with_values(facts, least[0]), work)
+    return least if made is None else (least[0], made)
+
+
+class _ChainSearch:
+    """Search for the first change of a chain with which some layout fits.
+
+    Each change of a chain needs less memory than the one before, so bisection finds it.
+    """
+
+    def __init__(self, chain: _Chain, estimates: Estimates, planned: Planned, tries: Work) -> None:
+        self._chain, self._planned, self._tries = chain, planned, tries
+        self._estimates = estimates.on_cluster(chain[-1][1].cluster)
+
+    def first_that_fits(self) -> tuple[tuple[Settings, RankNeed] | None, bool]:
+        """Return all changes then, with the memory; and whether no limit of work was met.
+
+        Changes of the layout are the fewest with which the last change of the chain fits.
+        """
+        layouts = self._layouts(-1)
+        last = next(layouts.that_fit(), None)
+        if last is None:
+            return (None, True) if layouts.is_complete else (self._by_least_memory(), False)
+        most, is_complete = len(layouts.changes(last)), True
+        first, last = self._first(last, most)
+        for at in range(first, len(self._chain)):
+            beside, own = self._chain[at][0], self._layouts(at)
+            number = self._chain[at][1].job.train.micro_batches
+            found = own.planned_with(
+                last._replace(micro_batches=number), self._planned, self._tries
+            )
+            limit = most if at < len(self._chain) - 1 else None
+            found = found or own.first_that_fits(self._planned, self._tries, limit)
+            is_complete = is_complete and own.is_complete
+            if found is not None:
+                return ({**found[0], **beside}, found[1]), is_complete
+            if self._tries.used():
+                return None, False
+        return None, is_complete
+
+    def _by_least_memory(self) -> tuple[Settings, RankNeed] | None:
+        """Return changes with the layout that needs least memory, or None if it does not fit."""
+        layouts = self._layouts(-1)
+        near = least_memory(layouts.trials)
+        if near is None or near.memory.used_fraction > 1:
+            return None
+        at, candidate = self._first(near.candidate, None)
+        beside, changed = self._chain[at]
+        found = self._layouts(at).planned_with(candidate, self._planned, self._tries)
+        if found is None:
+            return None
+        changes, memory = _without_needless(changed, *found, self._planned, self._tries)
+        return {**changes, **beside}, memory
+
+    def _first(self, candidate: Candidate, most: int | None) -> tuple[int, Candidate]:
+        """Return the number of the first change with which `candidate`, or one with at most so
+        many changes of the layout, fits; and that candidate."""
+        low, high = 0, len(self._chain) - 1
+        while low < high and not self._tries.used():
+            middle = (low + high) // 2
+            layouts = self._layouts(middle)
+            own = candidate._replace(micro_batches=self._chain[middle][1].job.train.micro_batches)
+            found = next(filter(layouts.fits, layouts.like(own)), None)
+            if found is None and most is not None:
+                found = next(layouts.that_fit(most), None)
+            if found is None:
+                low = middle + 1
+            else:
+                high, candidate = middle, found
+        return high, candidate
+
+    def _layouts(self, at: int) -> LayoutChanges:
+        return LayoutChanges(self._chain[at][1], self._estimates, self._tries.part(_STEP_SHARE))
+
+
 def _without_needless(
     facts: SearchFacts, changes: Settings, memory: RankNeed, planned: Planned, work: Work
 ) -> tuple[Settings, RankNeed]:
     """Return changes that fit without those that are not needed, and the memory then."""
-    for key in sorted(changes, key=lambda one: one not in _SPLITS):
+    for key in sorted(changes, key=lambda one: one not in SPLITS):
         fewer = {name: value for name, value in changes.items() if name != key}
-        made = None if work.used() else planned(_with_values(facts, fewer), work)
+        made = None if work.used() else planned(with_values(facts, fewer), work)
         if made is not None and made.used_fraction <= 1:
             changes, memory = fewer, made
     return changes, memory
 
 
-class _LayoutChanges:
-    """Search for the fewest changes of a layout that fit: best first, by their number."""
-
-    def __init__(self, facts: SearchFacts, estimates: Estimates, work: Work) -> None:
-        self._facts = facts
-        self._own = {
-            key: _value(facts.job, key) for key in facts.pins
-            if key not in _KEPT
-            and not (key == "layout.schedule" and facts.job.layout.schedule == "1f1b")
-        }  # fmt: skip
-        """Values of the keys that may change."""
-        pins = [one for one in facts.pins if one not in self._own]
-        self.trials = Trials(facts.model_copy(update={"pins": pins}), estimates, work)
-        self._number = 0
-        self.is_complete = True
-        """True if the result needed no limit."""
-
-    def first_that_fits(self, planned: Planned, work: Work) -> tuple[Settings, RankNeed] | None:
-        """Return the fewest changes, and the memory of the plan that is made then; `work` counts
-        making it."""
-        trials, seen = self.trials, set[str]()
-        for candidate in self._by_changes():
-            changes, made = self.changes(candidate), trials.plan(candidate)
-            if repr(changes) in seen or made is None or not trials.estimates.fits(*made):
-                continue
-            seen.add(repr(changes))
-            memory = planned(_with_values(self._facts, changes), work)
-            if memory is not None and memory.used_fraction <= 1:
-                return changes, memory
-            if work.used() and memory is None:
-                # The search may not have reached this plan, which fits.
-                self.is_complete = False
-                return changes, trials.estimates.memory(*made)
-        return None
-
-    def _by_changes(self) -> Iterator[Candidate]:
-        """Yield complete candidates, those with the fewest changes first, as far as work allows."""
-        space, queue = self.trials.space, list[_Entry]()
-        shapes = deque(sorted(space.shape_options(), key=lambda one: len(self.changes(one, 0))))
-        self.trials.work.add(_SHAPE_OPTION * len(shapes))
-        while shapes or queue:
-            if self.trials.work.used():
-                self.is_complete = False
-                return
-            if shapes and (not queue or len(self.changes(shapes[0], 0)) <= queue[0].number):
-                shape = shapes.popleft()
-                if space.plan(shape) is not None:
-                    self._push(queue, shape, 0)
-                continue
-            entry = heapq.heappop(queue)
-            level, candidate = -entry.depth, entry.candidate
-            if level == len(Space.LEVELS):
-                yield candidate
-                continue
-            for child in space.children(candidate, level):
-                self._push(queue, child, level + 1)
-
-    def nearest(self, planned: Planned, work: Work) -> tuple[Settings, RankNeed] | None:
-        """Return the changes with the least memory, and the memory of the plan that is made then;
-        `work` counts making it."""
-        found = least_memory(self.trials)
-        if found is None:
-            return None
-        changes = self.changes(found.candidate)
-        made = planned(_with_values(self._facts, changes), work)
-        return changes, found.memory if made is None else made
-
-    def changes(self, candidate: Candidate, level: int = len(Space.LEVELS)) -> Settings:
-        """Return the changed keys among those that a candidate of a level has decided."""
-        whole = max(self._facts.ranks // candidate.pp // candidate.tp, 1)
-        found = dict[str, Any]()
-        for key in (key for keys in _KEYS_BY_LEVEL[: level + 1] for key in keys):
-            if key not in self._own:
-                continue
-            own, value = self._own[key], getattr(candidate, key.partition(".")[2])
-            is_shard = key == "layout.dp_shard"
-            if value != (whole if is_shard and own == "all" else own):
-                found[key] = "all" if is_shard and value == whole > 1 else value
-        return found
-
-    def _push(self, queue: list[_Entry], candidate: Candidate, level: int) -> None:
-        self.trials.estimates.note_bound()
-        changes = self.changes(candidate, level)
-        if self.trials.bounds.exceeds_memory(candidate, level):
-            return
-        far = sum(_distance(value, self._own[key]) for key, value in changes.items())
-        self._number += 1
-        used = self.trials.bounds.state_fraction(candidate, level)
-        splits = len(_SPLITS.intersection(changes))
-        train, replicas = self._facts.job.train, self._facts.ranks // candidate.pp // candidate.tp
-        idles = train.batch // candidate.micro_batches < replicas
-        entry = _Entry(len(changes), idles, splits, far, -level, used, self._number, candidate)
-        heapq.heappush(queue, entry)
-
-
-class _Entry(NamedTuple):
-    """Candidate in the queue."""
-
-    number: int
-    """Number of its changes."""
-    idles: bool
-    """True if some ranks have no sample in a micro-batch."""
-    splits: int
-    """Number of changes that split layers or matrices."""
-    distance: float
-    """Sum of the doublings of values."""
-    depth: int
-    """Its level, negative: candidates with more decisions come first."""
-    used: float
-    """Fraction of memory that its state takes at least."""
-    order: int
-    """Number of the entry."""
-    candidate: Candidate
-
-
-def _distance(value: Any, own: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int) or not isinstance(own, int):
-        return 1.0
-    return abs(math.log2(value / own))
-
-
-def _value(job: Job, key: str) -> Any:
-    """Return the value of a key of the job; "auto" for one that is unset."""
-    table, _, name = key.partition(".")
-    value = getattr(getattr(job, table), name)
-    return "auto" if value is None else value
-
-
-def _changes_beside_layout(facts: SearchFacts) -> Iterator[tuple[Settings, SearchFacts]]:
-    """Yield changes beside those of the layout, in order, and the facts after each."""
-    yield {}, facts
-    train, splits, number = facts.job.train, list[Settings](), facts.job.train.micro_batches
-    while _MICRO_BATCHES in facts.pins and 2 * number <= train.batch:
-        number *= 2
-        if train.batch % number == 0:
-            splits.append({_MICRO_BATCHES: number})
-    yield from (_changed(facts, split) for split in splits)
+def _changes_beside_layout(facts: SearchFacts) -> Iterator[_Chain]:
+    """Yield changes beside those of the layout, in order, with the facts after each."""
+    train, splits = facts.job.train, _more_micro_batches(facts)
+    chains: list[list[Settings]] = [[{}], *splits]
     if "moments" not in facts.job.optimizer.model_fields_set:
-        for split in ({}, *splits):
-            yield _changed(facts, {**split, _MOMENTS: "8bit"})
+        chains += [[{**one, _MOMENTS: "8bit"} for one in chain] for chain in chains]
     batch = train.batch
     while batch % 2 == 0 and batch // 2 % train.micro_batches == 0:
         batch //= 2
-        yield _changed(facts, {"train.batch": batch})
-    for more in ({}, *splits[-1:]):
+        chains.append([{"train.batch": batch}])
+    for more in ({}, *(chain[-1] for chain in splits[-1:])):
         sequence = facts.job.data.sequence
         while sequence % 2 == 0 and sequence // 2 >= _MIN_SEQUENCE:
             sequence //= 2
-            yield _changed(facts, {**more, "data.sequence": sequence})
+            chains.append([{**more, "data.sequence": sequence}])
+    for chain in chains:
+        yield [(one, with_values(facts, one)) for one in chain]
     for ranks, cluster in _more_devices(facts.ranks, facts.cluster):
-        yield {"nproc": ranks}, facts.model_copy(update={"ranks": ranks, "cluster": cluster})
+        more = {"ranks": ranks, "cluster": cluster}
+        yield [({"nproc": ranks}, facts.model_copy(update=more))]
 
 
-def _changed(facts: SearchFacts, values: Settings) -> tuple[Settings, SearchFacts]:
-    return values, _with_values(facts, values)
+def _more_micro_batches(facts: SearchFacts) -> list[list[Settings]]:
+    """Return larger numbers of micro-batches: those that leave no rank idle, and the others.
 
-
-def _with_values(facts: SearchFacts, values: Settings) -> SearchFacts:
-    """Return facts whose job has other values of some keys."""
-    tables: dict[str, Settings] = {}
-    for key, value in values.items():
-        table, _, name = key.partition(".")
-        tables.setdefault(table, {})[name] = value
-    job = facts.job.model_copy(
-        update={
-            table: getattr(facts.job, table).model_copy(update=own) for table, own in tables.items()
-        }
-    )
-    return facts.model_copy(update={"job": job})
+    A pipeline holds activations of several micro-batches. More of them need no more memory if each
+    replica has as many samples in all.
+    """
+    train, layout = facts.job.train, facts.job.layout
+    if MICRO_BATCHES not in facts.pins:
+        return []
+    numbers = [one for one in divisors(train.batch) if one > train.micro_batches]
+    replicas = max(facts.ranks // layout.pp // layout.tp, 1)
+    even = [one for one in numbers if train.batch // one % replicas == 0]
+    busy = [one for one in numbers if train.batch // one >= replicas]
+    busy = even if even and layout.pp > 1 else busy
+    idle = [one for one in numbers if train.batch // one < replicas]
+    chains = [[{MICRO_BATCHES: one} for one in chain] for chain in (busy, idle) if chain]
+    if layout.pp > 1 and layout.schedule != "1f1b":
+        # The schedule may hold all micro-batches at one time, or need multiples of a number.
+        return [[one] for chain in chains for one in chain]
+    return chains
 
 
 def _more_devices(ranks: int, cluster: Cluster) -> Iterator[tuple[int, Cluster]]:

@@ -25,6 +25,8 @@ from moesaic.policy.plan.mapping import assign_places
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 """Pipeline schedules, the usual one first."""
+_MAX_MICRO_BATCHES = 20
+"""Numbers of micro-batches that a search tries, at most; of more divisors it skips close ones."""
 Cuts = Literal["even", "balanced"]
 """Stage boundaries: equal numbers of layers, or equal seconds within memory (`cuts`)."""
 
@@ -122,8 +124,13 @@ class Space:
 
     def micro_batches(self) -> list[int]:
         """Return the numbers of micro-batches to try."""
-        batch = self.job.train.batch
-        return [number for number in divisors(batch) if number & (number - 1) == 0]
+        numbers = divisors(self.job.train.batch)
+        ratio = numbers[-1] ** (1 / _MAX_MICRO_BATCHES)
+        found = numbers if len(numbers) <= _MAX_MICRO_BATCHES else numbers[:1]
+        for number in numbers if found is not numbers else ():
+            if number >= ratio * found[-1]:
+                found.append(number)
+        return found
 
     def _splits(self, first: Candidate) -> Iterator[Candidate]:
         """Yield `first` with every tensor and expert parallelism that may be valid."""
@@ -244,4 +251,5 @@ def _sentence(error: Exception) -> str:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, the smallest first."""
-    return [one for one in range(1, number + 1) if number % one == 0]
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return small + [number // one for one in small[::-1] if one * one != number]
