@@ -492,11 +492,11 @@ def test_memory_is_compared_with_each_ranks_device(place: Path, commands: Comman
         ("job.toml --cluster lonely.toml", "error: lonely.toml: no link joins the"),
         ("job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         ("CLUSTER --nproc 64", "error: cluster.toml: cluster"),
-        ("CLUSTER --set layout.ep=3", "error: layout.ep=3: layout.ep = 3 does not"),
+        ("CLUSTER --set layout.ep=3", "error: layout.ep = 3 does not"),
         (
             "CLUSTER --set layout.pp=2 --set layout.schedule=zero-bubble "
             "--set train.recompute=true",
-            "error: train.recompute=true: train.recompute = true with layout.schedule =",
+            "error: train.recompute = true with layout.schedule =",
         ),
         ("CLUSTER --out no/where.json", "'no/where.json' is in a directory that"),
         ("CLUSTER --out .", "--out '.' is a directory: name a file"),
