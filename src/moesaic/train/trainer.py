@@ -410,7 +410,11 @@ class _Session(Generic[J]):
     def _divergence_advice(self) -> str:
         candidates = resume_candidates(self._checkpoints)
         good = self.good.find(candidates) or next(iter(candidates), None)
-        restart = f"go on with resume='{good}' and change=True" if good else "start anew"
+        restart = (
+            f"go on with --resume '{good}' --change (resume= and change=True in Python)"
+            if good
+            else "start anew"
+        )
         lower = self.kind.learning_rates(self.job)
         return f"lower {lower} or lengthen schedule.warmup, and {restart}"
 
