@@ -23,7 +23,7 @@ from moesaic.base.decisions import Decision
 from moesaic.base.errors import DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates
 from moesaic.dist.collectives import all_gather
-from moesaic.dist.probe.reference import RunReference, cpu_wait_s
+from moesaic.dist.probe.reference import RunReference
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
@@ -378,16 +378,14 @@ class _Session(Generic[J]):
         )  # fmt: skip
 
     def _step(self) -> None:
-        began, waited_s = time.perf_counter(), cpu_wait_s()
+        began = time.perf_counter()
+        self.reference.begin_step()
         try:
             stats = self.run.step(self.data.train)
         except DivergedError as error:
             raise self._end_diverged(error) from None
-        step_s, waits_s = time.perf_counter() - began, cpu_wait_s()
-        machine = self.reference.after_step(stats.step)
-        if waited_s is not None and waits_s is not None:
-            machine["cpu_wait_s"] = waits_s - waited_s
-        written = self.record.write_step(stats, step_s, machine)
+        step_s = time.perf_counter() - began
+        written = self.record.write_step(stats, step_s, self.reference.after_step(stats.step))
         self.good.add_step(stats.step, written)
         self.figures = {**self.validation_figures, **written}
         self.figures["step"] = stats.step
@@ -424,7 +422,9 @@ class _Session(Generic[J]):
         with suppress(OSError, StoreError):  # The saver has recorded why a save failed.
             self.saver.wait()
         good = self.good.find_way_back(resume_candidates(self._checkpoints))
-        return f"go on with resume='{good}' and change=True" if good else "start anew"
+        if good is None:
+            return "start anew"
+        return f"go on with --resume '{good}' --change (resume= and change=True in Python)"
 
     @property
     def _checkpoints(self) -> Path:
