@@ -273,10 +273,9 @@ def _unknown_key(
     own: Sequence[str] = (),
 ) -> UnknownKey:
     """Return the unknown key at `parts`, which would be at `names` in a table with keys `own`."""
-    path, meant, way = dotted_key(parts), ".".join(names), None
-    if names[-1] not in own:
-        found, way = _meaning(root, names)
-        meant = _nearest(root, names, found, way)
+    path = dotted_key(parts)
+    found, way = ([".".join(names)], None) if names[-1] in own else _meaning(root, names)
+    meant = found[0] if names[-1] in own else _nearest(root, names, found, way)
     if way:
         return UnknownKey(path, f"unknown key '{path}': {way}", meant, is_known=True)
     if meant:
