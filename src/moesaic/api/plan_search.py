@@ -14,7 +14,6 @@ from rich.console import Console
 from moesaic.api.progress import LINE_EVERY_S, make_console
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import format_seconds
 from moesaic.facts.plan.search import SearchFacts, SearchMethod, SearchResult
 
 if TYPE_CHECKING:
@@ -55,15 +54,14 @@ class SearchProgress:
     _began_s: float = field(default_factory=time.monotonic)
     _printed_s: float = 0.0
     _tried: int = 0
-    _best_s: float = float("inf")
 
     def begin(self, what: str) -> None:
         """Name the part of the search that begins, and count its layouts anew."""
-        self.what, self._tried, self._best_s = what, 0, float("inf")
+        self.what, self._tried = what, 0
 
-    def step(self, step_s: float) -> None:
+    def step(self) -> None:
         """Count a layout whose step was simulated."""
-        self._tried, self._best_s = self._tried + 1, min(self._best_s, step_s)
+        self._tried += 1
         self.show()
 
     def show(self) -> None:
@@ -83,8 +81,6 @@ class SearchProgress:
             f"searching{self.what}: {self._tried:,} layout{'s' * (self._tried != 1)} simulated in "
             f"{now - self._began_s:.0f} s"
         )
-        if self._tried:
-            text += f", the fastest {format_seconds(self._best_s)} a step"
         console.print(f"\r{text:<100}" if console.is_terminal else text, end=self._end(console))
 
     def clear(self) -> None:

@@ -120,7 +120,8 @@ def _exit_at_interrupt(reader: int) -> None:
         if number[0] == signal.SIGINT:
             if "LOCAL_WORLD_SIZE" not in os.environ:
                 with suppress(OSError):
-                    os.write(2, b"interrupted\n")
+                    # A progress bar hides the cursor.
+                    os.write(2, b"\r\x1b[2K\x1b[?25h" * os.isatty(2) + b"interrupted\n")
             os._exit(_INTERRUPTED)
     os.close(reader)
 

@@ -10,6 +10,7 @@ import typer
 
 from moesaic.api.layer_speed import measure_layer
 from moesaic.api.progress import probe_progress
+from moesaic.api.start import exit_on_interrupt
 from moesaic.base import keys
 from moesaic.base.config import SET_FLAG, apply_sets, parse
 from moesaic.base.errors import ConfigError
@@ -58,8 +59,9 @@ def bench(
         problem = "the subject is missing" if what is None else f"'{what}' cannot be measured"
         raise ConfigError(f"{problem}: use moesaic bench layer (see moesaic bench --help)")
     config = _settings(sets or ())
-    with probe_progress(is_shown=True, total=1 + len(config.dtypes) * len(config.tokens)) as start:
-        measured = measure_layer(config, start)
+    num_phases = 1 + len(config.dtypes) * len(config.tokens)
+    with probe_progress(is_shown=True, total=num_phases) as start, exit_on_interrupt():
+        measured = measure_layer(config, start)  # It leaves nothing behind.
     speeds = measured.speeds
     result: dict[str, Any] = {
         "device": measured.device, "backends": measured.backends,

@@ -39,7 +39,8 @@ _LEARNING_TABLES = (
     "table",
 )
 _LEARNING_KEYS = frozenset(
-    f"train.{key}" for key in ("steps", "batch", "micro_batches", "clip", "precision")
+    [f"train.{key}" for key in ("steps", "batch", "micro_batches", "clip", "precision")]
+    + ["data.sequence", "data.format", "data.packing", "data.column", "data.validation_share"]
 )
 _HARMLESS_KEYS = FIXED_KEYS | {
     "routing.record", "table.host", "table.ssd", "table.demote_days", "table.pass_steps",

@@ -63,13 +63,14 @@ def test_a_change_of_the_learning_is_told_from_others() -> None:
     )  # fmt: skip
     now = tiny_job(
         student=[{**students[1], "interval": 2}, students[2]], train={"steps": 20, "batch": 4},
-        layout={"ep": 2}, data={"cache": "there"}, schedule={"kind": "constant"},
+        layout={"ep": 2}, data={"cache": "there", "sequence": 6}, schedule={"kind": "constant"},
     )  # fmt: skip
     jobs = [one.model_dump(mode="json") for one in (before, now)]
     assert set(learning_changes(*jobs)) == {
         'student "old" leaves', 'student "new" joins',
         "student.kept.interval = 2, the run has 1", "train.steps = 20, the run has 10",
-        "train.batch = 4, the run has 8", "optimizer.lr = 0.003, the run has 0.1",
+        "train.batch = 4, the run has 8", "data.sequence = 6, the run has 12",
+        "optimizer.lr = 0.003, the run has 0.1",
         'schedule.kind = "constant", the run has "cosine"',
     }  # fmt: skip
     constant = [

@@ -37,8 +37,8 @@ Search = Decision[SearchFacts, SearchResult]
 class WatchedEstimates(SimulatedEstimates):
     """Predictions of the cost model that report each simulated step."""
 
-    on_step: Callable[[float], None] | None = None
-    """Function of the seconds of a step."""
+    on_step: Callable[[], None] | None = None
+    """Function to call with every simulated step."""
     on_bound: Callable[[], None] | None = None
     """Function to call with every bound of the search."""
 
@@ -51,12 +51,12 @@ class WatchedEstimates(SimulatedEstimates):
         """Return the time of a step."""
         found = super().step(job, plan)
         if self.on_step is not None:
-            self.on_step(found.step_s)
+            self.on_step()
         return found
 
     @classmethod
     def watching(
-        cls, facts: SearchFacts, on_step: Callable[[float], None], on_bound: Callable[[], None]
+        cls, facts: SearchFacts, on_step: Callable[[], None], on_bound: Callable[[], None]
     ) -> WatchedEstimates:
         """Return the predictions for `facts` that call `on_step` and `on_bound`."""
         loads = None if facts.loads is None else [np.asarray(one) for one in facts.loads]
