@@ -14,7 +14,7 @@ from rich.console import Console
 from moesaic.api.progress import LINE_EVERY_S, make_console
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import format_seconds
+from moesaic.base.units import format_seconds, plural
 from moesaic.facts.plan.search import SearchFacts, SearchMethod, SearchResult
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SearchProgress:
             return
         self._printed_s = now
         text = (
-            f"searching{self.what}: {self._tried:,} layout{'s' * (self._tried != 1)} simulated in "
+            f"searching{self.what}: {plural(self._tried, 'layout')} simulated in "
             f"{now - self._began_s:.0f} s"
         )
         if self._tried:
@@ -178,8 +178,8 @@ def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> P
 
     def search(own: SearchFacts) -> SearchResult:
         names = [host.name for host in own.cluster.hosts]
-        more = f" and {len(names) - 1} more host{'s' * (len(names) > 2)}" * (len(names) > 1)
-        progress.begin(f" {own.ranks} rank{'s' * (own.ranks > 1)} on {names[0]}{more}")
+        more = f" and {plural(len(names) - 1, 'more host')}" * (len(names) > 1)
+        progress.begin(f" {plural(own.ranks, 'rank')} on {names[0]}{more}")
         with shown_search(own, progress) as estimates:
             return run_search(own, estimates)
 

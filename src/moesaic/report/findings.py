@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moesaic.base.units import plural
 from moesaic.report.divergence import Divergence
 from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
 from moesaic.report.run_stats import RunStats
@@ -20,7 +21,6 @@ from moesaic.report.wording import (
     duration,
     listing,
     loss,
-    plural,
     step_range,
 )
 

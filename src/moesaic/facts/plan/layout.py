@@ -8,6 +8,7 @@ from typing import Any
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
+from moesaic.base.units import plural
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig, StudentConfig, student_job
 from moesaic.facts.plan.checks import check_plan
 from moesaic.facts.plan.plan import Plan, stage_blocks
@@ -76,7 +77,7 @@ def plan_from_job(job: Job, ranks: int, origin: str = "the job") -> Plan:
         fewest = fewest_ranks(job.layout)
         other = "another number of ranks (--nproc N, nproc=N in Python)"
         if fewest != ranks:
-            other = f"{fewest} rank{'s' * (fewest != 1)} "
+            other = f"{plural(fewest, 'rank')} "
             other += f"(--nproc {fewest}, nproc={fewest} in Python)"
         named = named.replace("another number of ranks", other)
         key = named.split(maxsplit=1)[0]
