@@ -156,16 +156,28 @@ def test_a_rank_that_the_kernel_kills_for_memory_names_the_remedy(
 ) -> None:
     if memory_group is None:
         pytest.skip("this process may not make a memory control group of version 1")
+    group, limit = memory_group / "cgroup.procs", memory_group / "memory.limit_in_bytes"
     process = start(place, "--nproc", "2", *ENDLESS)
+    group.write_text(str(process.pid))
     wait_for(lambda: any(place.glob("my run/checkpoints/*/COMMIT")), process)
-    (memory_group / "memory.limit_in_bytes").write_text("0")
-    (memory_group / "cgroup.procs").write_text(str(ranks_of(process.pid)[1]))
-    _, err = process.communicate(timeout=60)
+    Path(f"/proc/{ranks_of(process.pid)[1]}/oom_score_adj").write_text("1000")
+    used = int((memory_group / "memory.usage_in_bytes").read_text())
+    limit.write_text(str(used + (32 << 20)))
+    spare = "open('/proc/self/oom_score_adj', 'w').write('-1000')"
+    enter = f"open('{group}', 'w').write(str(os.getpid()))"
+    take = f"taken = b'1' * {48 << 20}; sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", "; ".join(["import os, sys", spare, enter, take])],
+        stdin=subprocess.PIPE,
+    ) as other:
+        _, err = process.communicate(timeout=60)
+        other.communicate()
     assert process.returncode == 3, err  # Not 75: a new start would end alike.
     assert err.startswith(
         "error: there is not enough memory (the kernel killed rank 1): raise train.micro_batches "
     )
-    assert err.endswith(GO_ON)
+    again = "moesaic train --out 'my run' --resume --set KEY=VALUE"
+    assert err.endswith(f"; to continue with the change: {again}\n")
 
 
 def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint(place: Path) -> None:

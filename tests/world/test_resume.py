@@ -14,7 +14,7 @@ import torch
 from layouts import ASKING, SIGMOID, sparing, worst_element
 from table import FAMILIES, SMALL
 
-from moesaic.base.errors import UserError
+from moesaic.base.errors import DivergedError, UserError
 from moesaic.base.events import read_events
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.world import World
@@ -203,6 +203,36 @@ class StoppingProgress(RecordingProgress):
         """Record the figures of a step."""
         super().step(figures)
         assert len(self.figures) != 2 or self.stop.make()
+
+
+def diverge(
+    world: World, text: str, out: str, resume: str | None, lr: float, asynchronous: bool
+) -> str:
+    """Train on one rank with a save after each step; return the error that ends it."""
+    tables = {
+        "optimizer": {"lr": lr}, "schedule": {"warmup": 0},
+        "checkpoint": {"every": 1, "asynchronous": asynchronous},
+    }  # fmt: skip
+    steps = 4 if resume is None else 12
+    try:
+        train_text(world, Path(text), Path(out), resume, train={"steps": steps}, **tables)
+    except DivergedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_name_the_same_way_back(
+    ranks: RankPool, text: Path, tmp_path: Path, asynchronous: bool
+) -> None:
+    """Though only rank 0 knows the saves, and one may be in progress."""
+    out = tmp_path / "run"
+    assert ranks.run(2, diverge, str(text), str(out), None, 1e-3, asynchronous) == ["", ""]
+    first, second = ranks.run(2, diverge, str(text), str(out), "auto", 1e30, asynchronous)
+    assert first == second
+    assert first.startswith("step 6: the gradient's norm is ")
+    assert f"go on with --resume '{end(out)}' --change " in first
+    assert (out / "checkpoints" / "step-00000005" / "COMMIT").is_file()
 
 
 def run_until_asked(

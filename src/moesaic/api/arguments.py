@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from moesaic.facts.job.other_names import OTHER_NAMES
+from moesaic.base import keys
+from moesaic.facts.job import Job
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,8 +23,8 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known:
-                meant = OTHER_NAMES.get(name, "").rpartition(".")[2]
-                near = [meant] if meant in known else get_close_matches(name, known, n=1)
+                meant = [key.rpartition(".")[2] for key in keys.by_other_name(Job, name)[0]]
+                near = [one for one in meant if one in known] or get_close_matches(name, known, n=1)
                 remedy = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
                 where = function.__qualname__.removesuffix(".__init__")
                 raise TypeError(f"{where} has no argument '{name}': {remedy}")

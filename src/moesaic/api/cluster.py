@@ -29,7 +29,7 @@ from moesaic.facts.cluster.presets import NETWORKS, PRESETS
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import ProbeResult
 
-_MEMORY_HINT = "start fewer ranks (nproc), or lower largest_side"
+_MEMORY_HINT = "start fewer ranks (--nproc N, nproc=N in Python), or lower largest_side"
 
 
 class Cluster:

@@ -310,7 +310,10 @@ class Job:
         """
         cluster = None if cluster is None else Cluster.of(cluster)
         if change and resume is None:
-            raise ConfigError("change=True is for a run to resume: add resume='auto', or remove it")
+            raise ConfigError(
+                "--change (change=True in Python) is for a run to resume: add --resume "
+                "(resume='auto'), or remove it"
+            )
         directory, checkpoint = resolve_run(None if out is None else Path(out), resume)
         run = resumed_run(
             None if out is None else str(out), None if resume is None else str(resume)

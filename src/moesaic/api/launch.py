@@ -227,9 +227,23 @@ def _write_error(text: str, kind: str) -> None:
 
 
 def _count_killed_for_memory() -> int:
-    """Return how many processes the kernel has killed for lack of memory; 0 if it does not say."""
-    lines = (line.split() for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines())
-    return sum(int(count) for name, count in lines if name == "oom_kill")
+    """Return how many processes of this control group, or of the machine where no group counts, the
+    kernel has killed for lack of memory; 0 if it does not say."""
+    places = list[Path]()
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "memory":
+                places.append(Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control"))
+            elif not controllers:
+                places.append(Path(f"/sys/fs/cgroup{group}/memory.events"))
+    for place in (*places, Path("/proc/vmstat")):
+        with suppress(OSError):
+            for line in place.read_text(encoding="ascii").splitlines():
+                name, count = line.split()
+                if name == "oom_kill":
+                    return int(count)
+    return 0
 
 
 def _first_failure(

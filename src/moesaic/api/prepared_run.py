@@ -155,7 +155,8 @@ def count_ranks(
         actual = f"torchrun started {requested}" if is_torchrun() else f"nproc is {requested}"
         raise ConfigError(
             f"{origin} is for {plan.ranks} rank{'s' * (plan.ranks > 1)}, but {actual}: start "
-            f"{plan.ranks}, or plan anew for {requested} (nproc = {requested})"
+            f"{plan.ranks}, or plan anew for {requested} "
+            f"(--nproc {requested}, nproc={requested} in Python)"
         )
     hosts = len({place.host for place in plan.places})
     if hosts > 1 and not is_torchrun() and is_started:
@@ -181,8 +182,8 @@ def _default_ranks(
         has = f"{devices} GPUs" if devices else f"{os.cpu_count()} cores"
         raise ConfigError(
             f"{loaded.origin}: [layout] needs {needed} ranks, and this machine has {has}: start "
-            f"them on several machines with torchrun, or change [layout] (--nproc {needed} starts "
-            "them here all the same)"
+            f"them on several machines with torchrun, or change [layout] (--nproc {needed}, in "
+            f"Python nproc={needed}, starts them here all the same)"
         )
     return max(needed, devices // needed * needed)
 
@@ -257,7 +258,9 @@ def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | Non
         return out, None
     if resume == "auto":
         if out is None:
-            raise ConfigError("a resume needs the directory of its run: give out=DIR")
+            raise ConfigError(
+                "a resume needs the directory of its run: give --out DIR (out=DIR in Python)"
+            )
         if holds_failed_try(out):
             return out, None
         if not holds_checkpoint(out):
@@ -281,7 +284,10 @@ def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
     owner = run if (run / "job.json").is_file() else None
     if out is None:
         if owner is None:
-            raise ConfigError(f"'{path}' belongs to no run: give out=DIR, the directory of one")
+            raise ConfigError(
+                f"'{path}' belongs to no run: give the directory of one, --out DIR (out=DIR in "
+                "Python)"
+            )
         return owner, str(path)
     if owner is None or out.resolve() != owner.resolve():
         check_no_run(out)

@@ -165,10 +165,11 @@ def _read_loads(run: Path, facts: RunStats) -> tuple[pa.Table | None, int]:
     others = [one for one in facts.launches if (one.ranks, one.layout) != (last.ranks, last.layout)]
     if not others:
         return table, 0
-    first = facts.launches[facts.launches.index(others[-1]) + 1]
+    same = facts.launches[facts.launches.index(others[-1]) + 1 :]
+    first_step = min(one.step for one in same)
     steps = table.column("step").to_numpy()
     # Steps that were not repeated after a way back have loads, but no event any more.
-    is_kept = (steps > first.step) & (steps <= facts.last_step)
+    is_kept = (steps > first_step) & (steps <= facts.last_step)
     return table.filter(is_kept), len(np.unique(steps[~is_kept]))
 
 

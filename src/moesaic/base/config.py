@@ -14,6 +14,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ConfigError, UserError
 
 
 class Section(BaseModel):
@@ -257,6 +258,15 @@ def _is_misspelt(kind: type[BaseModel], key: str, meant: AbstractSet[str]) -> bo
 
 def _without_indices(key: str) -> str:
     return re.sub(r"\[\d+\]", "", key)
+
+
+@contextmanager
+def noted(found: dict[str, str], key: str, origin: str = "") -> Iterator[None]:
+    """Collect an error about `key` in `found`, without `origin`."""
+    try:
+        yield
+    except UserError as error:
+        found[key] = str(error).removeprefix(f"{origin}: ")
 
 
 def list_mistakes(

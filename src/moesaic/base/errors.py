@@ -46,6 +46,9 @@ class DivergedError(UserError):
     """A non-finite loss or gradient. The failing step did not change the training state, except for
     experts in memory tiers without `train.clip`."""
 
+    is_on_all_ranks = True
+    """False if perhaps not every rank raises it, so that collectives would wait in vain."""
+
 
 class DataError(UserError):
     """Unusable training text, tokenizer or dataset directory."""

@@ -83,11 +83,11 @@ def _field_docstrings(body: Sequence[ast.stmt], at: str) -> Iterator[tuple[str, 
 
 def locate(root: type[BaseModel], key: str) -> FieldInfo:
     """Return the field of the dotted `key`; raise ConfigError with a suggestion if unknown."""
-    found = dict(_walk_fields(root))
-    if key not in found:
+    found = _tree(root).fields.get(key)
+    if found is None:
         parts = key.split(".")
         raise ConfigError(_unknown_key(root, parts, parts).message)
-    return found[key]
+    return found
 
 
 def walk(root: type[BaseModel], prefix: str = "") -> Iterator[Key]:
@@ -105,6 +105,40 @@ def _walk_fields(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
         inner = section_of(field.annotation)
         if inner is not None:
             yield from _walk_fields(inner, f"{prefix}{name}.")
+
+
+class _Tree(NamedTuple):
+    """Keys of a root by what unknown keys are compared with."""
+
+    fields: dict[str, FieldInfo]
+    """Fields by dotted path."""
+    names: dict[str, dict[str, str]]
+    """Paths by table, and by name in it."""
+    tables: dict[str, list[str]]
+    """Tables that have a key of this name."""
+    lists: tuple[str, ...]
+    """Starts of the paths in lists of tables."""
+    other_names: dict[str, str]
+    """Paths by other frameworks' names."""
+    other_ways: dict[str, str]
+    """How to say the same, by other frameworks' names."""
+
+
+@cache
+def _tree(root: type[BaseModel]) -> _Tree:
+    found = dict(_walk_fields(root))
+    names, tables = dict[str, dict[str, str]](), dict[str, list[str]]()
+    for path in found:
+        table, _, name = path.rpartition(".")
+        names.setdefault(table, {})[name] = path
+        tables.setdefault(name, []).append(table)
+    lists = tuple(f"{path}." for path, field in found.items() if _is_list_of_tables(field))
+    others: Mapping[str, str] = getattr(root, "other_names", None) or {}
+    ways: Mapping[str, str] = getattr(root, "other_ways", None) or {}
+    by_name = {_plain(name): key for name, key in others.items() if key in found}
+    return _Tree(
+        found, names, tables, lists, by_name, {_plain(name): way for name, way in ways.items()}
+    )
 
 
 def _table_kind(field: FieldInfo) -> str:
@@ -209,18 +243,24 @@ def unknown_keys(
     names = [part for part in parts if isinstance(part, str)]
     this = _unknown_key(root, parts, names)
     table, own = _table_at(root, this.meant)
-    is_misspelt = bool(table) and bool(difflib.get_close_matches(names[-1], [table], cutoff=0.8))
+    ends = [table.rpartition(".")[2]] if table else []
+    is_misspelt = bool(difflib.get_close_matches(names[-1], ends, cutoff=0.8))
     if not isinstance(value, Mapping) or (is_misspelt and set(value) <= set(own)):
         return [this]
     above = table.split(".") if table else names
-    inside = [_unknown_key(root, [*parts, name], [*above, name], own) for name in value]
+    inside = [
+        _unknown_key(root, [*parts, name], [*names, name])
+        if any(by_other_name(root, f"{names[-1]}.{name}"))
+        else _unknown_key(root, [*parts, name], [*above, name], own)
+        for name in value
+    ]
     return inside if any(one.is_known for one in inside) else [this]
 
 
 def _table_at(root: type[BaseModel], key: str | None) -> tuple[str, list[str]]:
     """Return the table that `key` is or is in, and its keys."""
     for table in () if key is None else (key, key.rpartition(".")[0]):
-        section = section_of(dict(_walk_fields(root))[table].annotation) if table else None
+        section = section_of(_tree(root).fields[table].annotation) if table else None
         if section is not None:
             return table, list(fields(section))
     return "", []
@@ -233,49 +273,59 @@ def _unknown_key(
     own: Sequence[str] = (),
 ) -> UnknownKey:
     """Return the unknown key at `parts`, which would be at `names` in a table with keys `own`."""
-    path, above = dotted_key(parts), ".".join(names[:-1])
-    way = None if names[-1] in own else _meaning(root, names)[1]
-    meant = ".".join(names) if names[-1] in own else nearest_key(root, names)
+    path = dotted_key(parts)
+    found, way = ([".".join(names)], None) if names[-1] in own else _meaning(root, names)
+    meant = found[0] if names[-1] in own else _nearest(root, names, found, way)
     if way:
         return UnknownKey(path, f"unknown key '{path}': {way}", meant, is_known=True)
     if meant:
         return UnknownKey(path, f"unknown key '{path}': did you mean '{meant}'?", meant, True)
-    siblings = [name for name, parent in _names_and_parents(root) if parent == above]
-    where = f"'{above}' has the keys" if above else "the keys at the top are"
-    known = f"{where} {', '.join(siblings)}" if siblings else "no table has such a key"
-    return UnknownKey(path, f"unknown key '{path}': {known}", None, is_known=False)
+    return UnknownKey(path, f"unknown key '{path}': {_known_keys(root, names)}", None, False)
+
+
+def _known_keys(root: type[BaseModel], names: Sequence[str]) -> str:
+    """Return a clause about the keys of the table of an unknown key."""
+    tree, above = _tree(root), ".".join(names[:-1])
+    if above in tree.names:
+        where = f"'{above}' has the keys" if above else "the keys at the top are"
+        return f"{where} {', '.join(tree.names[above])}"
+    tables = (".".join(names[:count]) for count in range(1, len(names)))
+    value = next((one for one in tables if one in tree.fields and one not in tree.names), None)
+    return "no table has such a key" if value is None else f"'{value}' is a value, no table"
 
 
 def _meaning(root: type[BaseModel], parts: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the keys that an unknown key means, and how to say it if no key does alone.
 
     The name in its table comes first, then keys of the same name, then other frameworks' names.
-    Keys in lists of tables come last.
+    Keys in lists of tables come last, and are not meant in a table outside of lists.
     """
-    *_, word = parts
-    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
-    same = [f"{at}.{name}".strip(".") for name, at in _names_and_parents(root) if name == word]
-    listed = [key for key in same if f"{key}.".startswith(lists)]
+    *tables, word = parts
+    tree, above = _tree(root), ".".join(tables)
+    same = [tree.names[table][word] for table in tree.tables.get(word, ())]
+    listed = [key for key in same if key.startswith(tree.lists)]
     readings = (
-        _by_other_name(root, ".".join(parts[-2:])),
+        by_other_name(root, ".".join(["", *parts][-2:])),
         ([key for key in same if key not in listed], None),
-        _by_other_name(root, word),
+        by_other_name(root, word),
+        ([] if _is_table_outside_lists(tree, above) else listed, None),
     )
-    found, way = next((one for one in readings if any(one)), (listed, None))
+    found, way = next((one for one in readings if any(one)), readings[-1])
     # A table of the same name in another one, such as the model of a student, has the key itself.
-    above = ".".join(parts[:-1])
-    tables = [key.rpartition(".")[0] for key in found]
-    prefix = [above.removesuffix(at) if at and above.endswith(f".{at}") else "" for at in tables]
+    ends = [key.rpartition(".")[0] for key in found]
+    prefix = [above.removesuffix(at) if at and above.endswith(f".{at}") else "" for at in ends]
     return [f"{outer}{key}" for outer, key in zip(prefix, found, strict=True)], way
 
 
-def _by_other_name(root: type[BaseModel], name: str) -> tuple[list[str], str | None]:
-    """Return the keys that another framework gives this name, and how else to say it."""
-    names: Mapping[str, str] = getattr(root, "other_names", None) or {}
-    ways: Mapping[str, str] = getattr(root, "other_ways", None) or {}
-    wanted, known = _plain(name), {path for path, _ in _walk_fields(root)}
-    found = [key for other, key in names.items() if _plain(other) == wanted and key in known]
-    return found, next((way for other, way in ways.items() if _plain(other) == wanted), None)
+def _is_table_outside_lists(tree: _Tree, table: str) -> bool:
+    return bool(table) and table in tree.names and not f"{table}.".startswith(tree.lists)
+
+
+def by_other_name(root: type[BaseModel], name: str) -> tuple[list[str], str | None]:
+    """Return the key that another framework gives this name, if any, and how else to say it."""
+    tree, wanted = _tree(root), _plain(name)
+    key = tree.other_names.get(wanted)
+    return [] if key is None else [key], tree.other_ways.get(wanted)
 
 
 def _plain(name: str) -> str:
@@ -287,37 +337,42 @@ def meant_keys(root: type[BaseModel], parts: Sequence[str]) -> list[str]:
 
     None are meant if a key of the same table is nearly the same word.
     """
-    siblings = [name for name, at in _names_and_parents(root) if at == ".".join(parts[:-1])]
-    is_misspelt = difflib.get_close_matches(parts[-1], siblings, n=1, cutoff=0.85)
-    return [] if is_misspelt else _meaning(root, parts)[0]
+    return [] if _is_nearly_sibling(root, parts) else _meaning(root, parts)[0]
+
+
+def _is_nearly_sibling(root: type[BaseModel], parts: Sequence[str]) -> bool:
+    siblings = _tree(root).names.get(".".join(parts[:-1]), {})
+    return bool(difflib.get_close_matches(parts[-1], siblings, n=1, cutoff=0.85))
 
 
 def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:
     """Return the key that was probably meant: the same name elsewhere, another framework's name, or
     a similar one."""
-    *_, word = parts
-    above = ".".join(parts[:-1])
-    meant = meant_keys(root, parts)
-    if len(meant) == 1 or _meaning(root, parts)[1]:
+    return _nearest(root, parts, *_meaning(root, parts))
+
+
+def _nearest(
+    root: type[BaseModel], parts: Sequence[str], found: Sequence[str], way: str | None
+) -> str | None:
+    """Return the nearest key to one that means those `found`, or is said by `way`."""
+    *tables, word = parts
+    tree, above = _tree(root), ".".join(tables)
+    meant = [] if _is_nearly_sibling(root, parts) else found
+    if len(meant) == 1 or way:
         return meant[0] if meant else None
-    lists = tuple(f"{path}." for path, field in _walk_fields(root) if _is_list_of_tables(field))
-    siblings, elsewhere, listed = dict[str, str](), dict[str, str](), dict[str, str]()
-    for path, field in _walk_fields(root):
+    elsewhere, listed = dict[str, str](), dict[str, str]()
+    for path, field in tree.fields.items():
         table, _, name = path.rpartition(".")
-        if table == above:
-            siblings[name] = path
-        elif section_of(field.annotation) is None:
-            (listed if path.startswith(lists) else elsewhere).setdefault(name, path)
+        if table != above and section_of(field.annotation) is None:
+            (listed if path.startswith(tree.lists) else elsewhere).setdefault(name, path)
+    if _is_table_outside_lists(tree, above):
+        listed = {}
+    siblings = tree.names.get(above, {})
     places = ((siblings, 0.6 if above else 0.7), (elsewhere, 0.8), (listed, 0.8))
     for paths, cutoff in places:
         for name in difflib.get_close_matches(word, paths, n=1, cutoff=cutoff):
             return paths[name]
     return None
-
-
-def _names_and_parents(root: type[BaseModel]) -> list[tuple[str, str]]:
-    paths = (path.rpartition(".") for path, _ in _walk_fields(root))
-    return [(name, parent) for parent, _, name in paths]
 
 
 def dotted_key(parts: Iterable[str | int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,14 +17,6 @@ from moesaic.api.progress import make_console
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands for a character that is not shown."""
-_FLAGS = tuple(
-    (re.compile(rf"(?<![\w.'\"/=-]){argument}"), flag)
-    for argument, flag in (
-        ("nproc = ", "--nproc "), (r"nproc\b", "--nproc"), ("change=True", "--change"),
-        ("resume='auto'", "--resume"), ("resume=", "--resume "), ("out=DIR", "--out DIR"),
-    )
-)  # fmt: skip
-"""Arguments of Python's API, and the flags for them."""
 
 
 def printable(text: str) -> str:
@@ -88,9 +79,7 @@ def print_warning(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error on stderr, with flags in place of the arguments of Python that it names."""
-    for argument, flag in _FLAGS:
-        text = argument.sub(flag, text)
+    """Print an error on stderr."""
     _print_stderr(Text.assemble(("error: ", "bold red"), text))
 
 

@@ -88,7 +88,7 @@ Verbose = Annotated[
 
 _STARTS_ANEW = SAME_COMMAND.removeprefix(ENDED_BY_SIGTERM)
 _NOTHING_SAVED = ": nothing was saved, the same command starts anew"
-_RESUMES = " before the first step: the same command resumes from the checkpoint"
+_RESUMES = ": the same command resumes from the checkpoint"
 """Ends of the line about an interrupt or SIGTERM."""
 
 
@@ -113,7 +113,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     if resume is None:
         flags.require(job, "JOB.toml", "train")
     run = resumed_run(None if out is None else str(out), resume)
-    with exit_on_sigterm(f"{ENDED_BY_SIGTERM}{_STARTS_ANEW if resume is None else _RESUMES}"):
+    again = _STARTS_ANEW if resume is None else f" before the first step{_RESUMES}"
+    with exit_on_sigterm(f"{ENDED_BY_SIGTERM}{again}"):
         with exit_on_interrupt(), said_once():
             prepared = Job.load(job, sets=sets or (), run=run, needs_data=True).prepare(
                 out=out, nproc=nproc, resume=resume, change=change, plan=plan,
@@ -157,21 +158,29 @@ def _with_resume_command(
 ) -> RunInterrupted:
     """Return the error with the command that resumes the run."""
     reason = str(error) or "interrupted"
-    text = f"{reason}{_go_on(reason, prepared, as_json)}"
+    status = error.status if isinstance(error, RunInterrupted) else EXIT_INTERRUPTED
+    text = f"{reason}{_go_on(reason, status, prepared, as_json)}"
     if isinstance(error, RunInterrupted):
         return RunInterrupted(text, error.status, is_saved=error.is_saved)
     return RunInterrupted(text, EXIT_INTERRUPTED)
 
 
-def _go_on(reason: str, prepared: PreparedRun, as_json: bool) -> str:
-    """Return the command that resumes from the newest checkpoint, as a clause."""
+def _go_on(reason: str, status: int, prepared: PreparedRun, as_json: bool) -> str:
+    """Return how to go on, such as the command that resumes the run, as a clause."""
     task = prepared.task
     if task.out is None or not holds_checkpoint(Path(task.out)):
+        if status == EXIT_DOES_NOT_FIT:
+            return ""  # The remedy is in the reason.
+        if task.resume is not None:
+            return _RESUMES
         return _STARTS_ANEW if reason == ENDED_BY_SIGTERM else _NOTHING_SAVED
-    if is_torchrun():
-        return f"; to continue: the same command with {shlex.join(('--out', task.out))} --resume"
     words = ["moesaic", "train", *(["--json"] if as_json else []), "--out", task.out, "--resume"]
-    return f"; to continue: {shlex.join(words)}"
+    again = shlex.join(words)
+    if is_torchrun():
+        again = f"the same command with {shlex.join(('--out', task.out))} --resume"
+    if status == EXIT_DOES_NOT_FIT:
+        return f"; to continue with the change: {again} --set KEY=VALUE"
+    return f"; to continue: {again}"
 
 
 def _reported(prepared: PreparedRun) -> str:

@@ -130,7 +130,7 @@ class World:
         except KeyError as missing:
             raise ConfigError(
                 f"WORLD_SIZE = {size} without {missing.args[0]} in the environment; start the "
-                "ranks with torchrun or nproc"
+                "ranks with torchrun or --nproc"
             ) from None
         # torchrun's agent may serve the store; then rank 0 is a client too.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -372,10 +372,12 @@ class Table:
         """
         if not merged.is_finite:
             bad = np.flatnonzero(~np.isfinite(merged.grads).all(1))
-            raise DivergedError(
+            error = DivergedError(
                 f"the gradient of key {bags.distinct[bad[0]]} of table '{self.name}' is not "
                 "finite: lower table.lr or optimizer.lr"
             )
+            error.is_on_all_ranks = False  # Only the owner of the key has it.
+            raise error
         return merged
 
     def _apply(self, bags: KeyBags, merged: KeyGradients, found: _FoundRows) -> None:

@@ -82,7 +82,8 @@ def _not_finite(loss: Floats, numbers: Floats, step: int, num_steps: int) -> Div
     may have risen already."""
     known = np.flatnonzero(np.isfinite(loss))
     rise = _find_rise(loss[known], numbers[known])
-    good_step = step - 1 if rise is None else rise.good_step
+    # Its weights are wrong already: from them, the same samples fail again at any learning rate.
+    good_step = step - 2 if rise is None else rise.good_step
     return Divergence("not finite", step, np.nan, np.nan, num_steps, good_step)
 
 
@@ -107,7 +108,8 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
 
 
 def _risen(kind: Literal["exploded", "lost"], step: int, before: float, after: float) -> Divergence:
-    """Return the divergence of a loss that is wrong from `step` on: so were the weights before."""
+    """Return the divergence of a loss that is wrong from `step` on: the weights of the step before
+    were wrong already."""
     return Divergence(kind, step, before, after, 0, step - 2)
 
 

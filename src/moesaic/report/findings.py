@@ -6,12 +6,14 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from moesaic.report.divergence import Divergence
 from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
+from moesaic.report.log import Checkpoint
 from moesaic.report.run_stats import RunStats
 from moesaic.report.series import known_mean, median
 from moesaic.report.wording import (
@@ -175,15 +177,27 @@ def _way_back(run: RunStats, found: Divergence) -> str:
     lower = f"{key}=LOWER"
     if isinstance(peak, int | float):
         lower = f"{key}={min(peak / 10, _HIGH_RATE / 10):g}"
-    if not earlier:
+    if earlier:
+        step, words = earlier[-1].step, ["--resume", str(run.path_of(earlier[-1]))]
+    elif (origin := _origin(run)) is not None and origin.step <= found.good_step:
+        step, words = origin.step, ["--out", str(run.directory), "--resume", origin.path]
+    else:
         return (
             f"No checkpoint from before is left: start anew with --set {lower} or a longer "
             "schedule.warmup."
         )
-    return (
-        f"Go back to step {earlier[-1].step:,}: moesaic train --resume "
-        f"{shlex.quote(str(run.path_of(earlier[-1])))} --change --set {lower}."
-    )
+    command = shlex.join(["moesaic", "train", *words, "--change", "--set", lower])
+    return f"Go back to step {step:,}: {command}."
+
+
+def _origin(run: RunStats) -> Checkpoint | None:
+    """Return the checkpoint that the last launch resumed from, if it still exists; it may be in
+    another run's directory."""
+    last = run.launches[-1] if run.launches else None
+    if last is None or last.resumed_from is None:
+        return None
+    exists = (Path(last.resumed_from) / "COMMIT").is_file()
+    return Checkpoint(last.step, last.resumed_from, "done") if exists else None
 
 
 def _skipped(run: RunStats) -> Finding | None:

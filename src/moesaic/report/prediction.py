@@ -20,8 +20,9 @@ WARMUP_STEPS = 3
 """First steps of a launch, which medians leave out."""
 _MIN_SPEED_CHANGE = 0.02
 """Relative change of a machine's speed that counts as none."""
-_MIN_WAIT_SHARE = 0.05
-"""Share of waits for a processor that counts as none: a rank's own threads cause some."""
+_MIN_WAIT_SHARE, _MAX_WAIT_SHARE = 0.05, 0.95
+"""Shares of waits for a processor. Fewer count as none: a rank's own threads cause some. More are
+taken for this, since ranks measure waits and rank 0 the step."""
 _MEDIAN_WINDOW = 1000
 """Most steps that medians are taken over: the last ones."""
 
@@ -91,16 +92,18 @@ class Prediction:
         both = duration(self.predicted.step_s), duration(self.measured.step_s)
         text = f"predicted {both[0]} a step, measured {both[1]} ({self.ratio:.2f}x)"
         machine, model = self.machine_ratio, self.model_ratio
-        most = self._most_wrong_phase((machine or 1.0) * self.wait_ratio)
-        most = f", mostly in {most}" if most else ""
-        if self.wait_ratio > 1.0:
+        phase, is_waiting = self._most_wrong_phase(), self.wait_ratio > 1.0
+        if is_waiting:
             waits = f"{self.measured.cpu_wait_share or 0.0:.0%} of a step"
-            text += f": ranks waited {waits} for a processor in use ({self.wait_ratio:.2f}x)"
+            text += f": ranks waited {waits} for a busy processor ({self.wait_ratio:.2f}x)"
         if machine is None or model is None:
             why = (
                 "the plan has no reference_s: probe the cluster (moesaic probe) and plan again"
                 if self.predicted.reference_s is None
                 else "the run was too short to time the reference work"
+            )
+            most = (
+                f"{', the rest mostly' if is_waiting else ', mostly'} in {phase}" if phase else ""
             )
             return f"{text}{most}; how fast the machine was is unknown, because {why}"
         if abs(math.log(machine)) < _MIN_SPEED_CHANGE:
@@ -109,13 +112,14 @@ class Prediction:
             speed = f"{machine:.2f}x slower during the run than"
         else:
             speed = f"{1.0 / machine:.2f}x faster during the run than"
+        most = f", mostly in {phase}" if phase else ""
         error = f"the rest, {model:.2f}x, is the error of the model{most}"
-        comma = "," if self.wait_ratio > 1.0 else ":"
-        return f"{text}{comma} the machine was {speed} in the probe; {error}"
+        return f"{text}{',' if is_waiting else ':'} the machine was {speed} in the probe; {error}"
 
-    def _most_wrong_phase(self, machine: float) -> str:
+    def _most_wrong_phase(self) -> str:
         """Return the phase with the largest error in the direction of the step's, with predicted
-        times multiplied by `machine`."""
+        times at the machine's speed and with its waits."""
+        machine = (self.machine_ratio or 1.0) * self.wait_ratio
         sign = math.copysign(1.0, self.measured.step_s - machine * self.predicted.step_s)
         errors = {
             name: sign * (seconds - machine * self.predicted.phases_s.get(name, 0.0))
@@ -199,7 +203,8 @@ def _cpu_wait_share(
         )
         for rank in ranks
     ]
-    return max((statistics.median(known) for known in shares if known), default=None)
+    most = max((statistics.median(known) for known in shares if known), default=None)
+    return None if most is None else min(most, _MAX_WAIT_SHARE)
 
 
 def _steady_steps(seconds: list[float]) -> list[float]:

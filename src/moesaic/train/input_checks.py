@@ -9,26 +9,27 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.base import keys
-from moesaic.base.config import list_mistakes
-from moesaic.base.errors import ConfigError, UserError
+from moesaic.base.config import list_mistakes, noted
+from moesaic.base.errors import ConfigError
 from moesaic.facts.job import CtrJob, Job
-from moesaic.train.data.sources import find_sources
+from moesaic.train.data.sources import TextSource, find_source, find_sources, source_keys
 from moesaic.train.job_file import LoadedJob, TrainingJob
-from moesaic.train.resumed_job import place_of_paths
+from moesaic.train.resumed_job import place_of_path
 
 if TYPE_CHECKING:
     from moesaic.models.tokenizer import Tokenizer
     from moesaic.train.data.clicks import ClickData
-    from moesaic.train.data.sources import TextSource
     from moesaic.train.data.text_data import TextData
 
 WHOLE_BYTES = 8 << 20
 """Largest data that a dry run reads as a whole."""
+_CLICK_PATHS = ("path", "validation_path")
+_PATHS = frozenset({"data.path", "data.validation_path", "data.tokenizer", "routing.replay"})
+"""Keys whose value is a path, of those that are checked here."""
 
 
 def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> None:
@@ -42,61 +43,46 @@ def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> Non
             f"{'is' if len(loaded.missing_data) == 1 else 'are'} missing: add [data] with path "
             "(the training text) and sequence (tokens per sample)"
         )
-    job = loaded.job.model_dump(mode="json")
-    texts = [
-        f"{one}{'' if run is None else place_of_paths(run, job, str(one))}"
-        for one in _mistakes(loaded.job)
-    ]
-    mistakes = {text.partition(" ")[0].rstrip(":"): text for text in texts}
+    mistakes = _mistakes(loaded.job)
+    if run is not None:
+        job = loaded.job.model_dump(mode="json")
+        for key in _PATHS & mistakes.keys():
+            mistakes[key] += place_of_path(run, job, key)
     if mistakes:
         raise ConfigError(list_mistakes(mistakes, loaded.origin, loaded.sets, {}))
 
 
-def _mistakes(job: TrainingJob) -> list[UserError]:
-    """Return what the job needs and this machine lacks."""
-    found = list[UserError]()
+def _mistakes(job: TrainingJob) -> dict[str, str]:
+    """Return what the job needs and this machine lacks, by key."""
+    found = dict[str, str]()
     if isinstance(job, Job):
         _check_data(job, found)
     else:
-        with _noted(found):
-            list(_click_files(job))
+        for key in _CLICK_PATHS:
+            with noted(found, f"data.{key}"):
+                list(_click_files(job, key))
     replay = job.routing.replay if isinstance(job, Job) else None
     if replay is not None and not Path(replay).expanduser().exists():
-        found.append(
-            ConfigError(
-                f"routing.replay = {keys.show(replay)} does not exist: "
-                "give a file written by routing.record"
-            )
+        found["routing.replay"] = (
+            f"routing.replay = {keys.show(replay)} does not exist: "
+            "give a file written by routing.record"
         )
     for extra in ("wandb", "mlflow"):
         value = getattr(job.log, extra)
         if value is not None and importlib.util.find_spec(extra) is None:
-            found.append(
-                ConfigError(
-                    f"log.{extra} = {keys.show(value)} needs the package {extra}: "
-                    f"pip install 'moesaic[{extra}]', or remove the key"
-                )
+            found[f"log.{extra}"] = (
+                f"log.{extra} = {keys.show(value)} needs the package {extra}: "
+                f"pip install 'moesaic[{extra}]', or remove the key"
             )
     return found
 
 
-@contextmanager
-def _noted(found: list[UserError]) -> Iterator[None]:
-    """Let an error wait in `found` for the others."""
-    try:
-        yield
-    except UserError as error:
-        found.append(error)
-
-
-def _click_files(job: CtrJob) -> Iterator[Path]:
-    """Yield the files of samples; raise if there are none."""
+def _click_files(job: CtrJob, key: str) -> list[Path]:
+    """Return the files of samples that a key of [data] names; raise if it names none."""
     from moesaic.train.data.clicks_files import find_files
 
-    for key in ("path", "validation_path"):
-        path = getattr(job.data, key)
-        if path is not None:
-            yield from find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
+    path = getattr(job.data, key)
+    return [] if path is None else find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
 
 
 def read_data(job: TrainingJob) -> tuple[ClickData | TextData | None, list[str]]:
@@ -132,7 +118,7 @@ def _data_bytes(job: TrainingJob) -> int:
     if isinstance(job, Job):
         files = [file for source in find_sources(job.data) for file in source.files]
     else:
-        files = list(_click_files(job))
+        files = [file for key in _CLICK_PATHS for file in _click_files(job, key)]
     return sum(file.stat().st_size for file in files)
 
 
@@ -147,39 +133,46 @@ def _read_start(job: TrainingJob, cache: Path) -> Iterator[str]:
     return clicks.read_start(job.data)
 
 
-def _check_data(job: Job, found: list[UserError]) -> None:
+def _check_data(job: Job, found: dict[str, str]) -> None:
     """Add to `found` if the text, its first record, the tokenizer or the chat template of `job` is
     missing or does not fit."""
     from moesaic.models.tokenizer import open_tokenizer
 
-    with _noted(found):
-        sources = find_sources(job.data)
-        for source in sources:
-            if source.kind in ("jsonl", "parquet", "chat", "labelled"):
+    sources = list[TextSource]()
+    for key in source_keys(job.data):
+        with noted(found, key):
+            sources.append(find_source(job.data, key))
+            if sources[-1].kind in ("jsonl", "parquet", "chat", "labelled"):
                 from moesaic.train.data.text import check_first_record
 
-                check_first_record(source)
-    with _noted(found):
+                check_first_record(sources[-1])
+    with noted(found, "data.tokenizer"):
         tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
     if not found:
-        with _noted(found):
-            _check_tokenizer(job, tokenizer, sources[0])
+        _check_tokenizer(job, tokenizer, sources[0], found)
 
 
-def _check_tokenizer(job: Job, tokenizer: Tokenizer, source: TextSource) -> None:
-    """Raise if the tokenizer does not fit the model, the prompts or the conversations of `job`."""
+def _check_tokenizer(
+    job: Job, tokenizer: Tokenizer, source: TextSource, found: dict[str, str]
+) -> None:
+    """Add to `found` if the tokenizer does not fit the prompts, the model or the conversations of
+    `job`."""
     from moesaic.models.tokenizer import check_vocabulary
 
     if job.control is not None:
         from moesaic.train.data.control import open_control
 
-        tokenizer, encoder = open_control(job.data, job.control, source)
-        encoder.check_source(source)
-    check_vocabulary(
-        job.model.vocab, tokenizer, is_fixed=job.source is not None,
-        has_control=job.control is not None,
-    )  # fmt: skip
+        with noted(found, "control"):
+            tokenizer, encoder = open_control(job.data, job.control, source)
+            encoder.check_source(source)
+    if not found:
+        with noted(found, "model.vocab"):
+            check_vocabulary(
+                job.model.vocab, tokenizer, is_fixed=job.source is not None,
+                has_control=job.control is not None,
+            )  # fmt: skip
     if job.data.format == "chat":
         from moesaic.train.data.chat import ChatEncoder
 
-        ChatEncoder(job.data, tokenizer)
+        with noted(found, "data.tokenizer"):
+            ChatEncoder(job.data, tokenizer)

@@ -18,6 +18,7 @@ from moesaic.base import keys
 from moesaic.base.config import (
     apply_sets,
     error_origin,
+    noted,
     parse,
     parse_toml,
     read_text,
@@ -141,7 +142,9 @@ def _read_source(
     if source is not None:
         return tables_to_toml(source), dict(source), LoadedJob.origin
     if run is None:
-        raise ConfigError("a resume needs the directory of its run: give out=DIR")
+        raise ConfigError(
+            "a resume needs the directory of its run: give --out DIR (out=DIR in Python)"
+        )
     began = run_source(run)
     return began.text, dict(began.tables), str(run / JOB_TEXT)
 
@@ -188,7 +191,7 @@ def _resolve(
     if "source" in raw:
         found["source"] = "'source' is not a key of a job: write from = DIR in [model]"
     raw = fill_tokenizer(raw, origin, notes, run)
-    with _noted(found, "model.from", origin):
+    with noted(found, "model.from", origin):
         raw = fill_pretrained(raw, origin, notes, run)
     raw = _fill_students(raw, origin, notes, run, found)
     filled = fill_labels(fill_preset(raw))
@@ -205,15 +208,6 @@ def _resolve(
         )
     warnings = [*_export_warnings(job), *_size_warnings(job), *logits_warnings(job.student)]
     return job, [*notes, *warnings]
-
-
-@contextmanager
-def _noted(found: dict[str, str], key: str, origin: str) -> Iterator[None]:
-    """Let an error about `key` wait in `found`, for the list of the job's mistakes."""
-    try:
-        yield
-    except ConfigError as error:
-        found[key] = str(error).removeprefix(f"{origin}: ")
 
 
 def _fill_students(
@@ -237,7 +231,7 @@ def _fill_students(
                 found[f"{where}.source"] = (
                     f"{where}.source is not a key of a job: write model.from = DIR"
                 )
-            with _noted(found, f"{where}.model.from", origin):
+            with noted(found, f"{where}.model.from", origin):
                 student = fill_pretrained(student, f"{origin}: {where}", notes, run)
         filled.append(student)
     return {**raw, "student": filled}

@@ -54,7 +54,8 @@ def open_to_resume(path: Path, job: AnyJob) -> Checkpoint:
     if checkpoint.step >= job.train.steps:
         raise ConfigError(
             f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
-            'raise train.steps, and add change=True unless schedule.kind = "constant"'
+            "raise train.steps, and add --change (change=True in Python) unless schedule.kind = "
+            '"constant"'
         )
     return checkpoint
 
@@ -193,7 +194,8 @@ def _new_data(
     if is_fixed or not takes_data:
         may = not is_fixed and kind.restarts_data
         remedy = (
-            "add change=True to go on with the new ones from their first sample"
+            "add --change (change=True in Python) to go on with the new ones from their first "
+            "sample"
             if may
             else kind.new_run
         )

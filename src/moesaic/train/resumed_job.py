@@ -12,6 +12,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,8 @@ def check_learning(run: Path, job: Mapping[str, Any]) -> None:
     if changes:
         raise ConfigError(
             f"resume: {'; '.join(changes)}: this changes what '{run}' learns; add "
-            "change=True to take it, or leave it out to go on as before (moesaic train --out "
-            "DIR --resume needs no job file)"
+            "--change (change=True in Python) to take it, or leave it out to go on as before "
+            "(moesaic train --out DIR --resume needs no job file)"
         )
 
 
@@ -267,21 +268,28 @@ def show_value(value: object) -> str:
     return "unset" if value is None else keys.show(value)
 
 
-def place_of_paths(run: Path, job: Mapping[str, Any], mistake: str) -> str:
-    """Return a clause that ends a `mistake` about a path that the resolved `job` of a resumed run
-    has from its first directory; empty if the mistake is another."""
+def place_of_path(run: Path, job: Mapping[str, Any], key: str) -> str:
+    """Return a clause that ends a mistake about the path `key` of the resolved `job` of a resumed
+    run.
+
+    It is empty unless the run had this relative path before, and finds it from the directory of its
+    start alone.
+    """
     started = _read_metadata(run / VERSIONS, "its --set items and its plan").get("directory")
-    if not isinstance(started, str) or Path(started) == Path.cwd():
+    value = dict(flatten(job)).get(key)
+    if not isinstance(value, str) or not isinstance(started, str):
         return ""
-    for key, value in flatten(job):
-        is_path = isinstance(value, str) and not Path(value).expanduser().is_absolute()
-        if is_path and f"{key} = {value!r}" in mistake.replace('"', "'"):
-            item = shlex.quote(f"{key}={Path(started, value)}")
-            return (
-                f"; '{value}' is relative to the current directory, and the run was started in "
-                f"'{started}': resume it there, or with --set {item}"
-            )
-    return ""
+    if dict(flatten(resolved_job(run))).get(key) != value:
+        return ""
+    if Path(value).expanduser().is_absolute() or glob(value, recursive=True):
+        return ""
+    path = Path(started, value)
+    if not glob(str(path), recursive=True):
+        return ""
+    return (
+        f"; '{value}' is relative to the current directory, and the run was started in "
+        f"'{started}': resume it there, or with --set {shlex.quote(f'{key}={path}')}"
+    )
 
 
 def _read_metadata(path: Path, loss: str) -> dict[str, Any]:

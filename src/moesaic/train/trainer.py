@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from moesaic.base.decisions import Decision
 from moesaic.base.errors import DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates
 from moesaic.dist.collectives import all_gather
-from moesaic.dist.probe.reference import RunReference, cpu_wait_s
+from moesaic.dist.probe.reference import RunReference
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
@@ -278,8 +278,8 @@ class _Session(Generic[J]):
         """Take steps until the job is done or `on_step` ends it; return the last figures."""
         train, began = self.job.train, time.perf_counter()
         first_done = self.run.counters["step"]
-        if origin is not None and Path(origin).resolve().parent == self._checkpoints.resolve():
-            self.good.add_checkpoint(first_done, Path(origin).name)
+        if origin is not None and self.world.is_rank_zero:
+            self.good.resume(self.record.out, Path(origin), first_done)
         self._write_run_start(origin, decisions)
         for line in self.kind.describe(self.run):
             self.progress.message(line)
@@ -378,19 +378,14 @@ class _Session(Generic[J]):
         )  # fmt: skip
 
     def _step(self) -> None:
-        began, waited_s = time.perf_counter(), cpu_wait_s()
+        began = time.perf_counter()
+        self.reference.begin_step()
         try:
             stats = self.run.step(self.data.train)
         except DivergedError as error:
-            separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
-            step = self.run.counters["step"]
-            self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
-            raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
-        step_s, waits_s = time.perf_counter() - began, cpu_wait_s()
-        machine = self.reference.after_step(stats.step)
-        if waited_s is not None and waits_s is not None:
-            machine["cpu_wait_s"] = waits_s - waited_s
-        written = self.record.write_step(stats, step_s, machine)
+            raise self._end_diverged(error) from None
+        step_s = time.perf_counter() - began
+        written = self.record.write_step(stats, step_s, self.reference.after_step(stats.step))
         self.good.add_step(stats.step, written)
         self.figures = {**self.validation_figures, **written}
         self.figures["step"] = stats.step
@@ -407,12 +402,29 @@ class _Session(Generic[J]):
 
         return self.world.run_on_rank_zero(ask) == "stop"
 
-    def _divergence_advice(self) -> str:
-        candidates = resume_candidates(self._checkpoints)
-        good = self.good.find(candidates) or next(iter(candidates), None)
-        restart = f"go on with resume='{good}' and change=True" if good else "start anew"
+    def _end_diverged(self, error: DivergedError) -> DivergedError:
+        """Record that the step after the last one diverged; return its error with what to do,
+        equal on all ranks."""
+        step = self.run.counters["step"]
+        self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
+        if not error.is_on_all_ranks and self.world.size > 1:
+            return error
+        self.good.add_failure(step + 1)
+        separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
+        restart = self.world.run_on_rank_zero(self._restart_advice)
         lower = self.kind.learning_rates(self.job)
-        return f"lower {lower} or lengthen schedule.warmup, and {restart}"
+        return DivergedError(
+            f"{error}{separator} lower {lower} or lengthen schedule.warmup, and {restart}"
+        )
+
+    def _restart_advice(self) -> str:
+        """Return where to go on after a divergence, on rank 0."""
+        with suppress(OSError, StoreError):  # The saver has recorded why a save failed.
+            self.saver.wait()
+        good = self.good.find_way_back(resume_candidates(self._checkpoints))
+        if good is None:
+            return "start anew"
+        return f"go on with --resume '{good}' --change (resume= and change=True in Python)"
 
     @property
     def _checkpoints(self) -> Path:

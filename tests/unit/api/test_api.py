@@ -207,7 +207,7 @@ def test_a_model_is_loaded_changed_and_saved() -> None:
         (lambda: Job.load(TABLES).train(out="cache"), "is not empty and holds no run"),
         (lambda: Job.load(TABLES).train(nproc=0), "nproc = 0: give a number from 1"),
         (lambda: Job.load(TABLES).train(plan="none.json"), "'none.json' cannot be read"),
-        (lambda: Job.load(TABLES).train(resume="auto"), "the directory of its run: give out=DIR"),
+        (lambda: Job.load(TABLES).train(resume="auto"), "of its run: give --out DIR (out=DIR"),
         (lambda: Run.open("cache"), "there is no run directory 'cache'"),
         (lambda: moesaic.load("cache"), "'cache' "),
         (lambda: moesaic.load("run", precision="fp23"), 'precision = "fp23" is not known'),

@@ -88,6 +88,14 @@ def test_the_cause_of_a_failure(
     assert str(cause) == words
 
 
+def test_a_rank_killed_for_memory_names_the_remedy(tmp_path: Path) -> None:
+    failures = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}
+    cause = _first_failure(tmp_path, failures, "use less")
+    assert isinstance(cause, RunInterrupted)
+    assert cause.status == 3
+    assert str(cause) == "there is not enough memory (the kernel killed rank 1): use less"
+
+
 def test_a_truncated_error_file_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text('{"kind": "us')
     assert isinstance(first_failure(tmp_path, (1, "bug", "ours")), RankFailed)

@@ -189,7 +189,7 @@ def test_only_steps_in_the_layout_of_the_last_start_are_replayed(
     for part in (run / "loads").iterdir():
         part.unlink()
     log = EventLog(run / "events" / "rank-0.jsonl")
-    for ranks, first, last, sharded in ((1, 1, 4, {}), (4, 2, 3, {"ep": 2}), (4, 3, 3, {"ep": 2})):
+    for ranks, first, last, sharded in ((1, 1, 4, {}), (4, 3, 3, {"ep": 2}), (4, 2, 3, {"ep": 2})):
         log.emit("run_start", step=first, ranks=ranks, plan=sharded, parts=[])
         writer = RecordWriter(run / "loads", LOADS)
         for step, layer in np.ndindex(5, 2):

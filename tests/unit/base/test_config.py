@@ -377,7 +377,7 @@ def test_all_keys_are_listed() -> None:
         ("litres", "unknown key 'litres': did you mean 'bags.pockets.litres'?"),
         ("bag.litres", "unknown key 'bag.litres': did you mean 'bags.pockets.litres'?"),
         ("bags.pockets.x", "unknown key 'bags.pockets.x': 'bags.pockets' has the keys zip, litres"),
-        ("owner.x", "unknown key 'owner.x': no table has such a key"),
+        ("owner.x", "unknown key 'owner.x': 'owner' is a value, no table"),
         ("", "unknown key '\"\"': the keys at the top are bags, owner"),
     ],
 )

@@ -89,22 +89,25 @@ VERBS = [
         "train job.toml --set train.batch=8 --set train.batch=7 --set train.micro_batches=2",
         "error: job.toml with train.batch=7 and train.micro_batches=2: train.batch = 7 is not div",
     ),
-    ("train job.toml --nproc 0", "error: --nproc 0: give a number from 1"),
+    ("train job.toml --nproc 0", "error: nproc = 0: give a number from 1"),
+    ("train job.toml --set nproc=4", "error: nproc=4: unknown key 'nproc': give the number of"),
+    ("train nproc.toml", "error: 'nproc.toml' cannot be read"),
     ("train job.toml --nproc two", "invalid value for '--nproc': Input should be a valid integer"),
     (
         "train job.toml --nproc 3 --set layout.ep=2",
-        "error: layout.ep = 2 does not divide 3 ranks: use 1 or 3, or 2 ranks (--nproc 2)",
+        "error: layout.ep = 2 does not divide 3 ranks: use 1 or 3, or 2 ranks "
+        "(--nproc 2, nproc=2 in Python)",
     ),
     (
         "train job.toml --nproc 1 --set layout.ep=2",
         "error: layout.ep = 2 does not divide 1 rank: use 1 (--set layout.ep=1), or 2 ranks "
-        "(--nproc 2)",
+        "(--nproc 2, nproc=2 in Python)",
     ),
     (
         "train job.toml --nproc 2 --set layout.pp=2",
         "job.toml with layout.pp=2: train.micro_batches = 1 is fewer than layout.pp = 2",
     ),
-    ("train job.toml --nproc 2000000", "job.toml: --nproc 2000000: give an integer from 1"),
+    ("train job.toml --nproc 2000000", "job.toml: nproc = 2000000: give an integer from 1"),
     (
         "train job.toml --dry-run --set data.sequence=64",
         "data.path = 'text.txt' gives 47 tokens, but one sample takes data.sequence + 1 = 65",

@@ -166,8 +166,9 @@ def test_a_resumed_run_keeps_its_settings(commands: Commands) -> None:
     Path("edited.toml").write_text(f"{JOB}\n[optimizer]\nlr = 0.01\n")
     text = commands.refusal("train edited.toml --out kept --resume")
     assert "resume: optimizer.lr = 0.01, the run has 0.0003: this changes" in text
-    assert "--change is for a run to resume: add --resume, or remove it" in commands.refusal(
-        "train job.toml --change --out new"
+    assert (
+        "--change (change=True in Python) is for a run to resume: add --resume"
+        in commands.refusal("train job.toml --change --out new")
     )
     assert path.read_bytes() == before
 
@@ -247,7 +248,7 @@ def test_a_run_goes_on_with_other_data_if_the_user_says_so(commands: Commands) -
     refused = commands.run(line, status=2)
     assert (
         "was trained on other samples (the files of its text have changed): restore them, or add "
-        "--change to go on with the new ones from their first sample\n"
+        "--change (change=True in Python) to go on with the new ones from their first sample\n"
     ) in refused.err
     text = commands.output(f"{line} --change")
     assert "other data since the checkpoint: step 3 begins with their first sample\n" in text
@@ -275,6 +276,9 @@ def test_a_relative_path_is_missed_with_the_directory_of_the_start(
     where = "'moved.txt' is relative to the current directory, and the run was started in"
     remedy = f"--set {key}={place / 'moved.txt'}"
     assert refused.endswith(f"; {where} '{place}': resume it there, or with {remedy}\n")
+    for added in ("log.wandb=proj", "data.tokenizer=nope"):
+        refused = commands.refusal(line, *f"{remedy} --set {added}".split())
+        assert "is relative to" not in refused
     assert "trained 2 steps" in commands.output(f"{line} {remedy}")
 
 
@@ -319,12 +323,38 @@ def test_a_diverged_resume_goes_back_by_the_command_that_it_names(commands: Comm
     captured = commands.run(f"train --out rising --resume --change {more}", status=2)
     names = sorted(path.name for path in Path("rising/checkpoints").glob("step-*"))
     assert names == [f"step-{step:08d}" for step in (12, 22, 23, 24)]
+    captured = commands.run("train --out rising --resume --change --set train.steps=26", status=2)
+    names = sorted(path.name for path in Path("rising/checkpoints").glob("step-*"))
+    assert names == [f"step-{step:08d}" for step in (12, 24, 25, 26)]
     command = re.search(r"Go back to step 12: moesaic (.*?)\.\n", captured.err)
     assert command is not None
     assert "--resume rising/checkpoints/step-00000012 --change" in command[1]
     text = commands.output(command[1], "--set", "train.steps=14")
     assert "going back to step-00000012" in text
     assert "trained 14 steps in " in text
+
+
+def test_an_update_that_ruins_the_weights_is_undone(commands: Commands) -> None:
+    """The checkpoint of its step is whole, but the next step fails from it."""
+    sets = "--set train.steps=12 --set checkpoint.every=1 --set schedule.warmup=0"
+    commands.output("train job.toml --out ruined --set train.steps=4", "--set=checkpoint.every=1")
+    more = f"train --out ruined --resume --change {sets} --set optimizer.lr=1e30"
+    captured = commands.run(more, status=2)
+    assert "error: step 6: the gradient's norm is " in captured.err
+    assert "go on with --resume 'ruined/checkpoints/step-00000004' --change" in captured.err
+    assert Path("ruined/checkpoints/step-00000005/COMMIT").is_file()  # Its save was in progress.
+    (finding, *_) = commands.facts("report ruined")["findings"]
+    words = "Go back to step 4: moesaic train --resume ruined/checkpoints/step-00000004 --change"
+    assert words in finding["text"]
+    away = more.replace("ruined --resume", "away --resume ruined/checkpoints/step-00000004")
+    away = away.replace("checkpoint.every=1", "checkpoint.every=0")
+    captured = commands.run(away, status=2)
+    assert "go on with --resume 'ruined/checkpoints/step-00000004' --change" in captured.err
+    (finding, *_) = commands.facts("report away")["findings"]
+    command = re.search(r"Go back to step 4: moesaic (.*?)\.$", finding["text"])
+    assert command is not None
+    text = commands.output(command[1].replace("lr=0.001", "lr=1e-4"))
+    assert "trained 12 steps in " in text
 
 
 @pytest.mark.parametrize(

@@ -339,9 +339,9 @@ MEANT = {
     "layout.dp_shard": "fsdp layout.zero zero_stage layout.fsdp zero_optimization.stage",
     "finetune.rank": "finetune.r lora.r lora_r peft.r",
     "finetune.alpha": "lora_alpha lora.alpha", "finetune.targets": "lora.target_modules",
-    "data.path": "dataset train_file data.train_path training.dataset",
+    "data.path": "data.name dataset train_file data.train_path training.dataset",
     "data.sequence": "seq_len max_seq_length training.seq_len block_size",
-    "data.tokenizer": "tokenizer_path model.tokenizer_path",
+    "data.tokenizer": "tokenizer.name tokenizer.path tokenizer_path model.tokenizer_path",
     "train.steps": "max_iters trainer.max_steps training.steps trainning.steps",
     "train.batch": "global_batch_size batchsize data_loader.batch_size training.batch_size",
     "train.micro_batches": "gradient_accumulation_steps", "train.precision": "bf16 fp16 dtype",
@@ -349,7 +349,8 @@ MEANT = {
     "train.clip": "max_grad_norm training.max_norm", "train.validate_every": "eval_steps",
     "optimizer.kind": "optimizer.name optimizer.type optim",
     "optimizer.lr": "lr train.lr optimizer.learning_rate training.lr",
-    "optimizer.betas": "adam_beta1 optimizer.beta2", "optimizer.epsilon": "eps optimizer.eps",
+    "optimizer.betas": "optimizer.momentum adam_beta1 optimizer.beta2",
+    "optimizer.epsilon": "eps optimizer.eps",
     "optimizer.weight_decay": "weight_decay train.weight_decay",
     "schedule.kind": "lr_scheduler_type scheduler.type",
     "schedule.warmup": "warmup_steps lr_scheduler.warmup_steps",
@@ -383,6 +384,25 @@ def test_a_name_that_no_key_has_says_what_to_do(way: str) -> None:
         assert sentence.startswith(f"unknown key '{name}': ")
         assert way in sentence
         assert "did you mean" not in sentence
+
+
+NO_NAMES = {
+    "layout": "layout.r layout.name layout.save",
+    "finetune": "finetune.bias finetune.name",
+    "schedule": "schedule.load schedule.bias",
+}
+
+
+@pytest.mark.parametrize("table", NO_NAMES)
+def test_a_short_word_has_its_meaning_in_some_tables_alone(table: str) -> None:
+    for name in NO_NAMES[table].split():
+        assert f"unknown key '{name}': '{table}' has the keys " in mistake_in(name)
+
+
+def test_a_misspelt_table_in_a_table_is_one_mistake() -> None:
+    value = {"kind": "yarn", "factor": 2.0}
+    (found,) = keys.unknown_keys(Job, ["model", "rope_scalling"], value)
+    assert found.meant == "model.rope_scaling"
 
 
 def mistake_in(name: str) -> str:

@@ -76,14 +76,15 @@ def test_layout_is_resolved() -> None:
         (
             {"tp": 3}, 4,
             "layout.tp = 3 does not divide 4 ranks: use 1, 2 or 4, or 3 ranks "
-            "(nproc = 3)",
+            "(--nproc 3, nproc=3 in Python)",
         ),
         ({"ep": 16}, 16, "layout.ep = 16 does not divide model.experts = 8: use 1, 2, 4 or 8"),
         ({}, 2_000_000, "nproc = 2000000: give an integer from 1 and up to 1048576"),
         (
             {"embedding": "columns"}, 3,
             'layout.embedding = "columns" splits model.hidden = 32 columns over the 3 ranks of a '
-            'pipeline stage: set layout.embedding = "whole", or use 1 rank (nproc = 1)',
+            'pipeline stage: set layout.embedding = "whole", or use 1 rank '
+            "(--nproc 1, nproc=1 in Python)",
         ),
         (
             {"pp": 2}, 2,

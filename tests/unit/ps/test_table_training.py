@@ -209,8 +209,9 @@ def test_gradients_that_are_not_finite_are_refused(bad: float) -> None:
     before = table.read(np.array([1, 2]))
     grads = np.ones((3, DIM))
     grads[1, 4] = bad
-    with pytest.raises(DivergedError, match="key 77 of table 'table' is not finite"):
+    with pytest.raises(DivergedError, match="key 77 of table 'table' is not finite") as caught:
         table.push([1, 77, 2], grads)
+    assert not caught.value.is_on_all_ranks
     lookup = table.look_up([1, 1, 77], [0, 2, 3, 3], training=True)
     with pytest.raises(DivergedError, match="key 77 "):
         lookup.push(grads)

@@ -170,6 +170,25 @@ def test_loss_that_is_no_number() -> None:
     assert kinds(make_run(0, ended="diverged", error=error)) == ["diverged"]
 
 
+@pytest.mark.parametrize(("step", "is_good"), [(19, True), (20, False)])
+def test_the_way_back_from_an_error_is_before_the_weights_that_failed(
+    tmp_path: Path, step: int, is_good: bool
+) -> None:
+    """Also if it is another run's checkpoint."""
+    run = make_run(20, loss=noisy_loss(20), ended="diverged", error="step 21: the loss is nan")
+    none = "No checkpoint from before is left: start anew"
+    one = replace(run, directory=tmp_path, checkpoints=[commit(tmp_path, step)])
+    here = f"step {step}: moesaic train --resume {tmp_path}/checkpoints/step-{step} --change"
+    assert (here if is_good else none) in text(one, "diverged")
+    origin = str(tmp_path / "checkpoints" / f"step-{step}")
+    resumed = replace(launch(step), resumed_from=origin)
+    other = replace(run, directory=tmp_path / "b", launches=[launch(), resumed])
+    there = f"step {step}: moesaic train --out {tmp_path}/b --resume {origin} --change"
+    assert (there if is_good else none) in text(other, "diverged")
+    Path(origin, "COMMIT").unlink()
+    assert none in text(other, "diverged")
+
+
 def test_a_loss_that_explodes_or_is_lost_again_diverged(tmp_path: Path) -> None:
     """A finite loss leaves no error in the log."""
     steps = np.arange(60)

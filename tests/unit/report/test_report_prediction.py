@@ -47,9 +47,11 @@ def test_waits_for_a_processor_are_named_first() -> None:
     assert busy.model_ratio == pytest.approx(2.0 / (1.2 * 4 / 3))
     assert busy.describe() == (
         "predicted 100.00 ms a step, measured 200.00 ms (2.00x): ranks waited 25% of a step for a "
-        "processor in use (1.33x), the machine was 1.20x slower during the run than in the probe; "
+        "busy processor (1.33x), the machine was 1.20x slower during the run than in the probe; "
         "the rest, 1.25x, is the error of the model, mostly in backward"
     )
+    untimed = prediction(0.2, None, cpu_wait_share=0.25).describe()
+    assert "busy processor (1.33x), the rest mostly in backward; how fast" in untimed
     few = prediction(0.15, 2.4e-3, cpu_wait_share=0.04)
     assert (few.wait_ratio, few.describe()) == (1.0, prediction(0.15, 2.4e-3).describe())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moesaic.base.events import RUN_LOG, EventLog
 from moesaic.train.good_checkpoint import GoodCheckpoint
 
 
@@ -55,6 +58,70 @@ def test_the_origin_of_a_resume_is_judged_by_the_steps_after_it() -> None:
     good.begin_save(80)
     good.add_checkpoint(80, "step-80")
     assert good.find([Path("step-80"), Path("step-70")]) == Path("step-70")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.16, 0.5])
+def test_noise_costs_no_disk(share: float) -> None:
+    """However large it is, and near a loss of 0."""
+    random = np.random.default_rng(5)
+    saves = range(10, 401, 10)
+    for mean in (2.0, 0.0):
+        losses = (mean + share * random.normal(size=400)).tolist()
+        assert spared(losses, saves) == "step-400"
+        risen = [*losses, *[mean + 20 * share] * 20]  # Step 400 did the damage.
+        assert spared(risen, [*saves, 410, 420]) == "step-390"
+
+
+def write_steps(log: EventLog, first: int, losses: Sequence[float], saves: Sequence[int]) -> None:
+    """Write what a start logs that begins with step `first`."""
+    log.emit("run_start", step=first)
+    for step, loss in enumerate(losses, first):
+        log.emit("step", step=step, loss=loss, skipped=float(math.isinf(loss)))
+        if step in saves:
+            log.emit("checkpoint_done", step=step, path=f"elsewhere/checkpoints/step-{step}")
+
+
+def test_a_resume_knows_the_losses_of_earlier_starts(tmp_path: Path) -> None:
+    """But not those of steps that the run went back from."""
+    log = EventLog(tmp_path / RUN_LOG)
+    write_steps(log, 1, [*FALLING[:12], *[0.1] * 3], [12, 15])
+    log.emit("step", step="?", loss=1.0)
+    write_steps(log, 13, [float("inf"), *[9.0] * 11], [22, 23, 24])
+    log.close()
+    good = GoodCheckpoint()
+    good.resume(tmp_path, tmp_path / "checkpoints" / "step-24", 24)
+    paths = [Path(f"step-{step}") for step in (24, 23, 22, 15, 12)]
+    assert good.find(paths) == Path("step-12")
+    good.add_step(25, {"loss": 9.0})
+    good.begin_save(25)
+    good.add_checkpoint(25, "step-25")
+    assert good.find([Path("step-25"), *paths]) == Path("step-12")
+
+
+def test_the_checkpoint_before_a_failed_step_is_no_way_back(tmp_path: Path) -> None:
+    good = GoodCheckpoint()
+    for step in range(1, 10):
+        good.add_step(step, {"loss": 2.0})
+        good.begin_save(step)
+        good.add_checkpoint(step, f"step-{step}")
+    good.add_failure(10)
+    assert good.find_way_back([Path("step-9"), Path("step-8")]) == Path("step-8")
+    assert good.find_way_back([Path("step-9")]) is None
+
+
+@pytest.mark.parametrize("failed", [71, 72])
+def test_another_run_s_checkpoint_is_the_last_way_back(tmp_path: Path, failed: int) -> None:
+    """Unless the very first step from it failed."""
+    origin, good = tmp_path / "first" / "checkpoints" / "step-70", GoodCheckpoint()
+    origin.mkdir(parents=True)
+    (origin / "COMMIT").touch()
+    good.resume(tmp_path / "second", origin, 70)
+    for step in range(71, failed):
+        good.add_step(step, {"loss": 2.0})
+    good.add_failure(failed)
+    assert good.find_way_back([]) == (origin if failed == 72 else None)
+    (origin / "COMMIT").unlink()
+    assert good.find_way_back([]) is None
 
 
 def test_a_step_that_fp16_skips_says_nothing() -> None:

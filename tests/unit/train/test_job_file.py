@@ -338,6 +338,15 @@ def test_missing_inputs(place: Path) -> None:
     )
 
 
+def test_errors_about_the_same_file_are_all_listed() -> None:
+    Path("bad.jsonl").write_text("none")
+    text = refusal("data.path=bad.jsonl", "data.validation_path=bad.jsonl", "log.wandb=mine")
+    heading, *mistakes = text.splitlines()
+    assert heading == "job.toml: 3 mistakes"
+    starts = ("data.path=bad.jsonl: ", "data.validation_path=bad.jsonl: ", "log.wandb=mine: ")
+    assert all(one.strip().startswith(start) for one, start in zip(mistakes, starts, strict=True))
+
+
 def test_existing_inputs(place: Path) -> None:
     for name, content in open_tokenizer("bytes").files().items():
         Path(name).write_bytes(content)

@@ -131,7 +131,7 @@ def test_a_recommender_keeps_its_rows_on_resume() -> None:
 def test_other_data_are_taken_if_the_user_says_so() -> None:
     """A seed or a tokenizer decides more than the samples, and stays."""
     kind, job, longer = LanguageModelKind(), tiny_job(), tiny_job(data={"sequence": 24})
-    way = r"\(data\.sequence = 24, was 12\): restore them, or add change=True to go on"
+    way = r"\(data\.sequence = 24, was 12\): restore them, or add --change \(change=True in"
     with pytest.raises(ConfigError, match=way):
         compare(job, longer, kind, "other")
     assert compare(job, longer, kind, "other", takes_data=True) == [

@@ -27,8 +27,9 @@ _SCHEDULING = Path("/proc/thread-self/schedstat")
 def cpu_wait_s() -> float | None:
     """Return the seconds that this thread, ready to run, has waited for a processor so far; None if
     the system does not say."""
-    with suppress(OSError):
-        return int(_SCHEDULING.read_text(encoding="ascii").split()[1]) / 1e9
+    with suppress(OSError, ValueError):
+        ran_ns, waited_ns, _ = map(int, _SCHEDULING.read_text(encoding="ascii").split())
+        return waited_ns / 1e9 if ran_ns else None  # A kernel without counts writes zeros.
     return None
 
 
@@ -63,16 +64,28 @@ class Reference:
 
 
 class RunReference:
-    """Reference work between the steps of a run, on all ranks after the same steps."""
+    """Speed of the machine during a run: reference work between steps, on all ranks after the same
+    ones, and on a CPU the waits for a processor in each step."""
 
     def __init__(self, device: torch.device, predicted: Predictions | None) -> None:
         self._reference, self.every = None, 0
+        self._is_cpu = device.type == "cpu"
+        self._waited_s: float | None = None
         if predicted is not None and predicted.reference_s is not None:
             self._reference = Reference(device)
             self.every = math.ceil(predicted.reference_s / (_SHARE * predicted.step_s))
 
+    def begin_step(self) -> None:
+        """Begin to count the waits of a step."""
+        self._waited_s = cpu_wait_s() if self._is_cpu else None
+
     def after_step(self, step: int) -> dict[str, float]:
-        """Return the seconds of the reference work, `reference_s`, if it is due after `step`."""
-        if self._reference is None or step % self.every:
-            return {}
-        return {"reference_s": self._reference.time_s()}
+        """Return what is known: `cpu_wait_s`, waits of this step for a processor, and
+        `reference_s`, seconds of the reference work if it is due after `step`."""
+        found = dict[str, float]()
+        waits_s = None if self._waited_s is None else cpu_wait_s()
+        if self._waited_s is not None and waits_s is not None:
+            found["cpu_wait_s"] = waits_s - self._waited_s
+        if self._reference is not None and step % self.every == 0:
+            found["reference_s"] = self._reference.time_s()
+        return found

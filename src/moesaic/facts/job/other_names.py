@@ -15,7 +15,7 @@ _BY_KEY = {
     "model.family": "model_type architectures architecture",
     "model.vocab": "vocab_size padded_vocab_size",
     "model.hidden": "hidden_size d_model n_embd dim embed_dim hidden_dim model_dim",
-    "model.layers": "num_layers n_layers n_layer num_hidden_layers depth",
+    "model.layers": "num_layers n_layers n_layer num_hidden_layers .depth model.depth",
     "model.heads": "num_attention_heads num_heads n_heads n_head attention_heads",
     "model.kv_heads": "num_key_value_heads n_kv_heads num_kv_heads num_query_groups",
     "model.head_dim": "kv_channels head_size",
@@ -59,14 +59,15 @@ _BY_KEY = {
     "kernels.grouped_mm": "moe_grouped_gemm grouped_gemm moe_implementation",
     "finetune": "lora peft lora_config peft_config",
     "finetune.method": "adapter peft_type",
-    "finetune.rank": "lora_r lora_rank lora_dim r",
+    "finetune.rank": "lora_r lora_rank lora_dim .r finetune.r lora.r peft.r",
     "finetune.alpha": "lora_alpha",
     "finetune.targets": "target_modules lora_target_modules",
     "data": "data_loader dataloader dataset_config",
     "data.path": "dataset dataset_path data_path dataset_name train_file train_data datasets "
-    "data.dataset train_path data.dir train_files",
+    "data.dataset data.name train_path data.dir train_files",
     "data.text_key": "column text_column text_field dataset_text_field",
-    "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_model tokenizer_name_or_path",
+    "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_model tokenizer_name_or_path "
+    "tokenizer.name tokenizer.path",
     "data.sequence": "seq_len seq_length sequence_length max_seq_len max_seq_length max_length "
     "block_size context_length cutoff_len sequence_len",
     "data.validation_path": "validation_file eval_dataset val_data valid_data_path val_path "
@@ -95,7 +96,7 @@ _BY_KEY = {
     "memory": "offload offload_optimizer cpu_offload",
     "optimizer.kind": "optim optimizer_name optimizer_type optimizer.name optimizer.type",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
-    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 momentum",
     "optimizer.epsilon": "adam_eps adam_epsilon eps",
     "optimizer.weight_decay": "wd",
     "optimizer.moments": "use_8bit_adam adam_8bit",
@@ -113,18 +114,21 @@ _BY_KEY = {
     "log.tensorboard": "enable_tensorboard tensorboard_dir",
     "log": "metrics logging logger",
 }
-"""Other names by key, separated by spaces; TABLE.NAME is a name in this table alone."""
+"""Other names by key, separated by spaces; TABLE.NAME is a name in this table alone, and
+.NAME at the top."""
 
 _BY_WAY = {
     "give the directory of the run as a flag, --out DIR": (
         "output_dir out_dir save_dir logging_dir run_dir dump_folder ckpt_dir checkpoint_dir "
-        "default_root_dir save_path save checkpoint.dir checkpoint.path checkpoint.folder log.dir"
+        "default_root_dir save_path .save train.save checkpoint.dir checkpoint.path "
+        "checkpoint.folder log.dir"
     ),
     "a run has the name of its directory, the flag --out DIR": (
-        "name run_name experiment_name job_name"
+        ".name train.name log.name job.name experiment.name run_name experiment_name job_name"
     ),
     "resume by flags, --out DIR --resume": (
-        "resume_from_checkpoint resume resume_from load_checkpoint auto_resume load ckpt_path"
+        "resume_from_checkpoint resume resume_from load_checkpoint auto_resume .load train.load "
+        "checkpoint.load ckpt_path"
     ),
     "give the number of ranks as a flag, --nproc N": (
         "nproc nproc_per_node num_gpus n_gpus gpus n_gpu world_size num_processes devices"
@@ -161,7 +165,7 @@ _BY_WAY = {
         "log_every logging_steps log_interval log_freq log_every_n_steps steps_per_print "
         "print_every logging_strategy log.every log.interval log.freq"
     ),
-    "remove it, there is no dropout": (
+    "remove it, moesaic has no dropout": (
         "dropout attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop lora_dropout"
     ),
     "remove it, ranks read samples themselves, in an order that seed shuffles": (
@@ -169,9 +173,9 @@ _BY_WAY = {
     ),
     "remove it, model.family chooses it": (
         "hidden_act activation activation_function swiglu normalization position_embedding_type "
-        "attention_bias use_bias bias"
+        "attention_bias use_bias .bias model.bias"
     ),
-    "remove it, there is no choice of attention kernels": (
+    "remove it, moesaic has no choice of attention kernels": (
         "attn_implementation flash_attention use_flash_attn flash_attn attention_backend"
     ),
     "remove it, models are not compiled": ("compile torch_compile"),

@@ -182,8 +182,8 @@ class CheckpointConfig(Section):
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep: int = Field(default=3, ge=1)
-    """Number of newest checkpoints that stay on disk. Once the loss rises, the newest one from
-    before stays too."""
+    """Number of newest checkpoints that stay on disk. Once the loss has clearly risen, the
+    newest one from before stays too."""
     asynchronous: bool = True
     """Write checkpoints in the background while training continues."""
 

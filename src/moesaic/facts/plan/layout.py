@@ -74,9 +74,10 @@ def plan_from_job(job: Job, ranks: int, origin: str = "the job") -> Plan:
         sentence = str(error).removeprefix("layout: ")
         named = _PLAN_NAMES.sub(lambda found: _JOB_NAMES[found[0]], sentence)
         fewest = fewest_ranks(job.layout)
-        other = "another number of ranks (nproc)"
+        other = "another number of ranks (--nproc N, nproc=N in Python)"
         if fewest != ranks:
-            other = f"{fewest} rank{'s' * (fewest != 1)} (nproc = {fewest})"
+            other = f"{fewest} rank{'s' * (fewest != 1)} "
+            other += f"(--nproc {fewest}, nproc={fewest} in Python)"
         named = named.replace("another number of ranks", other)
         key = named.split(maxsplit=1)[0]
         named = named.replace(": use 1, or ", f": use 1 (--set {key}=1), or ")

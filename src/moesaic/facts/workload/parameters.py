@@ -253,8 +253,10 @@ def trainable_parameters(
 
 
 def describe_trainable(job: Job) -> list[str]:
-    """Return lines for the user: trained and total parameters and the trained matrices, then sizes
-    by name, with * for numbers."""
+    """Return lines for the user: what is trained, and how much of all parameters that is.
+
+    Then come the sizes of trained parameters. Layers and experts share a line, with * as number.
+    """
     sizes: dict[str, int] = {}
     for parameter in trainable_parameters(job):
         pattern = re.sub(r"\b\d+\b|(?<=\.lora_).", "*", parameter.name)

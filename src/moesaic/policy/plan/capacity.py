@@ -153,7 +153,8 @@ def largest_model(
     if plan.ep * plan.etp != plan.ranks:
         raise ConfigError(
             f"{origin}: layout.ep = {plan.ep} on {plan.ranks} ranks with [memory]: each expert "
-            f"must have one owner, set layout.ep = {plan.ranks // plan.etp} or change nproc"
+            f"must have one owner, set layout.ep = {plan.ranks // plan.etp} or use another "
+            "number of ranks"
         )
     places = place_ranks(cluster, plan.ranks)
     devices, hosts = [device_at(cluster, one) for one in places], Counter(p.host for p in places)

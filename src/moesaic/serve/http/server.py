@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from moesaic.base.errors import ConfigError
 
 _BACKLOG = 2048
-_STUCK_S, _STUCK_AFTER_INTERRUPT_S = 5, 1
+_STUCK_S = 5
 """Seconds until connections are closed whose clients read no answer or send no request."""
 _KEEP_ALIVE_S = 30
 """Idle time after which a connection is closed; clients keep theirs for less."""
@@ -113,12 +113,10 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the port, and wait for open answers unless a person interrupted the server."""
-        drain_s, stuck_s = self._drain_s, _STUCK_S
-        if self.ended_by == signal.SIGINT:
-            drain_s, stuck_s = 0, _STUCK_AFTER_INTERRUPT_S
-        else:
+        drain_s = 0 if self.ended_by == signal.SIGINT else self._drain_s
+        if drain_s:
             self._hooks.on_drain()
-        self.config.timeout_graceful_shutdown = drain_s + stuck_s
+        self.config.timeout_graceful_shutdown = drain_s + _STUCK_S
         loop = asyncio.get_running_loop()
         timer = loop.call_later(drain_s, self._hooks.end_answers)
         await super().shutdown(sockets)

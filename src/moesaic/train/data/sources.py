@@ -56,18 +56,23 @@ class TextSource:
         return "data.text_key" if self.is_of_job else "text_key"
 
 
+def source_keys(config: DataConfig) -> list[str]:
+    """Return the keys that name the training text and, if it is separate, the validation text."""
+    separate = [] if config.validation_path is None else ["data.validation_path"]
+    return ["data.path", *separate]
+
+
+def find_source(config: DataConfig, key: str) -> TextSource:
+    """Return the text that one of `source_keys` names."""
+    path, split = config.path, config.split
+    if key == "data.validation_path":
+        path, split = str(config.validation_path), config.validation_split
+    return find_text(key, path, config.format, config.text_key, split)
+
+
 def find_sources(config: DataConfig) -> list[TextSource]:
     """Return the training text and, if it is separate, the validation text."""
-    kind, text_key = config.format, config.text_key
-    sources = [find_text("data.path", config.path, kind, text_key, config.split)]
-    if config.validation_path is not None:
-        sources.append(
-            find_text(
-                "data.validation_path", config.validation_path, kind, text_key,
-                config.validation_split,
-            )
-        )  # fmt: skip
-    return sources
+    return [find_source(config, key) for key in source_keys(config)]
 
 
 def find_text(key: str, path: str, kind: str, text_key: str, split: str) -> TextSource:
