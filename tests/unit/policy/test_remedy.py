@@ -15,7 +15,6 @@ from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import idle_ranks_warning
 from moesaic.facts.plan.search import Remedy
-from moesaic.policy.plan import remedy
 from moesaic.policy.plan.predict import choose_plan
 from moesaic.policy.plan.remedy import describe_remedy, find_remedy, remedy_text
 from moesaic.policy.plan.search import search_facts
@@ -325,18 +324,3 @@ def test_micro_batches_are_the_fewest_with_which_the_plan_of_the_layout_fits(
     }  # fmt: skip
     assert fractions.pop(fewest) == found.memory.used_fraction <= 1
     assert min(fractions.values()) > 1
-
-
-@pytest.mark.parametrize("work", [300, 2000])
-def test_little_work_leaves_moments_and_has_samples_for_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, work: int
-) -> None:
-    """The layout that needs least memory is taken, without changes that it does not need."""
-    monkeypatch.setattr(remedy, "REMEDY_WORK", work)
-    alone = job("tiny-mixtral", {"batch": 24}, {})
-    found = remedy_for(alone, cluster(1, count=4, memory_bytes=8e7), 4)
-    assert found is not None
-    assert found.fits
-    assert not found.is_least
-    assert "optimizer.moments" not in found.changes
-    assert 24 // found.changes["train.micro_batches"] >= 4
