@@ -12,7 +12,7 @@ import numpy as np
 from moesaic.api.loads import find_loads_mismatch
 from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, ConfigError
-from moesaic.base.units import format_seconds
+from moesaic.base.units import format_seconds, plural
 from moesaic.facts.cluster import Calibration, Cluster, device_models
 from moesaic.facts.cluster.cluster import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
@@ -94,7 +94,7 @@ def _read_run(path: Path, cluster: Cluster, origin: str) -> RunStats:
         places = assign_places(plan, cluster).places
     except ClusterError as error:
         raise ConfigError(
-            f"RUN '{path}' had {plan.ranks} rank{'s'[: plan.ranks > 1]}, for which "
+            f"RUN '{path}' had {plural(plan.ranks, 'rank')}, for which "
             f"'{origin}' has no places ({error}): give the cluster as it was, or other runs"
         ) from None
     mismatch = placement_mismatch(plan, places)

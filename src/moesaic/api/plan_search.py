@@ -14,6 +14,7 @@ from rich.console import Console
 from moesaic.api.progress import LINE_EVERY_S, make_console
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError
+from moesaic.base.units import plural
 from moesaic.facts.plan.search import SearchFacts, SearchMethod, SearchResult
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class SearchProgress:
             return
         self._printed_s = now
         text = (
-            f"searching{self.what}: {self._tried:,} layout{'s' * (self._tried != 1)} simulated in "
+            f"searching{self.what}: {plural(self._tried, 'layout')} simulated in "
             f"{now - self._began_s:.0f} s"
         )
         console.print(f"\r{text:<100}" if console.is_terminal else text, end=self._end(console))
@@ -174,8 +175,8 @@ def choose_part(facts: SearchFacts, floor: float | None, *, is_shown: bool) -> P
 
     def search(own: SearchFacts) -> SearchResult:
         names = [host.name for host in own.cluster.hosts]
-        more = f" and {len(names) - 1} more host{'s' * (len(names) > 2)}" * (len(names) > 1)
-        progress.begin(f" {own.ranks} rank{'s' * (own.ranks > 1)} on {names[0]}{more}")
+        more = f" and {plural(len(names) - 1, 'more host')}" * (len(names) > 1)
+        progress.begin(f" {plural(own.ranks, 'rank')} on {names[0]}{more}")
         with shown_search(own, progress) as estimates:
             return run_search(own, estimates)
 

@@ -23,6 +23,7 @@ from moesaic.api.train_worker import MEMORY_HINT, TrainTask, encode, run_train_t
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.file_system import unsuitable_file_system
+from moesaic.base.units import plural
 from moesaic.facts.job import Job as LanguageModelJob
 from moesaic.facts.plan import (
     Plan,
@@ -154,7 +155,7 @@ def count_ranks(
     if requested not in (None, plan.ranks):
         actual = f"torchrun started {requested}" if is_torchrun() else f"nproc is {requested}"
         raise ConfigError(
-            f"{origin} is for {plan.ranks} rank{'s' * (plan.ranks > 1)}, but {actual}: start "
+            f"{origin} is for {plural(plan.ranks, 'rank')}, but {actual}: start "
             f"{plan.ranks}, or plan anew for {requested} "
             f"(--nproc {requested}, nproc={requested} in Python)"
         )

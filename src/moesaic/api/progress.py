@@ -23,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from moesaic.base.units import format_bytes, format_clock
+from moesaic.base.units import format_bytes, format_clock, plural
 
 if TYPE_CHECKING:
     from moesaic.api.adversarial import PairCounts
@@ -149,7 +149,7 @@ class RunProgress:
             self._bar.stop()
         hidden, self._num_messages = self._num_messages - MAX_MESSAGES, 0
         if hidden > 0 and not self._is_verbose:
-            lines = f"{hidden:,} more message{'s'[: hidden > 1]}"
+            lines = plural(hidden, "more message")
             self._console.print(f"{lines}: with --verbose, and in the run's events")
 
 

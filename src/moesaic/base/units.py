@@ -1,4 +1,4 @@
-"""Bytes, seconds and rates as text."""
+"""Bytes, seconds, rates and counts as text."""
 
 from __future__ import annotations
 
@@ -98,6 +98,11 @@ def format_clock(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def plural(number: int, noun: str) -> str:
+    """Format `1 step` or `1,200 steps`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 _UNITS = {

@@ -14,6 +14,7 @@ from moesaic.base.units import (
     about_seconds,
     format_bytes,
     format_used_bytes,
+    plural,
     round_text,
 )
 from moesaic.cli import screen
@@ -104,8 +105,8 @@ def print_largest_model(figures: Mapping[str, Any]) -> None:
     ranks, hosts = figures["ranks"], figures["hosts"]
     names = [f"{count} x {model}" for model, count in figures["devices"].items()]
     screen.print_line(
-        f"{ranks} rank{'s' * (ranks > 1)} on {figures['cluster']} ({join_words(names, 'and')}), "
-        f"{hosts} host{'s' * (hosts > 1)} with {format_bytes(figures['ssd_bytes'])} on a drive; "
+        f"{plural(ranks, 'rank')} on {figures['cluster']} ({join_words(names, 'and')}), "
+        f"{plural(hosts, 'host')} with {format_bytes(figures['ssd_bytes'])} on a drive; "
         "computed, not measured\n"
     )
     largest = {(one["method"], one["resource"]) for one in figures["largest"]}

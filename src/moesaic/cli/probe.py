@@ -11,7 +11,7 @@ import typer
 from moesaic import __version__
 from moesaic.api import cluster as clusters
 from moesaic.api.launch import is_leader, num_ranks
-from moesaic.base.units import format_bytes, format_quantity
+from moesaic.base.units import format_bytes, format_quantity, plural
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.dist.probe import disks
@@ -70,7 +70,7 @@ def _print_dry_run(path: Path, config: ProbeConfig, ranks: int | None, as_json: 
     if as_json:
         screen.print_json({"out": str(path), "ranks": ranks, "settings": config.model_dump()})
         return
-    count = f"{ranks} rank{'s' * (ranks > 1)}" if ranks else "one rank per GPU or core"
+    count = plural(ranks, "rank") if ranks else "one rank per GPU or core"
     screen.print_line(f"# {count} -> {path}\n")
     screen.print_line(config.to_toml().rstrip())
 

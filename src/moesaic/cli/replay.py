@@ -12,7 +12,7 @@ from moesaic.api.memory_replay import replay_memory
 from moesaic.api.replay import ReplayConfig, replay_run
 from moesaic.api.search_replay import replay_search
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import format_bytes, format_seconds
+from moesaic.base.units import format_bytes, format_seconds, plural
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import Explain, Json, Sets
 from moesaic.facts.job import BalanceCosts
@@ -123,7 +123,7 @@ def _print_search(facts: dict[str, Any]) -> None:
     )
     ranks = facts["ranks"]
     screen.print_line(
-        f"{ranks} rank{'s' * (ranks != 1)} on {facts['cluster']}, as {facts['run']} saw them; "
+        f"{plural(ranks, 'rank')} on {facts['cluster']}, as {facts['run']} saw them; "
         "predicted, not measured"
     )
 
@@ -164,7 +164,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
     left_out, name = facts["steps_left_out"], facts["policy"]
     if left_out:
         screen.print_line(
-            f"{left_out:,} recorded step{'s'[: left_out > 1]} left out: only those in the layout "
+            f"{plural(left_out, 'recorded step')} left out: only those in the layout "
             "of the last start are replayed"
         )
     if not facts["enabled"] and name != "none":

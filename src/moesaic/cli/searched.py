@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moesaic.base.keys import toml
-from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
+from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, plural, round_text
 from moesaic.cli import prediction, screen
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def print_verdict(planned: PlannedJob) -> None:
     if figures["fits"]:
         too_large = f", {result.too_large:,} too large" * bool(result.too_large)
         screen.print_line(
-            f"search: {result.tried:,} layout{'s' * (result.tried != 1)} simulated{too_large}; "
+            f"search: {plural(result.tried, 'layout')} simulated{too_large}; "
             f"{proof_text(result)} ({result.method})"
         )
     elif not result.is_proven:
@@ -268,7 +268,7 @@ def _proof_text(part: Mapping[str, Any]) -> str:
 def _part_text(ranks: int, hosts: Sequence[str]) -> str:
     names = ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, ..., {hosts[-1]}"
     many = f"{len(hosts)} hosts ({names})"
-    return f"{ranks} rank{'s' * (ranks > 1)} on {hosts[0] if len(hosts) == 1 else many}"
+    return f"{plural(ranks, 'rank')} on {hosts[0] if len(hosts) == 1 else many}"
 
 
 def _difference(first_s: float | None, second_s: float | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moesaic.base.units import plural
 from moesaic.report.divergence import Divergence
 from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
 from moesaic.report.log import Checkpoint
@@ -22,7 +23,6 @@ from moesaic.report.wording import (
     duration,
     listing,
     loss,
-    plural,
     step_range,
 )
 
@@ -183,11 +183,11 @@ def _way_back(run: RunStats, found: Divergence) -> str:
         step, words = origin.step, ["--out", str(run.directory), "--resume", origin.path]
     else:
         return (
-            f"No checkpoint from before is left: start anew with --set {lower} or a longer "
-            "schedule.warmup."
+            f"No checkpoint from before is left: start anew with --out NEW --set {lower} or a "
+            "longer schedule.warmup."
         )
     command = shlex.join(["moesaic", "train", *words, "--change", "--set", lower])
-    return f"Go back to step {step:,}: {command}."
+    return f"Go back to step {step:,}: {command}"  # No full stop: it would be copied.
 
 
 def _origin(run: RunStats) -> Checkpoint | None:

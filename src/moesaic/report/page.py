@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from moesaic.base.units import format_clock
+from moesaic.base.units import format_clock, plural
 from moesaic.report.charts import (
     balance,
     clicks,
@@ -29,7 +29,6 @@ from moesaic.report.wording import (
     duration,
     loss,
     moment,
-    plural,
     size,
     step_range,
 )

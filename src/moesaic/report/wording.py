@@ -65,11 +65,6 @@ def listing(items: Sequence[str], limit: int = 6) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def plural(number: int, noun: str) -> str:
-    """Format `1 step` or `1,200 steps`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def step_range(first: int, last: int) -> str:
     """Format `step 4` or `steps 4 to 9`."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"

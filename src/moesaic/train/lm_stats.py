@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from moesaic.base.units import plural
 from moesaic.policy.balance import BalanceStats, LayerDecision
 from moesaic.train.balancing import LayerBalance
 from moesaic.train.expert_migration import LayerMigration
@@ -197,7 +198,7 @@ def _migration_record(migration: LayerMigration) -> dict[str, Any]:
 def _describe_migrations(migrations: Sequence[LayerMigration]) -> str:
     """Describe migrated experts for the user."""
     number = sum(len(migration.decision.outcome.moves) for migration in migrations)
-    layers = f"{len(migrations)} layer{'s'[: len(migrations) > 1]}"
+    layers = plural(len(migrations), "layer")
     size = f"{sum(migration.num_bytes for migration in migrations) / 1e6:,.3g} MB"
     worst = max(migrations, key=lambda migration: migration.decision.outcome.imbalance_before)
     outcome = worst.decision.outcome

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.units import plural
 from moesaic.dist.checkpoint import Checkpoint, resume_candidates, set_head
 from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
@@ -130,9 +131,7 @@ def check_same_run(
     ]
     earlier = facts.get("plan", {}).get("ranks", ranks)
     if earlier != ranks:
-        messages.append(
-            f"changed since the checkpoint: {ranks} rank{'s' * (ranks != 1)}, was {earlier}"
-        )
+        messages.append(f"changed since the checkpoint: {plural(ranks, 'rank')}, was {earlier}")
     if before.get("kind", "lm") != job.kind:
         raise ConfigError(
             f"resume: '{path}' is of a job of kind = {show_value(before['kind'])}, the job has "

@@ -283,16 +283,44 @@ def test_the_most_micro_batches_come_nearest() -> None:
     assert found.memory.used_fraction < used(job("olmoe-1b-7b", {"batch": 225}, fewer), where, 1)
 
 
-@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("1f1b", 4)])
-def test_memory_falls_with_more_micro_batches(schedule: str, pp: int) -> None:
-    """Remedies bisect by it; a pipeline is asked for whole samples of each replica."""
-    layout = {"layout.pp": pp, "layout.schedule": schedule, "data.sequence": 1024}
-    numbers = [one for one in (2, 4, 5, 10, 20, 25, 50, 100) if one >= pp]
+@pytest.mark.parametrize(
+    ("pp", "numbers"),
+    [(1, (2, 3, 5, 8, 12, 15, 30, 60, 120)), (4, (5, 10, 12, 15, 20, 30, 60))],
+)
+def test_memory_falls_with_more_micro_batches(pp: int, numbers: tuple[int, ...]) -> None:
+    """Remedies bisect by it, whether samples split evenly or not; a pipeline needs whole ones."""
     needs = [
         used(
-            job("olmoe-1b-7b", {"batch": 800, "micro_batches": number}, layout),
+            job(
+                "olmoe-1b-7b", {"batch": 120, "micro_batches": number},
+                {"layout.pp": pp, "data.sequence": 1024},
+            ),
             cluster(1, count=8, memory_bytes=7e10), 8,
         )
         for number in numbers
     ]  # fmt: skip
     assert needs == sorted(needs, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory", "fewest"), [(2, 6e7, 8), (2, 8e7, 12), (4, 8e7, 4), (4, 6e7, 6)]
+)
+def test_micro_batches_are_the_fewest_with_which_the_plan_of_the_layout_fits(
+    ranks: int, memory: float, fewest: int
+) -> None:
+    """The plan has another dispatch method than the one that needs least memory."""
+    train, where = {"batch": 24}, cluster(1, count=ranks, memory_bytes=memory)
+    found = remedy_for(job("tiny-mixtral", train, {}), where, ranks)
+    assert found is not None
+    assert found.fits
+    assert found.changes["train.micro_batches"] == fewest
+    assert "optimizer.moments" not in found.changes
+    fractions = {
+        number: used(
+            job("tiny-mixtral", train, {**found.changes, "train.micro_batches": number}),
+            where, ranks,
+        )
+        for number in (1, 2, 3, 4, 6, 8, 12) if number <= fewest
+    }  # fmt: skip
+    assert fractions.pop(fewest) == found.memory.used_fraction <= 1
+    assert min(fractions.values()) > 1

@@ -15,7 +15,7 @@ from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.job.train import MOMENT_BLOCK, grouped_mm_fault
-from moesaic.facts.plan.plan import Plan, RankPlace, block_names
+from moesaic.facts.plan.plan import OTHER_RANKS, Plan, RankPlace, block_names
 
 _DIGEST_DIGITS = 16
 _ROUND_SCHEDULES = ("interleaved", "zero-bubble")
@@ -29,15 +29,18 @@ def load_plan(path: Path) -> Plan:
     return parse(Plan, raw, origin)
 
 
-def check_plan(plan: Plan, job: Job, origin: str) -> None:
-    """Raise ConfigError if `plan` cannot train `job`; the message starts with `origin`."""
+def check_plan(plan: Plan, job: Job, origin: str, other_ranks: str = OTHER_RANKS) -> None:
+    """Raise ConfigError if `plan` cannot train `job`; the message starts with `origin`.
+
+    The remedy `other_ranks` stands beside a change of the plan.
+    """
     error = (
         _model_error(plan, job)
         or _tensor_parallel_error(plan, job)
         or _stages_error(plan, job)
         or _student_error(plan, job)
         or pipeline_error(plan, job)
-        or embedding_shard_error(plan, job)
+        or embedding_shard_error(plan, job, other_ranks)
         or (grouped_mm_fault(plan.grouped_mm, job.train) if job.model.experts else None)
     )
     if error is not None:
@@ -185,13 +188,13 @@ def pipeline_error(plan: Plan, job: Job) -> str | None:
     return None
 
 
-def embedding_shard_error(plan: Plan, job: Job) -> str | None:
+def embedding_shard_error(plan: Plan, job: Job, other_ranks: str = OTHER_RANKS) -> str | None:
     """Return why the embedding of `job` cannot be sharded by columns as in `plan`, or None."""
     shards, hidden = plan.embedding_shards, job.model.hidden
     if hidden % shards:
         return (
             f'embedding = "columns" splits model.hidden = {hidden} columns over the {shards} ranks '
-            'of a pipeline stage: set embedding = "whole", or use another number of ranks'
+            f'of a pipeline stage: set embedding = "whole", or use {other_ranks}'
         )
     if shards > 1 and job.optimizer.moments == "8bit" and hidden // shards % MOMENT_BLOCK:
         return (

@@ -8,9 +8,10 @@ from typing import Any
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
+from moesaic.base.units import plural
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig, StudentConfig, student_job
 from moesaic.facts.plan.checks import check_plan
-from moesaic.facts.plan.plan import Plan, stage_blocks
+from moesaic.facts.plan.plan import OTHER_RANKS, Plan, group_fault, stage_blocks
 
 _JOB_NAMES = {
     **{key: f"layout.{key}" for key in LayoutConfig.model_fields},
@@ -66,21 +67,20 @@ def plan_from_job(job: Job, ranks: int, origin: str = "the job") -> Plan:
 
     Raise ConfigError if it has none; the message starts with `origin` and has the job's keys.
     """
+    fewest = fewest_ranks(job.layout)
+    other = f"{OTHER_RANKS} (--nproc N, nproc=N in Python)"
+    if fewest != ranks:
+        other = f"{plural(fewest, 'rank')} (--nproc {fewest}, nproc={fewest} in Python)"
     try:
+        fault = group_fault(_decisions(job.layout, job.model, ranks), other, "layout")
+        if fault is not None:
+            raise ConfigError(fault)
         plan = plan_from_layout(job.layout, job.model, ranks)
         plan = plan.model_copy(update={"grouped_mm": job.kernels.grouped_mm})
-        check_plan(plan, job, "layout")
+        check_plan(plan, job, "layout", other)
     except ConfigError as error:
         sentence = str(error).removeprefix("layout: ")
         named = _PLAN_NAMES.sub(lambda found: _JOB_NAMES[found[0]], sentence)
-        fewest = fewest_ranks(job.layout)
-        other = "another number of ranks (--nproc N, nproc=N in Python)"
-        if fewest != ranks:
-            other = f"{fewest} rank{'s' * (fewest != 1)} "
-            other += f"(--nproc {fewest}, nproc={fewest} in Python)"
-        named = named.replace("another number of ranks", other)
-        key = named.split(maxsplit=1)[0]
-        named = named.replace(": use 1, or ", f": use 1 (--set {key}=1), or ")
         raise ConfigError(f"{origin}: {named}") from None
     return complete_plan(plan, job)
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base import keys
 from moesaic.base.config import Section
+from moesaic.base.units import plural
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.balance import BalanceCosts
 from moesaic.facts.job.model import MAX_EXPERTS
@@ -26,7 +27,39 @@ from moesaic.facts.plan.predictions import Predictions
 
 MAX_RANKS = 1 << 20
 """Most ranks of a plan."""
+OTHER_RANKS = "another number of ranks"
+"""Remedy of a plan whose groups fit no ranks, for one who may choose their number."""
 _LINE_WIDTH = 100
+
+
+def group_fault(
+    values: Mapping[str, Any], other_ranks: str = OTHER_RANKS, table: str = ""
+) -> str | None:
+    """Return which group of ranks among the `values` of a plan divides no other, or None.
+
+    The remedy is `other_ranks`, or another size. With a `table` of a job, it says how to set 1.
+    """
+    ranks, pp, tp, etp = (values[key] for key in ("ranks", "pp", "tp", "etp"))
+    if tp % etp:
+        return (
+            f"etp = {etp} does not divide tp = {tp}, whose ranks split the experts: "
+            f"use {keys.list_divisors(tp)}"
+        )
+    ep_name, stage, replicas = "ep * etp" if etp > 1 else "ep", ranks // pp, ranks // pp // tp
+    for name, value, total, noun, of in (
+        ("pp", pp, ranks, "rank", ""),
+        ("tp", tp, stage, "rank", " of a stage"),
+        (ep_name, values["ep"] * etp, stage, "rank", " of a stage"),
+        ("dp_shard", values["dp_shard"], replicas, "replica", ""),
+    ):
+        if total % value:
+            where = plural(total, "rank") if total == ranks else f"{plural(total, noun)}{of}"
+            hint = f" (--set {table}.{name.split()[0]}=1)" if table and total == 1 else ""
+            return (
+                f"{name} = {value} does not divide {where}: use {keys.list_divisors(total)}{hint}, "
+                f"or {other_ranks}"
+            )
+    return None
 
 
 def _consecutive_experts(given: dict[str, Any]) -> list[list[int]]:
@@ -123,24 +156,9 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Plan:
-        if self.tp % self.etp:
-            raise ValueError(
-                f"etp = {self.etp} does not divide tp = {self.tp}, whose ranks split the experts: "
-                f"use {keys.list_divisors(self.tp)}"
-            )
-        ep_name = "ep * etp" if self.etp > 1 else "ep"
-        for name, value, total, noun in (
-            ("pp", self.pp, self.ranks, "rank{}"),
-            ("tp", self.tp, self.ranks_per_stage, "rank{} of a stage"),
-            (ep_name, self.ep * self.etp, self.ranks_per_stage, "rank{} of a stage"),
-            ("dp_shard", self.dp_shard, self.dp, "replica{}"),
-        ):
-            if total % value:
-                noun = "rank{}" if total == self.ranks else noun
-                raise ValueError(
-                    f"{name} = {value} does not divide {total} {noun.format('s' * (total != 1))}: "
-                    f"use {keys.list_divisors(total)}, or another number of ranks"
-                )
+        fault = group_fault(dict(self))
+        if fault is not None:
+            raise ValueError(fault)
         if self.experts % self.ep:
             raise ValueError(
                 f"ep = {self.ep} does not divide experts = {self.experts}: "

@@ -11,7 +11,7 @@ import numpy as np
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import join_words, toml
-from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, round_text
+from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, plural, round_text
 from moesaic.facts.cluster import Cluster, describe_step, place_ranks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -251,7 +251,7 @@ def search_lines(facts: SearchFacts, result: SearchResult, planned: PlannedJob) 
         f"{round_text(figures['tokens_per_s'])} tokens/s, "
         f"{format_used_bytes(memory.peak_bytes, memory.usable_bytes)} per rank; "
         f"bottleneck {figures['bottleneck']}",
-        f"plan: {result.tried} layout{'s' * (result.tried != 1)} simulated, "
+        f"plan: {plural(result.tried, 'layout')} simulated, "
         f"{proof_text(result)}; next "
         + (runner_up_text(runner, best) if runner else "none: no other layout fits"),
     ]

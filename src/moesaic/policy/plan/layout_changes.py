@@ -33,8 +33,11 @@ _SHAPE_OPTION = 0.01
 """Work of a shape that is listed, whether a valid one or not."""
 _MAX_SHAPES = 24
 """Shapes whose memory is computed, those with the least state first."""
-_MAX_LIKE = 4
+_MAX_VARIANTS = 4
 """Dispatch methods of one layout that are tried, those with the most chunks first."""
+_MAX_PLANNED = 4
+"""Layouts of a job for which the verb makes a plan, at most: it may choose another dispatch method
+than the one that fits."""
 
 Planned = Callable[[SearchFacts, Work], RankNeed | None]
 """Function of changed facts and a counter of its work: the memory of the plan that the verb makes
@@ -105,13 +108,13 @@ class LayoutChanges:
 
     def __init__(self, facts: SearchFacts, estimates: Estimates, work: Work) -> None:
         self._facts = facts
-        self._own = {
+        self._values = {
             key: value_of(facts.job, key) for key in facts.pins
             if key not in _KEPT
             and not (key == "layout.schedule" and facts.job.layout.schedule == "1f1b")
         }  # fmt: skip
         """Values of the keys that may change."""
-        pins = [one for one in facts.pins if one not in self._own]
+        pins = [key for key in facts.pins if key not in self._values]
         self.trials = Trials(facts.model_copy(update={"pins": pins}), estimates, work)
         self._number, self._planned = 0, set[str]()
         self.is_complete = True
@@ -120,9 +123,14 @@ class LayoutChanges:
     def first_that_fits(
         self, planned: Planned, work: Work, most: int | None
     ) -> tuple[Settings, RankNeed] | None:
-        """Return the fewest changes, up to so many, and the memory of the plan that is made then;
-        `work` counts making it."""
-        for candidate in self.that_fit(most):
+        """Return the fewest changes, up to so many, and the memory of the plan that is made then.
+
+        `work` counts making it. Only a few layouts are planned.
+        """
+        for number, candidate in enumerate(self.that_fit(most)):
+            if number == _MAX_PLANNED:
+                self.is_complete = False
+                break
             found = self.planned_with(candidate, planned, work)
             if found is not None:
                 return found
@@ -140,7 +148,8 @@ class LayoutChanges:
             # The search may not have reached this plan, which fits.
             self.is_complete = False
             made = self.trials.plan(candidate)
-            assert made is not None
+            if made is None:
+                return None
             memory = self.trials.estimates.memory(*made)
         return None if memory is None or memory.used_fraction > 1 else (changes, memory)
 
@@ -153,12 +162,13 @@ class LayoutChanges:
             if repr(changes) not in self._planned and self.fits(candidate):
                 yield candidate
 
-    def like(self, candidate: Candidate) -> Iterator[Candidate]:
+    def variants(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield a candidate, and those with the same changes that may need less memory."""
         yield candidate
-        others = self.trials.space.children(candidate, 0)
-        for one in sorted(others, key=lambda one: one.chunks, reverse=True)[:_MAX_LIKE]:
-            yield from self.trials.space.leaves(one, 2)
+        methods = self.trials.space.children(candidate, 0)
+        most_chunks = heapq.nlargest(_MAX_VARIANTS, methods, key=lambda method: method.chunks)
+        for variant in most_chunks:
+            yield from self.trials.space.leaves(variant, 2)
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a complete candidate is valid and fits."""
@@ -168,7 +178,7 @@ class LayoutChanges:
     def _by_changes(self) -> Iterator[Candidate]:
         """Yield complete candidates, those with the fewest changes first, as far as work allows."""
         space, queue = self.trials.space, list[_Entry]()
-        shapes = deque(sorted(space.shape_options(), key=lambda one: len(self.changes(one, 0))))
+        shapes = deque(sorted(space.shape_options(), key=lambda shape: len(self.changes(shape, 0))))
         self.trials.work.add(_SHAPE_OPTION * len(shapes))
         while shapes or queue:
             if self.trials.work.used():
@@ -192,11 +202,11 @@ class LayoutChanges:
         whole = max(self._facts.ranks // candidate.pp // candidate.tp, 1)
         found = dict[str, Any]()
         for key in (key for keys in _KEYS_BY_LEVEL[: level + 1] for key in keys):
-            if key not in self._own:
+            if key not in self._values:
                 continue
-            own, value = self._own[key], getattr(candidate, key.partition(".")[2])
+            before, value = self._values[key], getattr(candidate, key.partition(".")[2])
             is_shard = key == "layout.dp_shard"
-            if value != (whole if is_shard and own == "all" else own):
+            if value != (whole if is_shard and before == "all" else before):
                 found[key] = "all" if is_shard and value == whole > 1 else value
         return found
 
@@ -205,7 +215,7 @@ class LayoutChanges:
         changes = self.changes(candidate, level)
         if self.trials.bounds.exceeds_memory(candidate, level):
             return
-        far = sum(_distance(value, self._own[key]) for key, value in changes.items())
+        far = sum(_distance(value, self._values[key]) for key, value in changes.items())
         self._number += 1
         used = self.trials.bounds.state_fraction(candidate, level)
         splits = len(SPLITS.intersection(changes))

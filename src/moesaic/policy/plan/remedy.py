@@ -8,7 +8,7 @@ more devices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import assignments
@@ -134,8 +134,9 @@ def _find(
         if tries.used():
             is_least = False
             break
-        found, is_complete = _ChainSearch(chain, estimates, planned, tries).first_that_fits()
-        is_least = is_least and is_complete
+        search = _ChainSearch(chain, estimates, planned, tries)
+        found = search.first_that_fits()
+        is_least = is_least and search.is_complete
         if found is not None:
             changes, memory = found
             return Remedy(changes=changes, fits=True, is_least=is_least, memory=memory)
@@ -154,24 +155,39 @@ def _find(
 def _nearest(
     facts: SearchFacts, estimates: Estimates, planned: Planned, work: Work
 ) -> tuple[Settings, RankNeed] | None:
-    """Return the changes with the least memory, and the memory of the plan that is made then.
+    """Return the first changes whose plan fits, else those with the least memory; and its memory.
 
     Beside those of the layout they are the most micro-batches and 8-bit moments.
     """
     least: tuple[Settings, RankNeed] | None = None
-    for beside, changed in (chain[-1] for chain in _changes_beside_layout(facts)):
-        if not beside.keys() <= {MICRO_BATCHES, _MOMENTS}:
+    for other_changes, changed in (chain[-1] for chain in _changes_beside_layout(facts)):
+        if not other_changes.keys() <= {MICRO_BATCHES, _MOMENTS}:
             break
         layouts = LayoutChanges(changed, estimates, work.part(_STEP_SHARE))
         found = least_memory(layouts.trials)
         if found is None:
             continue
-        if least is None or found.memory.used_fraction < least[1].used_fraction:
-            least = {**layouts.changes(found.candidate), **beside}, found.memory
+        changes, memory = {**layouts.changes(found.candidate), **other_changes}, found.memory
+        if memory.used_fraction <= 1:
+            memory = planned(with_values(facts, changes), work) or memory
+            if memory.used_fraction <= 1:
+                return changes, memory
+        if least is None or memory.used_fraction < least[1].used_fraction:
+            least = changes, memory
     if least is None:
         return None
     made = planned(with_values(facts, least[0]), work)
     return least if made is None else (least[0], made)
+
+
+class _Taken(NamedTuple):
+    """Layout whose plan fits after a change of a chain."""
+
+    at: int
+    """Number of that change."""
+    changes: Settings
+    """Changes of the layout."""
+    memory: RankNeed
 
 
 class _ChainSearch:
@@ -183,77 +199,141 @@ class _ChainSearch:
     def __init__(self, chain: _Chain, estimates: Estimates, planned: Planned, tries: Work) -> None:
         self._chain, self._planned, self._tries = chain, planned, tries
         self._estimates = estimates.on_cluster(chain[-1][1].cluster)
+        self._last = len(chain) - 1
+        self.is_complete = True
+        """True if no limit was met."""
 
-    def first_that_fits(self) -> tuple[tuple[Settings, RankNeed] | None, bool]:
-        """Return all changes then, with the memory; and whether no limit of work was met.
+    def first_that_fits(self) -> tuple[Settings, RankNeed] | None:
+        """Return all changes then, with the memory.
 
         Changes of the layout are the fewest with which the last change of the chain fits.
         """
-        layouts = self._layouts(-1)
-        last = next(layouts.that_fit(), None)
-        if last is None:
-            return (None, True) if layouts.is_complete else (self._by_least_memory(), False)
-        most, is_complete = len(layouts.changes(last)), True
-        first, last = self._first(last, most)
-        for at in range(first, len(self._chain)):
-            beside, own = self._chain[at][0], self._layouts(at)
-            number = self._chain[at][1].job.train.micro_batches
-            found = own.planned_with(
-                last._replace(micro_batches=number), self._planned, self._tries
-            )
-            limit = most if at < len(self._chain) - 1 else None
-            found = found or own.first_that_fits(self._planned, self._tries, limit)
-            is_complete = is_complete and own.is_complete
-            if found is not None:
-                return ({**found[0], **beside}, found[1]), is_complete
-            if self._tries.used():
-                return None, False
-        return None, is_complete
+        layouts = self._layouts(self._last)
+        candidate = next(layouts.that_fit(), None)
+        self._note(layouts)
+        if candidate is None:
+            return None if layouts.is_complete else self._by_least_memory()
+        most = len(layouts.changes(candidate))
+        first, candidate = self._first(candidate, most)
+        if first < self._last:
+            taken = self._take(first, candidate, most)
+            if taken is not None:
+                return self._all_changes(taken)
+        taken = self._take(self._last, candidate, None)
+        if taken is None:
+            return None
+        is_same = taken.changes == layouts.changes(candidate)
+        return self._all_changes(self._fewest(first + 1 if is_same else 0, taken))
 
     def _by_least_memory(self) -> tuple[Settings, RankNeed] | None:
         """Return changes with the layout that needs least memory, or None if it does not fit."""
-        layouts = self._layouts(-1)
-        near = least_memory(layouts.trials)
-        if near is None or near.memory.used_fraction > 1:
+        least = least_memory(self._layouts(self._last).trials)
+        if least is None or least.memory.used_fraction > 1:
             return None
-        at, candidate = self._first(near.candidate, None)
-        beside, changed = self._chain[at]
-        found = self._layouts(at).planned_with(candidate, self._planned, self._tries)
-        if found is None:
+        first, candidate = self._first(least.candidate, None)
+        taken = self._take(first, candidate, 0)
+        if taken is None and first < self._last:
+            taken = self._take(self._last, candidate, 0)
+            taken = None if taken is None else self._fewest(first + 1, taken)
+        if taken is None:
             return None
-        changes, memory = _without_needless(changed, *found, self._planned, self._tries)
-        return {**changes, **beside}, memory
+        changed = self._chain[taken.at][1]
+        changes, memory = _without_needless(
+            changed, taken.changes, taken.memory, self._planned, self._tries
+        )
+        return self._all_changes(_Taken(taken.at, changes, memory))
 
     def _first(self, candidate: Candidate, most: int | None) -> tuple[int, Candidate]:
         """Return the number of the first change with which `candidate`, or one with at most so
         many changes of the layout, fits; and that candidate."""
-        low, high = 0, len(self._chain) - 1
+        low, high = 0, self._last
         while low < high and not self._tries.used():
             middle = (low + high) // 2
             layouts = self._layouts(middle)
-            own = candidate._replace(micro_batches=self._chain[middle][1].job.train.micro_batches)
-            found = next(filter(layouts.fits, layouts.like(own)), None)
+            variants = layouts.variants(self._at(middle, candidate))
+            found = next(filter(layouts.fits, variants), None)
             if found is None and most is not None:
                 found = next(layouts.that_fit(most), None)
             if found is None:
                 low = middle + 1
+                self._note(layouts)
             else:
                 high, candidate = middle, found
+        self.is_complete = self.is_complete and low == high
         return high, candidate
+
+    def _take(self, at: int, candidate: Candidate, most: int | None) -> _Taken | None:
+        """Return the layout of `candidate`, else that with the fewest changes, up to so many.
+
+        Its plan fits after that change of the chain.
+        """
+        layouts = self._layouts(at)
+        found = layouts.planned_with(self._at(at, candidate), self._planned, self._tries)
+        if found is None and most != 0:
+            found = layouts.first_that_fits(self._planned, self._tries, most)
+        self._note(layouts)
+        return None if found is None else _Taken(at, *found)
+
+    def _fewest(self, low: int, taken: _Taken) -> _Taken:
+        """Return the same layout after the first change, from number `low`, with which its plan
+        fits."""
+        steps = [facts for _, facts in self._chain[low : taken.at]]
+        found = _first_planned(steps, taken.changes, self._planned, self._tries)
+        self.is_complete = self.is_complete and not self._tries.used()
+        return taken if found is None else _Taken(low + found[0], taken.changes, found[1])
+
+    def _all_changes(self, taken: _Taken) -> tuple[Settings, RankNeed]:
+        return {**taken.changes, **self._chain[taken.at][0]}, taken.memory
+
+    def _at(self, at: int, candidate: Candidate) -> Candidate:
+        return candidate._replace(micro_batches=self._chain[at][1].job.train.micro_batches)
 
     def _layouts(self, at: int) -> LayoutChanges:
         return LayoutChanges(self._chain[at][1], self._estimates, self._tries.part(_STEP_SHARE))
+
+    def _note(self, layouts: LayoutChanges) -> None:
+        self.is_complete = self.is_complete and layouts.is_complete
+
+
+def _first_planned(
+    steps: Sequence[SearchFacts], changes: Settings, planned: Planned, work: Work
+) -> tuple[int, RankNeed] | None:
+    """Return the number of the first step whose plan with these changes fits, and its memory.
+
+    The steps are bisected as far as the work allows; None if none was found.
+    """
+    low, high, found = 0, len(steps), None
+    while low < high and not work.used():
+        middle = (low + high) // 2
+        memory = planned(with_values(steps[middle], changes), work)
+        if memory is None or memory.used_fraction > 1:
+            low = middle + 1
+        else:
+            high, found = middle, (middle, memory)
+    return found
 
 
 def _without_needless(
     facts: SearchFacts, changes: Settings, memory: RankNeed, planned: Planned, work: Work
 ) -> tuple[Settings, RankNeed]:
-    """Return changes that fit without those that are not needed, and the memory then."""
-    for key in sorted(changes, key=lambda one: one not in SPLITS):
+    """Return changes that fit without those that are not needed, and the memory then.
+
+    Changes on which results depend go first; micro-batches become as few as suffice.
+    """
+    order = (_MOMENTS, MICRO_BATCHES, *sorted(SPLITS))
+    for key in sorted(changes, key=lambda key: order.index(key) if key in order else len(order)):
         fewer = {name: value for name, value in changes.items() if name != key}
         made = None if work.used() else planned(with_values(facts, fewer), work)
         if made is not None and made.used_fraction <= 1:
             changes, memory = fewer, made
+        elif key == MICRO_BATCHES:
+            chains = _more_micro_batches(with_values(facts, fewer))
+            numbers = sorted(step[key] for chain in chains for step in chain)
+            numbers = [number for number in numbers if number < changes[key]]
+            steps = [with_values(facts, {key: number}) for number in numbers]
+            found = _first_planned(steps, fewer, planned, work)
+            if found is not None:
+                changes, memory = {**changes, key: numbers[found[0]]}, found[1]
     return changes, memory
 
 

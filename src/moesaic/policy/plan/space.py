@@ -125,7 +125,7 @@ class Space:
     def micro_batches(self) -> list[int]:
         """Return the numbers of micro-batches to try."""
         numbers = divisors(self.job.train.batch)
-        ratio = numbers[-1] ** (1 / _MAX_MICRO_BATCHES)
+        ratio = numbers[-1] ** (1 / (_MAX_MICRO_BATCHES - 1))
         found = numbers if len(numbers) <= _MAX_MICRO_BATCHES else numbers[:1]
         for number in numbers if found is not numbers else ():
             if number >= ratio * found[-1]:
