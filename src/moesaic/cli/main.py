@@ -6,6 +6,7 @@ not fit; 75 ended from outside, continue with --resume; 130 interrupted.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +35,17 @@ VERBS = (
     "probe", "plan", "calibrate", "trace", "bench",
 )  # fmt: skip
 """Verbs; each is a function in the module of the same name."""
+_VERBS_WITH_SETTINGS = (
+    "train",
+    "generate",
+    "serve",
+    "eval",
+    "convert",
+    "replay",
+    "probe",
+    "plan",
+    "bench",
+)
 MEMORY_HINTS = {
     "train": MEMORY_HINT, "generate": "lower cache_tokens or tokens_per_pass",
     "serve": "lower cache_tokens or tokens_per_pass",
@@ -146,6 +158,9 @@ def _print_usage_error(error: typer.TyperException, verb: str) -> None:
     if not is_leader():
         return
     sentence = " ".join(error.format_message().split()).rstrip(".")
+    found = re.match(r"No such option: --([\w-]+)", sentence)
+    if found and verb in _VERBS_WITH_SETTINGS:
+        sentence += f"; a setting is given as --set {found[1].replace('-', '_')}=VALUE"
     where = "moesaic --help" if verb.startswith("-") else f"moesaic {verb} --help"
     where = "moesaic --help" if sentence.startswith("No such command") else where
     screen.print_error(f"{sentence[:1].lower()}{sentence[1:]} (see {where})")
