@@ -30,8 +30,8 @@ def calibrate(
 ) -> int:
     """Fit factors to runs that correct predictions for a cluster.
 
-    With --out FILE they become the last table of a copy of the cluster file, for later plans. Give
-    all runs at once.
+    With --out FILE they become the last table of a copy of the cluster's file, for later plans.
+    Give all runs at once.
     """
     if not runs:
         raise ConfigError("RUN is missing: moesaic calibrate RUN... --cluster FILE")
@@ -39,7 +39,7 @@ def calibrate(
         raise ConfigError(
             "--cluster is missing: give the cluster file that the runs were planned for"
         )
-    opened = Cluster.load(cluster_path)
+    opened = Cluster.named(cluster_path)
     if out is not None:
         flags.check_new_file("--out", out, "cluster.toml")
         known = opened.facts.calibration
@@ -62,12 +62,19 @@ def calibrate(
             "written: give more runs, or leave out runs that other work on the machine disturbed"
         )
     if out is not None:
-        text = Path(cluster_path).read_text(encoding="utf-8-sig").rstrip("\n")
-        calibrated = f"{text}\n\n[calibration]\n{calibration.to_toml()}"
+        calibrated = f"{_text_of(cluster_path, opened)}\n\n[calibration]\n{calibration.to_toml()}"
         flags.write_new_file("--out", out, calibrated)
         if not as_json:
             screen.print_line(f"wrote {out}")
     return 0
+
+
+def _text_of(name: str, cluster: Cluster) -> str:
+    """Return the text of a cluster's file, or a preset as one, without a calibration."""
+    if Path(name).exists():
+        return Path(name).read_text(encoding="utf-8-sig").rstrip("\n")
+    facts = cluster.facts.model_copy(update={"calibration": None})
+    return facts.to_toml().rstrip("\n")
 
 
 def _is_worse(facts: dict[str, Any]) -> bool:

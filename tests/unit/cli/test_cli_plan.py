@@ -11,6 +11,7 @@ import pytest
 
 from commands import Commands
 from moesaic import Cluster, Job
+from moesaic.cli.calibrate import _text_of
 from moesaic.cli.main import main
 from moesaic.facts.plan import load_plan
 from moesaic.policy.plan.predict import PlannedJob
@@ -585,3 +586,10 @@ def test_a_step_with_an_interval_is_the_mean_of_steps(place: Path, commands: Com
     for kind in ("matmul", "elementwise"):
         whole, part, rest = (one["seconds_by_kind"][kind] for one in found)
         assert part == pytest.approx(whole / 4 + rest * 3 / 4)
+
+
+def test_a_calibrated_preset_becomes_a_file(tmp_path: Path) -> None:
+    preset = Cluster.named("2xh100-8")
+    (tmp_path / "cluster.toml").write_text(_text_of("2xh100-8", preset))
+    written = Cluster.load(tmp_path / "cluster.toml")
+    assert written.facts == preset.facts.model_copy(update={"calibration": None})
