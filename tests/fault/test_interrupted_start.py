@@ -201,6 +201,8 @@ def test_sigterm_before_the_first_step_says_what_to_do(
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 75, (index, stderr)
+        if index and list((tmp_path / str(index)).glob("run/checkpoints/*/COMMIT")):
+            continue  # This start was so much faster than the first one that it took a step.
         anew = "before the first step: nothing was saved, the same command starts anew\n"
         line = f"error: ended by SIGTERM {anew}"
         # A rank of several that waits in a library may add words about its own end.

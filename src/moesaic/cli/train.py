@@ -150,7 +150,7 @@ def _run(prepared: PreparedRun, as_json: bool) -> Run:
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
     except DivergedError as error:
-        raise DivergedError(f"{error}{_reported(prepared)}") from None
+        raise _with_finding(error, prepared) from None
 
 
 def _with_resume_command(
@@ -183,12 +183,23 @@ def _go_on(reason: str, status: int, prepared: PreparedRun, as_json: bool) -> st
     return f"; to continue: {again}"
 
 
-def _reported(prepared: PreparedRun) -> str:
-    """Write the report of a run that ended with an error; return a hint at it, as a clause."""
+def _with_finding(error: DivergedError, prepared: PreparedRun) -> DivergedError:
+    """Write the report of a run that diverged; return the error in its words, which judge by all
+    losses of the run."""
     out = prepared.task.out
     if out is None or not is_leader() or not (Path(out) / RUN_LOG).is_file():
-        return ""
-    return f" (report: {Run(Path(out)).report()})"
+        return error
+    run = Run(Path(out))
+    page, findings = run.report(), run.summary()["findings"]
+    if not findings or findings[0]["kind"] != "diverged":
+        return DivergedError(f"{error} (report: {page})")
+    return _diverged(findings[0], f" (report: {page})")
+
+
+def _diverged(finding: dict[str, Any], report: str = "") -> DivergedError:
+    """Return the finding as an error."""
+    title = f"{finding['title'][0].lower()}{finding['title'][1:]}"
+    return DivergedError(f"{title}{report}. {finding['text']}")
 
 
 def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
@@ -207,8 +218,7 @@ def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
         )
     worst = facts["findings"][0] if facts["findings"] else None
     if worst is not None and worst["kind"] == "diverged":
-        title = f"{worst['title'][0].lower()}{worst['title'][1:]}"
-        raise DivergedError(f"{title}. {worst['text']}")
+        raise _diverged(worst)
 
 
 def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -> None:

@@ -180,7 +180,7 @@ def _way_back(run: RunStats, found: Divergence) -> str:
     if earlier:
         step, words = earlier[-1].step, ["--resume", str(run.path_of(earlier[-1]))]
     elif (origin := _origin(run)) is not None and origin.step <= found.good_step:
-        step, words = origin.step, ["--out", str(run.directory), "--resume", origin.path]
+        step, words = origin.step, ["--out", "NEW", "--resume", origin.path]
     else:
         return (
             f"No checkpoint from before is left: start anew with --out NEW --set {lower} or a "
