@@ -26,6 +26,7 @@ from moesaic.api.start import block_interrupts
 from moesaic.base import errors
 from moesaic.base.errors import ConfigError, MoesaicError, UserError, as_user_error
 from moesaic.base.files import atomic_replace
+from moesaic.base.host_memory import count_killed_for_memory
 
 EXIT_USER_ERROR, EXIT_DOES_NOT_FIT, EXIT_RELAUNCH, EXIT_INTERRUPTED = 2, 3, 75, 130
 SILENCE_S = 5.0
@@ -111,7 +112,7 @@ def launch(module: str, task: str, ranks: int, memory_hint: str) -> None:
 
     for name in [name for name in logging.root.manager.loggerDict if "elastic" in name]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    killed_before = _count_killed_for_memory()
+    killed_before = count_killed_for_memory()
     with tempfile.TemporaryDirectory(prefix="moesaic-") as logs:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
@@ -124,7 +125,7 @@ def launch(module: str, task: str, ranks: int, memory_hint: str) -> None:
             with _restored_signal_handlers(), _forwarded_sigterm() as sent, block_interrupts():
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            is_short = _count_killed_for_memory() > killed_before
+            is_short = count_killed_for_memory() > killed_before
             failure = _first_failure(Path(logs), error.failures, memory_hint if is_short else None)
             if sent and not isinstance(failure, UserError):
                 failure = RunInterrupted("ended by SIGTERM")
@@ -224,26 +225,6 @@ def _write_error(text: str, kind: str) -> None:
             partial.write_text(json.dumps(record), encoding="utf-8")
     except OSError:
         print(text, file=sys.stderr)
-
-
-def _count_killed_for_memory() -> int:
-    """Return how many processes of this control group, or of the machine where no group counts, the
-    kernel has killed for lack of memory; 0 if it does not say."""
-    places = list[Path]()
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers == "memory":
-                places.append(Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control"))
-            elif not controllers:
-                places.append(Path(f"/sys/fs/cgroup{group}/memory.events"))
-    for place in (*places, Path("/proc/vmstat")):
-        with suppress(OSError):
-            for line in place.read_text(encoding="ascii").splitlines():
-                name, count = line.split()
-                if name == "oom_kill":
-                    return int(count)
-    return 0
 
 
 def _first_failure(

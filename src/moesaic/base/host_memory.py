@@ -57,17 +57,37 @@ def memory_limit_bytes() -> int:
     return min([total_memory_bytes(), *(limit for limit, _ in _control_groups())])
 
 
-def _control_groups() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group of this process, without page cache."""
+def count_killed_for_memory() -> int:
+    """Return how many processes of this control group, or of the machine where no group counts, the
+    kernel has killed for lack of memory; 0 if it does not say."""
+    own = [
+        group / ("memory.oom_control" if is_first_version else "memory.events")
+        for group, _, is_first_version in _memory_groups()
+    ]
+    for place in (*own, Path("/proc/vmstat")):
+        with suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)$", place.read_text(), re.MULTILINE)
+            if found:
+                return int(found[1])
+    return 0
+
+
+def _memory_groups() -> Iterator[tuple[Path, Path, bool]]:
+    """Yield this process's control group for memory in each hierarchy, with the root of that, and
+    whether it is of version 1."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup", *(["memory"] if controllers else []))
+        if not controllers or "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup", *(["memory"] if controllers else []))
+            yield root / path.strip("/"), root, bool(controllers)
+
+
+def _control_groups() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of each control group of this process, without page cache."""
+    for group, root, is_first_version in _memory_groups():
         limit, used = (
-            ("memory.limit_in_bytes", "total_rss") if controllers else ("memory.max", "anon")
+            ("memory.limit_in_bytes", "total_rss") if is_first_version else ("memory.max", "anon")
         )
-        group = root / path.strip("/")
         for one in [group, *(parent for parent in group.parents if parent.is_relative_to(root))]:
             with suppress(OSError, ValueError, KeyError):  # Not set, or hidden in a container.
                 stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
