@@ -335,7 +335,7 @@ def test_a_diverged_resume_goes_back_by_the_command_that_it_names(commands: Comm
     assert line.endswith(command[1])
     assert last == "wrote rising/report.html"
     refused = commands.refusal(f"train {back} --set train.steps=14 --set data.path=other.txt")
-    assert "train.steps = 14, was 12; data.path = 'other.txt', was 'text': this changes" in refused
+    assert 'train.steps = 14, was 12; data.path = "other.txt", was "text": this ch' in refused
     plain = commands.run(f"train --out branch {back} --change --set train.steps=14")
     (warning,) = plain.err.splitlines()  # The checkpoint's own job goes on.
     assert warning.startswith(
