@@ -183,7 +183,7 @@ def _way_back(run: RunStats, found: Divergence) -> str:
     lower = f"{key}=LOWER"
     if isinstance(peak, int | float):
         usual = _earlier_rate(run, found) or _HIGH_RATE / 10
-        lower = f"{key}={min(peak / 10, usual):g}"
+        lower = f"{key}={min(peak / 10, usual):.3g}"
     sets = ["--set", lower]
     if earlier:
         step, words = earlier[-1].step, ["--resume", str(run.path_of(earlier[-1]))]
