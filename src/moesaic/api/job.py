@@ -86,8 +86,8 @@ class Job:
         Args:
             source: path of a job file, or its tables as a dict; None: the job of `run`.
             sets: changes of single keys, such as "train.steps=100".
-            run: run to resume, whose own `sets` stay. It has a copy of a model whose directory is
-                gone.
+            run: run to resume or its checkpoint, whose own `sets` stay. The run has a copy of a
+                model whose directory is gone.
             needs_data: True for a job to train: its keys of [data] are checked with all others,
                 and not first by `train`. Plans need none.
         """
