@@ -83,8 +83,8 @@ class LoadedJob(Generic[J]):
     """True if `train.micro_batches` is "auto", so that a search or a plan chooses it."""
     decisions: tuple[Decision[Any, Any], ...] = ()
     """Decisions that led to the plan."""
-    missing_data: tuple[str, ...] = ()
-    """Keys of [data] that the file lacks: plans assume them, training refuses the job."""
+    missing: tuple[str, ...] = ()
+    """Keys that the file lacks: plans assume them, training refuses the job."""
 
     @property
     def warnings(self: LoadedJob[TrainingJob]) -> list[str]:
@@ -108,7 +108,8 @@ def load_job(
         run: resumed run or its checkpoint, whose own items of `sets` stay. The run supplies the
             model if the model's directory is gone.
         plan: path of a plan, or its content; it overrides the layout.
-        needs_data: list missing keys of [data] among the mistakes; plans assume them.
+        needs_data: list missing keys of [data], and train.steps, among the mistakes; plans assume
+            them.
     """
     text, raw, origin = _read_source(source, run)
     began = None if run is None else RunSource.read(run)
@@ -116,14 +117,14 @@ def load_job(
         sets = began.merged_sets(raw, sets)
     with blame_sets(origin, sets):
         raw, has_open_micro_batches = _fill_micro_batches(apply_sets(raw, sets))
-        missing_data = missing_keys(raw)
+        missing = missing_keys(raw)
         job, notes = _resolve(raw, origin, sets, run, needs_data=needs_data)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
     loaded = LoadedJob(
         job, text, notes, origin=origin, sets=tuple(sets),
-        has_open_micro_batches=has_open_micro_batches, missing_data=missing_data,
+        has_open_micro_batches=has_open_micro_batches, missing=missing,
     )  # fmt: skip
     return loaded if plan is None else apply_plan(loaded, plan)
 
@@ -198,10 +199,16 @@ def _resolve(
     raw = _fill_students(raw, origin, notes, run, found)
     filled = fill_labels(fill_preset(raw))
     job = parse(Job, filled if needs_data else fill_for_plan(filled), origin, sets, found)
-    if "sequence" in missing_keys(raw):
+    missing = missing_keys(raw)
+    if "data.sequence" in missing:
         notes.append(
             f"{origin} has no data.sequence: {job.data.sequence} tokens a sample are assumed; for "
             "another length: --set data.sequence=N"
+        )
+    if "train.steps" in missing:
+        notes.append(
+            f"{origin} has no train.steps: {job.train.steps:,} are assumed for the whole run; for "
+            "another number: --set train.steps=N"
         )
     if job.finetune is not None and job.source is None:
         raise ConfigError(
