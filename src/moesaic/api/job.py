@@ -19,6 +19,7 @@ from moesaic.api.plan_search import (
     facts_of_search,
     search_job,
     search_largest,
+    search_remedy,
 )
 from moesaic.api.prepared_run import (
     PreparedRun,
@@ -203,7 +204,7 @@ class Job:
                 device = facts.tightest_rank(choices.plan).device
                 tiers = forecast(loaded.job, choices.plan, int(device.usable_bytes))
             planned = predict_plan(choices, facts, tiers)
-        return self._with_remedy(planned, loaded, cluster, recorded)
+        return self._with_remedy(planned, loaded, cluster, recorded, is_shown=is_shown)
 
     def _with_remedy(
         self,
@@ -211,6 +212,8 @@ class Job:
         loaded: LoadedJob[LanguageModelJob],
         cluster: Cluster,
         loads: RecordedLoads | None,
+        *,
+        is_shown: bool,
     ) -> PlannedJob:
         """Return a planned job with the warnings of its file and, if it does not fit, a remedy."""
         if not planned.figures["fits"]:
@@ -219,7 +222,7 @@ class Job:
             facts = self._search_facts(
                 loaded, cluster, planned.plan.ranks, "best-first", None, loads
             )
-            planned = with_remedy(planned, facts)
+            planned = with_remedy(planned, search_remedy(facts, is_shown=is_shown))
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
 
     def cheapest_part(

@@ -276,7 +276,7 @@ def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_js
     if isinstance(job, CtrJob):
         facts, lines = _describe_recommender(job, prepared.plan)
     else:
-        facts, lines = _describe_language_model(job, prepared.plan, cluster)
+        facts, lines = _describe_language_model(job, prepared.plan, cluster, not as_json)
     if as_json:
         screen.print_json(
             {
@@ -309,9 +309,10 @@ def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list
 
 
 def _describe_language_model(
-    job: LanguageModelJob, plan: Plan, cluster: str | None
+    job: LanguageModelJob, plan: Plan, cluster: str | None, is_shown: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the parameters and the memory of a rank, as facts and as lines."""
+    """Return the parameters and the memory of a rank, as facts and as lines; `is_shown` shows the
+    progress of a search for a remedy."""
     from moesaic.api.memory_here import memory_here
     from moesaic.api.memory_replay import forecast
     from moesaic.base.host_memory import free_memory_bytes
@@ -319,7 +320,7 @@ def _describe_language_model(
 
     counts = count_parameters(job.model)
     where = None if cluster is None else flags.load_cluster(cluster).facts
-    rank, room = memory_here(job, plan, where)
+    rank, room = memory_here(job, plan, where, is_shown=is_shown)
     memory = rank.memory
     tiers = forecast(job, plan, free_memory_bytes() // plan.ranks)
     facts = {
