@@ -32,7 +32,7 @@ from moesaic.api.prepared_run import (
     run_warnings,
 )
 from moesaic.api.progress import Output
-from moesaic.api.run import Run
+from moesaic.api.run import Run, divergence_in
 from moesaic.api.train_worker import TrainTask, default_out, resumed_run
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job as LanguageModelJob
@@ -119,7 +119,7 @@ class Job:
         on_step: StepCallback | None = None,
         output: Output = "stderr",
     ) -> Run:
-        """Train, and return the finished run.
+        """Train, and return the finished run; warn if its loss diverged.
 
         Args:
             out: directory of the run; None: runs/job-DATE-TIME.
@@ -145,7 +145,11 @@ class Job:
         for text in texts if is_leader() else ():
             warnings.warn(text, stacklevel=2)
         prepared.check_machine()
-        return prepared.run(on_step)
+        run = prepared.run(on_step)
+        diverged = divergence_in(run.summary()) if is_leader() else None
+        if diverged is not None:
+            warnings.warn(diverged, stacklevel=2)
+        return run
 
     def plan(
         self,
