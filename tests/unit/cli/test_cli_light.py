@@ -410,7 +410,7 @@ def test_a_dry_run_reads_the_first_part_of_large_data(
     (place / "clicks.tsv").write_text("\t".join(["1", *["7"] * 13, *["ab"] * 26]) + "\n")
     clicks = '[data]\npath = "clicks.tsv"\n'
     (place / "clicks.toml").write_text(CTR.replace("[data.stream]\nslots = 2\n", clicks))
-    (found,) = json.loads(run("train clicks.toml --dry-run --json", capfd))["data"]
+    (found, *_) = json.loads(run("train clicks.toml --dry-run --json", capfd))["data"]
     assert found == "all read: 1 samples to train on"
     monkeypatch.setattr(input_checks, "WHOLE_BYTES", 4)
     (found,) = json.loads(run("train clicks.toml --dry-run --json", capfd))["data"]
