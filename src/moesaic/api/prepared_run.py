@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -266,8 +267,9 @@ def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | Non
             return out, None
         if not holds_checkpoint(out):
             raise ConfigError(
-                f"'{out}' has no checkpoint to resume from: start a run there without resume, or "
-                "give another directory"
+                f"'{out}' has no checkpoint to resume from: start a run there (moesaic train "
+                f"JOB.toml --out {shlex.quote(str(out))}; in Python without resume), or give the "
+                "directory of a run"
             )
         return out, "auto"
     return _find_checkpoint(Path(resume), out)

@@ -212,7 +212,11 @@ def test_a_resume_that_saved_nothing_leaves_the_settings_of_the_checkpoint(
     assert "1e300" not in Path("calm/job.toml").read_text()
     more = "train --out calm --resume --change --set train.steps=7 --dry-run"
     assert commands.run(more).err == ""
-    assert "has done 6 already: raise train.steps" in commands.refusal(more.replace("=7", "=6"))
+    refused = commands.refusal(more.replace("=7", "=6"))
+    assert "has done 6 steps already: to train on, set train.steps above 6 and add --ch" in refused
+    constant = commands.refusal(f"{more.replace('=7', '=5')} --set schedule.kind=constant")
+    assert constant.startswith("error: train.steps = 5 counts from the start of the run, and 'calm")
+    assert constant.endswith("set train.steps above 6\n")
 
 
 def test_an_edited_plan_of_a_run_is_noticed(commands: Commands) -> None:
