@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from commands import Commands
 from moesaic.api import progress
+from moesaic.api.engine import Engine
 from moesaic.base.config import parse
 from moesaic.base.events import read_events
 from moesaic.cli.main import main
@@ -19,6 +21,7 @@ from moesaic.dist.checkpoint import Checkpoint
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.writer import SHARD_BYTES
+from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.jobs import RUN_JOB
 from moesaic.train import loss_scale
 
@@ -401,6 +404,27 @@ def test_text_streams_and_sampling_repeats(
     assert commands.output("generate run", *sets) == row["text"] + "\n"
     (other,) = commands.facts("generate run --prompt Doc --set seed=1", *sets)
     assert other["tokens"] != row["tokens"]
+
+
+def test_an_interrupted_text_ends_its_line(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> Iterator[str]:
+        yield "half a sen"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    captured = commands.run("generate run --prompt Doc", status=130)
+    assert captured == ("half a sen\n", "interrupted\n")
+
+
+def test_end_tokens_can_be_ignored(commands: Commands) -> None:
+    line = "generate run --prompt Doc --set temperature=0 --set max_tokens=5 --set"
+    end = f"logit_bias.{open_tokenizer('bytes').end_id}=100"
+    (row,) = commands.facts(f"{line} {end}")
+    assert (len(row["tokens"]), row["finish_reason"]) == (1, "stop")
+    (row,) = commands.facts(f"{line} {end} --set ignore_eos=true")
+    assert (len(row["tokens"]), row["finish_reason"]) == (5, "length")
 
 
 def test_several_prompts(commands: Commands) -> None:
