@@ -104,5 +104,5 @@ class CachedEstimates:
     def on_cluster(self, cluster: Cluster) -> Estimates:
         return self._inner.on_cluster(cluster)
 
-    def note_bound(self) -> None:
-        self._inner.note_bound()
+    def note_progress(self) -> None:
+        self._inner.note_progress()

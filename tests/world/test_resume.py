@@ -14,6 +14,7 @@ import torch
 from layouts import ASKING, SIGMOID, sparing, worst_element
 from table import FAMILIES, SMALL
 
+from moesaic.api.run import Run, divergence_in
 from moesaic.base.errors import DivergedError, UserError
 from moesaic.base.events import read_events
 from moesaic.dist.checkpoint import Checkpoint
@@ -222,16 +223,18 @@ def diverge(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_ranks_name_the_same_way_back(
+def test_a_save_in_progress_ends_before_a_diverged_run(
     ranks: RankPool, text: Path, tmp_path: Path, asynchronous: bool
 ) -> None:
-    """Though only rank 0 knows the saves, and one may be in progress."""
+    """It may be the way back."""
     out = tmp_path / "run"
     assert ranks.run(2, diverge, str(text), str(out), None, 1e-3, asynchronous) == ["", ""]
     first, second = ranks.run(2, diverge, str(text), str(out), "auto", 1e30, asynchronous)
     assert first == second
     assert first.startswith("step 6: the gradient's norm is ")
-    assert f"go on with --resume '{end(out)}' --change " in first
+    found = divergence_in(Run(out).summary())
+    assert found is not None
+    assert f"Go back to step 4: moesaic train --resume {end(out)} --change " in found
     assert (out / "checkpoints" / "step-00000005" / "COMMIT").is_file()
 
 

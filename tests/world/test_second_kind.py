@@ -265,11 +265,6 @@ class VectorsKind:
     data_change = "the vectors have changed"
     new_run = "start a new run"
 
-    def learning_rates(self, job: VectorsJob) -> str:
-        """Return the key."""
-        del job
-        return "optimizer.lr"
-
     def units_per_step(self, job: VectorsJob) -> int:
         """Return the samples of a step."""
         return job.train.batch

@@ -19,6 +19,7 @@ from moesaic.api.plan_search import (
     facts_of_search,
     search_job,
     search_largest,
+    search_remedy,
 )
 from moesaic.api.prepared_run import (
     PreparedRun,
@@ -31,7 +32,7 @@ from moesaic.api.prepared_run import (
     run_warnings,
 )
 from moesaic.api.progress import Output
-from moesaic.api.run import Run
+from moesaic.api.run import Run, divergence_in
 from moesaic.api.train_worker import TrainTask, default_out, resumed_run
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job as LanguageModelJob
@@ -85,8 +86,8 @@ class Job:
         Args:
             source: path of a job file, or its tables as a dict; None: the job of `run`.
             sets: changes of single keys, such as "train.steps=100".
-            run: run to resume, whose own `sets` stay. It has a copy of a model whose directory is
-                gone.
+            run: run to resume or its checkpoint, whose own `sets` stay. The run has a copy of a
+                model whose directory is gone.
             needs_data: True for a job to train: its keys of [data] are checked with all others,
                 and not first by `train`. Plans need none.
         """
@@ -118,7 +119,7 @@ class Job:
         on_step: StepCallback | None = None,
         output: Output = "stderr",
     ) -> Run:
-        """Train, and return the finished run.
+        """Train, and return the finished run; warn if its loss diverged.
 
         Args:
             out: directory of the run; None: runs/job-DATE-TIME.
@@ -144,7 +145,11 @@ class Job:
         for text in texts if is_leader() else ():
             warnings.warn(text, stacklevel=2)
         prepared.check_machine()
-        return prepared.run(on_step)
+        run = prepared.run(on_step)
+        diverged = divergence_in(run.summary()) if is_leader() else None
+        if diverged is not None:
+            warnings.warn(diverged, stacklevel=2)
+        return run
 
     def plan(
         self,
@@ -199,7 +204,7 @@ class Job:
                 device = facts.tightest_rank(choices.plan).device
                 tiers = forecast(loaded.job, choices.plan, int(device.usable_bytes))
             planned = predict_plan(choices, facts, tiers)
-        return self._with_remedy(planned, loaded, cluster, recorded)
+        return self._with_remedy(planned, loaded, cluster, recorded, is_shown=is_shown)
 
     def _with_remedy(
         self,
@@ -207,6 +212,8 @@ class Job:
         loaded: LoadedJob[LanguageModelJob],
         cluster: Cluster,
         loads: RecordedLoads | None,
+        *,
+        is_shown: bool,
     ) -> PlannedJob:
         """Return a planned job with the warnings of its file and, if it does not fit, a remedy."""
         if not planned.figures["fits"]:
@@ -215,7 +222,7 @@ class Job:
             facts = self._search_facts(
                 loaded, cluster, planned.plan.ranks, "best-first", None, loads
             )
-            planned = with_remedy(planned, facts)
+            planned = with_remedy(planned, search_remedy(facts, is_shown=is_shown))
         return planned._replace(warnings=[*loaded.warnings, *planned.warnings])
 
     def cheapest_part(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.api.launch import is_torchrun
+from moesaic.api.plan_search import search_remedy
 from moesaic.base.errors import DoesNotFitError
 from moesaic.base.host_memory import free_memory_bytes, memory_limit_bytes
 from moesaic.base.units import format_bytes, format_used_bytes
@@ -35,7 +36,9 @@ _ABOUT_DEVICE = ("device", "device_memory_bytes", "usable_memory_bytes", "fits")
 _RESERVE_USES = "driver, collectives and fragmentation"
 
 
-def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemory, dict[str, Any]]:
+def memory_here(
+    job: Job, plan: Plan, cluster: Cluster | None, *, is_shown: bool = False
+) -> tuple[RankMemory, dict[str, Any]]:
     """Return the memory of the fullest rank, and whether it fits, as plain data with the keys of a
     plan's figures.
 
@@ -43,6 +46,7 @@ def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemo
         job: the job under `plan`.
         plan: layout of the ranks.
         cluster: cluster to run on; None: this machine, with the memory that is free now.
+        is_shown: show the progress of the search for a remedy on a terminal.
     """
     from moesaic.policy.cost.memory import tightest_rank
     from moesaic.policy.cost.step import JobCosts
@@ -52,8 +56,12 @@ def memory_here(job: Job, plan: Plan, cluster: Cluster | None) -> tuple[RankMemo
     is_known = found.device.memory_bytes < _UNKNOWN_BYTES
     unknown = dict.fromkeys(() if is_known else _ABOUT_DEVICE)
     figures = {**found.figures(), "device": found.device.model, **unknown}
-    remedy = _remedy(job, plan, where) if figures["fits"] is False else None
-    return found, {**figures, "remedy": remedy}
+    remedy = None
+    if figures["fits"] is False:
+        from moesaic.policy.plan.search import search_facts
+
+        remedy = search_remedy(search_facts(job, where, plan.ranks), is_shown=is_shown)
+    return found, {**figures, "remedy": remedy, "is_free_now": cluster is None}
 
 
 def describe_fit(figures: Mapping[str, Any], advice: str = "") -> str:
@@ -64,7 +72,8 @@ def describe_fit(figures: Mapping[str, Any], advice: str = "") -> str:
             f"fits: unknown, {format_bytes(used)} per rank; this machine has no GPU of the job "
             "(moesaic plan JOB.toml --cluster h100-8 takes another)"
         )
-    sizes = f"{format_used_bytes(used, usable)} per rank{_reserve_text(figures)}"
+    free = " free" * bool(figures.get("is_free_now"))
+    sizes = f"{format_used_bytes(used, usable)}{free} per rank{_reserve_text(figures)}"
     if figures["fits"]:
         return f"fits{', barely' * (used > _BARELY * usable)}: {sizes}"
     if not advice:
@@ -102,13 +111,6 @@ def warn_of_memory(job: Job, plan: Plan) -> list[str]:
     if mean_peak_bytes(costs) > room:
         raise DoesNotFitError(text)
     return [f"{text}. Training starts: {format_bytes(room)} per rank are there if others end"]
-
-
-def _remedy(job: Job, plan: Plan, cluster: Cluster) -> dict[str, Any] | None:
-    from moesaic.policy.plan.remedy import describe_remedy, find_remedy
-    from moesaic.policy.plan.search import search_facts
-
-    return describe_remedy(find_remedy(search_facts(job, cluster, plan.ranks)))
 
 
 def _cluster_here(job: Job, plan: Plan) -> Cluster:

@@ -78,10 +78,8 @@ class SearchProgress:
         if since_s < every_s:
             return
         self._printed_s = now
-        text = (
-            f"searching{self.what}: {plural(self._tried, 'layout')} simulated in "
-            f"{now - self._began_s:.0f} s"
-        )
+        done = f"{plural(self._tried, 'layout')} simulated in " * bool(self._tried)
+        text = f"searching{self.what}: {done}{now - self._began_s:.0f} s"
         console.print(f"\r{text:<100}" if console.is_terminal else text, end=self._end(console))
 
     def clear(self) -> None:
@@ -138,6 +136,18 @@ def search_job(facts: SearchFacts, *, is_shown: bool) -> PlannedJob:
     with shown_search(facts, SearchProgress(is_shown)) as estimates:
         result = run_search(facts, estimates)
     return predict_found(facts, result)
+
+
+def search_remedy(facts: SearchFacts, *, is_shown: bool) -> dict[str, Any] | None:
+    """Return the remedy of a job that does not fit, as plain data; only a terminal shows progress.
+
+    `facts` are those of a search for its layout.
+    """
+    from moesaic.policy.plan.remedy import describe_remedy, find_remedy
+
+    is_shown = is_shown and make_console("stderr").is_terminal
+    with shown_search(facts, SearchProgress(is_shown, " for a change that fits")) as estimates:
+        return describe_remedy(find_remedy(facts, estimates))
 
 
 def search_largest(facts: SearchFacts, *, is_shown: bool) -> dict[str, Any]:
@@ -246,7 +256,7 @@ def compare_plans(first: PlannedJob, second: PlannedJob) -> dict[str, Any]:
     steps_s = [one["step_s"] for one in figures]
     keys_of_both = (
         "step_s", "tokens_per_s", "fits", "price_per_million_tokens", "device_memory_bytes",
-        "usable_memory_bytes", "bottleneck",
+        "usable_memory_bytes", "bottleneck", "remedy",
     )  # fmt: skip
     return {
         "settings": {key: [plan[key] for plan in plans] for key in names},

@@ -41,7 +41,12 @@ from moesaic.train.job_file import (
     blame_sets,
     is_searched,
 )
-from moesaic.train.out_checks import check_no_run, holds_checkpoint, holds_failed_try
+from moesaic.train.out_checks import (
+    check_is_checkpoint,
+    check_no_run,
+    holds_checkpoint,
+    holds_failed_try,
+)
 from moesaic.train.resumed_job import RunSource
 
 if TYPE_CHECKING:
@@ -278,11 +283,7 @@ def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | Non
 def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
     if holds_checkpoint(path) and out in (None, path):
         return path, "auto"
-    if not (path / "COMMIT").is_file():
-        raise ConfigError(
-            f"'{path}' is not a checkpoint to resume from: give a directory such as "
-            "RUN/checkpoints/step-00000100, or auto"
-        )
+    check_is_checkpoint(path)
     run = path.absolute().parent.parent
     owner = run if (run / "job.json").is_file() else None
     if out is None:

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from moesaic.report import RunStats
 
 
+def divergence_in(summary: Mapping[str, Any]) -> str | None:
+    """Return how the run of a summary diverged, its likely cause and the way back; None if it did
+    not."""
+    worst = next(iter(summary["findings"]), None)
+    if worst is None or worst["kind"] != "diverged":
+        return None
+    return f"{worst['title'][0].lower()}{worst['title'][1:]}. {worst['text']}"
+
+
 class Run:
     """The directory of one training run; tables are Arrow tables (`.to_pandas()` converts one)."""
 

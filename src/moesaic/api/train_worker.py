@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.api.launch import RunInterrupted, is_torchrun, run_reporting_errors
 from moesaic.api.progress import Output, RunProgress
+from moesaic.api.run import Run, divergence_in
 from moesaic.api.start import exit_on_interrupt
 from moesaic.api.step_callback import remote_callback
 from moesaic.base.config import parse
+from moesaic.base.errors import DivergedError
 from moesaic.facts.cluster import Cluster
 from moesaic.train.job_file import language_model, load_job
-from moesaic.train.out_checks import holds_checkpoint
+from moesaic.train.out_checks import check_is_checkpoint, holds_checkpoint
 from moesaic.train.stop_request import ENDED_BY_SIGTERM, StopRequest
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class TrainTask:
     command: list[str]
     """Command line of the user."""
     run: str | None = None
-    """Directory of the run whose job goes on; None: a new job."""
+    """Run or checkpoint whose job goes on; None: a new job."""
     change: bool = False
     """True to take changes of what a resumed run learns, and other data."""
     plan: str | dict[str, Any] | None = None
@@ -70,13 +72,16 @@ class TrainTask:
 
 
 def resumed_run(out: str | None, resume: str | None) -> Path | None:
-    """Return the run to resume, or that of the checkpoint to resume from; None for a new run."""
+    """Return what gives a resumed run its job: its directory, or the checkpoint that is named; None
+    for a new run."""
     if resume is None or (resume == "auto" and out is None):
         return None
     if resume == "auto":
         return Path(str(out))
     path = Path(resume)
-    return path if holds_checkpoint(path) else path.absolute().parent.parent
+    if not holds_checkpoint(path):
+        check_is_checkpoint(path)
+    return path
 
 
 def run_train_task(
@@ -106,6 +111,11 @@ def run_train_task(
             if task.search:
                 loaded = _search_layout(loaded, task, world, progress.message)
             last = train(loaded, out, resume, world, progress, kind, on_step, stop)
+        except DivergedError as error:
+            if not error.is_on_all_ranks and world.size > 1:
+                raise
+            found = world.run_on_rank_zero(lambda: divergence_in(Run(out).summary()) or "")
+            raise DivergedError(found or str(error)) from None
         finally:
             progress.done()
     except BaseException:

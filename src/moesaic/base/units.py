@@ -16,10 +16,11 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_used_bytes(used: float, total: float) -> str:
-    """Return used and available bytes as text: 12.1 of 24 GiB, 35.2 MiB of 7.45 GiB."""
-    (some, unit), (limit, unit_of_limit) = _scale_bytes(used), _scale_bytes(total)
-    named = f" {unit}" * (unit != unit_of_limit)
-    return f"{round_text(some, 3)}{named} of {round_text(limit, 3)} {unit_of_limit}"
+    """Return used and available bytes as text, in the unit of the latter: 12.1 of 24 GiB,
+    24,700 of 6.59 GiB."""
+    limit, unit = _scale_bytes(total)
+    some = used * limit / total if total else used
+    return f"{round_text(some, 3)} of {round_text(limit, 3)} {unit}"
 
 
 def _scale_bytes(num_bytes: float) -> tuple[float, str]:
@@ -36,8 +37,8 @@ def round_text(value: float, digits: int = 2) -> str:
     """Return a value with as many significant digits: 0.015, 1.3, 4,700."""
     if not value:
         return "0"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, places)
+    rounded = float(f"{value:.{digits - 1}e}")  # 9.96 becomes 10, which has no decimal.
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))
     text = f"{rounded:,.{max(places, 0)}f}"
     return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
 

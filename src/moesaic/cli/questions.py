@@ -139,8 +139,11 @@ def print_compared(question: Question, names: tuple[str, str]) -> int:
 
 def _predict(question: Question, name: str) -> PlannedJob:
     """Return the prediction of a plan file, or of a layout such as "ep=8,tp=2"."""
+    is_shown = not question.as_json
     if Path(name).is_file():
-        return question.job().plan(question.cluster, plan=Path(name), loads=question.loads)
+        return question.job().plan(
+            question.cluster, plan=Path(name), loads=question.loads, is_shown=is_shown
+        )
     items = [item.strip() for item in name.split(",")]
     for item in items:
         key, equals, _ = item.partition("=")
@@ -150,7 +153,9 @@ def _predict(question: Question, name: str) -> PlannedJob:
                 "`moesaic plan --out`, or keys of [layout] such as ep=8,dp_shard=all"
             )
     sets = [item if "." in item.partition("=")[0] else f"layout.{item}" for item in items]
-    return question.job(*sets).plan(question.cluster, nproc=question.nproc, loads=question.loads)
+    return question.job(*sets).plan(
+        question.cluster, nproc=question.nproc, loads=question.loads, is_shown=is_shown
+    )
 
 
 def print_largest(question: Question, ssd: str | None) -> int:

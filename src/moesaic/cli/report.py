@@ -25,7 +25,7 @@ Out = Annotated[
 
 
 def report(run: RunPath = None, out: Out = None, as_json: Json = False) -> int:
-    """Write a self-contained HTML page about one run.
+    """Write a self-contained HTML page about one run, and print its problems and warnings.
 
     With --json the figures are printed, and a page is written only with --out.
     """
@@ -41,6 +41,11 @@ def report(run: RunPath = None, out: Out = None, as_json: Json = False) -> int:
     page = opened.report(out) if out is not None or not as_json else None
     if as_json:
         screen.print_json(facts)
-    else:
-        screen.print_line(f"wrote {page}")
+        return 0
+    for finding in facts["findings"]:
+        if finding["severity"] == "problem":
+            screen.print_line(f"{finding['title']}. {finding['text']}")
+        elif finding["severity"] == "warning":
+            screen.print_line(f"{finding['title']}.")
+    screen.print_line(f"wrote {page}")
     return 0

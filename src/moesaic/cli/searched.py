@@ -125,9 +125,9 @@ def print_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> None:
         if any(pair)
     ]
     table.append(("figures",))
+    sizes = zip(facts["peak_bytes"], facts["usable_memory_bytes"], facts["fits"], strict=True)
     peaks = [
-        format_bytes(size) + " (too much)" * (not fits)
-        for size, fits in zip(facts["peak_bytes"], facts["fits"], strict=True)
+        format_used_bytes(peak, usable) + " (too much)" * (not fits) for peak, usable, fits in sizes
     ]
     table.append(("  memory per rank", *peaks))
     prices = facts["price_per_million_tokens"]
@@ -143,8 +143,8 @@ def _describe_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> str:
     """Return which of two plans fits, and which is faster, by how much and where."""
     unfit = [name for name, fits in zip(names, facts["fits"], strict=True) if not fits]
     if unfit:
-        fitting = [f"; {name} fits" for name in names if name not in unfit]
-        return f"DOES NOT FIT: {' and '.join(unfit)}{''.join(fitting)}"
+        rest = [f"{name} fits" for name in names if name not in unfit] or [_nearer(names, facts)]
+        return f"DOES NOT FIT: {' and '.join(unfit)}; {rest[0]}"
     differences = {kind: pair[1] - pair[0] for kind, pair in facts["seconds_by_kind"].items()}
     ratio = facts["speedup"]
     faster, slower = (names[1], names[0]) if ratio >= 1 else (names[0], names[1])
@@ -156,6 +156,16 @@ def _describe_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> str:
         f"both fit: {faster} is {max(ratio, 1 / ratio):.3g} times as fast as {slower}, mostly by "
         f"{kind}; predicted, not measured"
     )
+
+
+def _nearer(names: Sequence[str], facts: Mapping[str, Any]) -> str:
+    """Return which of two plans that do not fit comes nearer, and its remedy."""
+    from moesaic.policy.plan.remedy import remedy_text
+
+    sizes = zip(facts["peak_bytes"], facts["usable_memory_bytes"], strict=True)
+    used = [peak / usable for peak, usable in sizes]
+    at = used.index(min(used))
+    return f"nearer is {names[at]}: {remedy_text(facts['remedy'][at])}"
 
 
 def _or_dash(value: float | None, text: Callable[[float], str]) -> str:

@@ -23,7 +23,7 @@ from moesaic.api.launch import (
     said_once,
 )
 from moesaic.api.prepared_run import PreparedRun
-from moesaic.api.run import Run
+from moesaic.api.run import Run, divergence_in
 from moesaic.api.start import SAME_COMMAND, exit_on_interrupt, exit_on_sigterm, import_module
 from moesaic.api.train_worker import resumed_run, stop_on_sigterm
 from moesaic.base.errors import DivergedError
@@ -152,8 +152,9 @@ def _run(prepared: PreparedRun, as_json: bool) -> Run:
             return prepared.run(stop=stop)
     except (KeyboardInterrupt, RunInterrupted) as error:
         raise _with_resume_command(error, prepared, as_json) from None
-    except DivergedError as error:
-        raise _with_finding(error, prepared) from None
+    except DivergedError:
+        _write_page(prepared, as_json)
+        raise
 
 
 def _with_resume_command(
@@ -186,23 +187,13 @@ def _go_on(reason: str, status: int, prepared: PreparedRun, as_json: bool) -> st
     return f"; to continue: {again}"
 
 
-def _with_finding(error: DivergedError, prepared: PreparedRun) -> DivergedError:
-    """Write the report of a run that diverged; return the error in its words, which judge by all
-    losses of the run."""
+def _write_page(prepared: PreparedRun, as_json: bool) -> None:
+    """Write the report of a run that diverged in a step, and print where it is."""
     out = prepared.task.out
-    if out is None or not is_leader() or not (Path(out) / RUN_LOG).is_file():
-        return error
-    run = Run(Path(out))
-    page, findings = run.report(), run.summary()["findings"]
-    if not findings or findings[0]["kind"] != "diverged":
-        return DivergedError(f"{error} (report: {page})")
-    return _diverged(findings[0], f" (report: {page})")
-
-
-def _diverged(finding: dict[str, Any], report: str = "") -> DivergedError:
-    """Return the finding as an error."""
-    title = f"{finding['title'][0].lower()}{finding['title'][1:]}"
-    return DivergedError(f"{title}{report}. {finding['text']}")
+    if out is not None and is_leader() and (Path(out) / RUN_LOG).is_file():
+        page = Run(Path(out)).report()
+        if not as_json:
+            screen.print_line(f"  report      {page}")
 
 
 def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
@@ -219,9 +210,9 @@ def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
             "skipped step; raise train.steps and continue with --resume, or start again with "
             'train.precision = "bf16" or "fp32"'
         )
-    worst = facts["findings"][0] if facts["findings"] else None
-    if worst is not None and worst["kind"] == "diverged":
-        raise _diverged(worst)
+    diverged = divergence_in(facts)
+    if diverged is not None:
+        raise DivergedError(diverged)
 
 
 def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -> None:
@@ -290,7 +281,7 @@ def _print_dry_run(
     if isinstance(job, CtrJob):
         facts, lines = _describe_recommender(job, prepared.plan)
     else:
-        facts, lines = _describe_language_model(job, prepared.plan, cluster)
+        facts, lines = _describe_language_model(job, prepared.plan, cluster, not as_json)
     if as_json:
         screen.print_json(
             {
@@ -323,9 +314,10 @@ def _describe_recommender(job: CtrJob, plan: Plan) -> tuple[dict[str, Any], list
 
 
 def _describe_language_model(
-    job: LanguageModelJob, plan: Plan, cluster: str | None
+    job: LanguageModelJob, plan: Plan, cluster: str | None, is_shown: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the parameters and the memory of a rank, as facts and as lines."""
+    """Return the parameters and the memory of a rank, as facts and as lines; `is_shown` shows the
+    progress of a search for a remedy."""
     from moesaic.api.memory_here import memory_here
     from moesaic.api.memory_replay import forecast
     from moesaic.base.host_memory import free_memory_bytes
@@ -333,7 +325,7 @@ def _describe_language_model(
 
     counts = count_parameters(job.model)
     where = None if cluster is None else flags.load_cluster(cluster).facts
-    rank, room = memory_here(job, plan, where)
+    rank, room = memory_here(job, plan, where, is_shown=is_shown)
     memory = rank.memory
     tiers = forecast(job, plan, free_memory_bytes() // plan.ranks)
     facts = {

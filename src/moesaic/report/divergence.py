@@ -37,7 +37,7 @@ class Divergence:
 
     kind: Literal["not finite", "exploded", "lost"]
     step: int
-    """Step from which on the loss is wrong."""
+    """Step from which on the loss is wrong, or from which on it rose before it was not finite."""
     before: float
     """Loss at the start, or the lowest one if what was learned is lost; NaN if there is none."""
     after: float
@@ -47,6 +47,8 @@ class Divergence:
     good_step: int
     """Last step whose update left good weights, as far as the losses tell: their own loss is that
     of the next step."""
+    not_finite_step: int = 0
+    """First step without a finite loss or gradient; 0 if all are finite."""
     student: str = ""
     """Name of the student that diverged; empty for the job's own model."""
 
@@ -82,9 +84,9 @@ def _not_finite(loss: Floats, numbers: Floats, step: int, num_steps: int) -> Div
     may have risen already."""
     known = np.flatnonzero(np.isfinite(loss))
     rise = _find_rise(loss[known], numbers[known])
-    # Its weights are wrong already: from them, the same samples fail again at any learning rate.
-    good_step = step - 2 if rise is None else rise.good_step
-    return Divergence("not finite", step, np.nan, np.nan, num_steps, good_step)
+    # The weights before `step` are wrong too: from them, its samples fail at any learning rate.
+    begin, good_step = (step, step - 2) if rise is None else (rise.step, rise.good_step)
+    return Divergence("not finite", begin, np.nan, np.nan, num_steps, good_step, step)
 
 
 def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:

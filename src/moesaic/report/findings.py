@@ -123,12 +123,18 @@ def _diverged(run: RunStats) -> Finding | None:
         return None
     loss_of = f'The loss of student "{found.student}"' if found.student else "The loss"
     if found.kind == "not finite":
-        title = f"The loss diverged (NaN or infinite) at step {found.step:,}"
+        title = f"The loss diverged (NaN or infinite) at step {found.not_finite_step:,}"
+        if found.step < found.not_finite_step:
+            title = (
+                f"The loss diverged from step {found.step:,} on, and is NaN or infinite at step "
+                f"{found.not_finite_step:,}"
+            )
         what = f"{run.error[:1].upper()}{run.error[1:]}. " if run.error else ""
         if not run.error:
             what = (
-                f"{found.num_steps:,} of {len(run.steps):,} steps from step {found.step:,} on have "
-                "no finite loss, and the weights after it are useless. "
+                f"{found.num_steps:,} of {len(run.steps):,} steps from step "
+                f"{found.not_finite_step:,} on have no finite loss, and the weights after it are "
+                "useless. "
             )
     elif found.kind == "exploded":
         title = (
@@ -176,7 +182,9 @@ def _way_back(run: RunStats, found: Divergence) -> str:
     key, peak = _peak_rate(run, found.student)
     lower = f"{key}=LOWER"
     if isinstance(peak, int | float):
-        lower = f"{key}={min(peak / 10, _HIGH_RATE / 10):g}"
+        usual = _earlier_rate(run, found) or _HIGH_RATE / 10
+        lower = f"{key}={min(peak / 10, usual):.3g}"
+    sets = ["--set", lower]
     if earlier:
         step, words = earlier[-1].step, ["--resume", str(run.path_of(earlier[-1]))]
     elif (origin := _origin(run)) is not None and origin.step <= found.good_step:
@@ -186,8 +194,18 @@ def _way_back(run: RunStats, found: Divergence) -> str:
             f"No checkpoint from before is left: start anew with --out NEW --set {lower} or a "
             "longer schedule.warmup."
         )
-    command = shlex.join(["moesaic", "train", *words, "--change", "--set", lower])
+    if run.planned_steps is not None and run.launches and step <= run.launches[-1].step:
+        sets += ["--set", f"train.steps={run.planned_steps}"]  # Its own job may end there.
+    command = shlex.join(["moesaic", "train", *words, "--change", *sets])
     return f"Go back to step {step:,}: {command}"  # No full stop: it would be copied.
+
+
+def _earlier_rate(run: RunStats, found: Divergence) -> float | None:
+    """Return the highest learning rate of the job's own model before the launch that diverged; None
+    if it had no step."""
+    before = run.steps.step <= min(run.launches[-1].step if run.launches else 0, found.good_step)
+    rates = run.steps.lr[before & (run.steps.lr > 0)]
+    return None if found.student or not len(rates) else float(rates.max())
 
 
 def _origin(run: RunStats) -> Checkpoint | None:

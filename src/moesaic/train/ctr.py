@@ -44,11 +44,6 @@ class CtrKind:
     data_change = "the files of its samples have changed"
     new_run = "start a new run"
 
-    def learning_rates(self, job: CtrJob) -> str:
-        """Return the keys of the learning rates."""
-        del job
-        return "optimizer.lr or table.lr,"
-
     def units_per_step(self, job: CtrJob) -> int:
         """Return the samples in one step."""
         return job.train.batch

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from moesaic.base.events import RUN_LOG, read_events
-from moesaic.dist.checkpoint.manifest import COMMIT
 
 _WINDOW = 5
 """Losses whose mean is that of a checkpoint. The last one is that of the step after the checkpoint:
@@ -45,13 +44,10 @@ class GoodCheckpoint:
         """Steps of checkpoints, by name."""
         self._lowest: dict[str, _Loss] = {}
         """Lowest losses of checkpoints so far."""
-        self._origin: tuple[Path, int] | None = None
-        """Checkpoint that the run resumed from, and its step, unless the next step failed."""
 
     def resume(self, run: Path, origin: Path, num_steps: int) -> None:
         """Add the checkpoint that a run resumes from, and what the run in the directory `run` has
-        logged before it. Another run's checkpoint is known by its place alone."""
-        self._origin = origin, num_steps
+        logged before it; nothing for another run's checkpoint, which is not pruned."""
         if origin.resolve().parent != (run / "checkpoints").resolve():
             return
         if (run / RUN_LOG).is_file():
@@ -87,12 +83,6 @@ class GoodCheckpoint:
         if step - 1 in self._losses:
             self._judge(step - 1)
 
-    def add_failure(self, step: int) -> None:
-        """Add a step whose loss or gradient is not finite: the weights before it are wrong."""
-        self.add_step(step, dict.fromkeys(self._recent or ("loss",), math.nan))
-        if self._origin is not None and self._origin[1] >= step - 1:
-            self._origin = None
-
     def add_checkpoint(self, step: int, name: str) -> None:
         """Add a checkpoint, by its step and the name of its directory."""
         self._steps[name] = step
@@ -112,14 +102,6 @@ class GoodCheckpoint:
                 excess[path] = max(self._excess(*item) for item in losses.items())
         good = next((path for path, one in excess.items() if one <= _SLACK), None)
         return good or min(excess, key=lambda path: excess[path], default=None)
-
-    def find_way_back(self, checkpoints: Sequence[Path]) -> Path | None:
-        """Return the one of `checkpoints` to go back to, as `find` does; without one, the one that
-        the run resumed from, which may be another run's, if it still exists."""
-        good = self.find(checkpoints)
-        if good is None and self._origin is not None and (self._origin[0] / COMMIT).is_file():
-            good = self._origin[0]
-        return good
 
     def _judge(self, step: int) -> None:
         """Take the last losses for those of the checkpoint of `step`."""

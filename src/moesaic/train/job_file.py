@@ -50,6 +50,7 @@ from moesaic.train.resumed_job import (
     RESOLVED_JOB,
     RunSource,
     resolved_job,
+    run_of,
     run_source,
 )
 
@@ -107,8 +108,8 @@ def load_job(
     Args:
         source: path of a job file, or its tables; None: the file that `run` was started with.
         sets: items of the form `a.b=value`, which change keys.
-        run: resumed run, whose own items of `sets` stay. It supplies the model if the model's
-            directory is gone.
+        run: resumed run or its checkpoint, whose own items of `sets` stay. The run supplies the
+            model if the model's directory is gone.
         plan: path of a plan, or its content; it overrides the layout.
         needs_data: list missing keys of [data] among the mistakes; plans assume them.
     """
@@ -149,7 +150,8 @@ def _read_source(
             "a resume needs the directory of its run: give --out DIR (out=DIR in Python)"
         )
     began = run_source(run)
-    return began.text, dict(began.tables), str(run / JOB_TEXT)
+    origin = str(run / JOB_TEXT) if run_of(run) == run else f"job of '{run}'"
+    return began.text, dict(began.tables), origin
 
 
 def _fill_micro_batches(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -456,7 +458,7 @@ def _initial_tokenizer(source: str, run: Path | None) -> str | None:
     job = _initial_job(source, run)
     if run is None or job is None:
         return None
-    name, copy = str(job["data"]["tokenizer"]), run / "tokenizer"
+    name, copy = str(job["data"]["tokenizer"]), run_of(run) / "tokenizer"
     is_gone = name != "bytes" and not Path(name).expanduser().exists()
     return str(copy) if is_gone and find_tokenizer(copy) is not None else name
 

@@ -44,10 +44,6 @@ class LanguageModelKind:
     data_change = "the files of its text have changed"
     new_run = "start a new run from its weights (moesaic convert, then [model] from)"
 
-    def learning_rates(self, job: Job) -> str:
-        """Return the keys of the learning rates."""
-        return "optimizer.lr or the student's lr" if job.student else "optimizer.lr"
-
     def units_per_step(self, job: Job) -> int:
         """Return the tokens in one step."""
         return job.train.batch * job.data.sequence

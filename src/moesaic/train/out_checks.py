@@ -36,6 +36,22 @@ def holds_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*/COMMIT"))
 
 
+def check_is_checkpoint(path: Path) -> None:
+    """Raise if `path` is no checkpoint to resume from."""
+    if (path / "COMMIT").is_file():
+        return
+    others = sorted(one.parent.name for one in path.parent.glob("step-*/COMMIT"))
+    if others and not path.exists():
+        raise ConfigError(
+            f"'{path}' does not exist: checkpoint.keep limits how many stay, and "
+            f"'{path.parent}' has {', '.join(others)}"
+        )
+    raise ConfigError(
+        f"'{path}' is not a checkpoint to resume from: give a directory such as "
+        "RUN/checkpoints/step-00000100, or auto"
+    )
+
+
 def check_no_run(out: Path) -> None:
     """Raise if `out` cannot take a new run, because something is there already."""
     if out.exists() and not out.is_dir():

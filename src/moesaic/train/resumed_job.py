@@ -1,8 +1,9 @@
 """Job of a resumed run: its own job file and `--set` items, and what a new start changes in them.
 
-They come from the run's newest checkpoint, which holds them beside the state. The files in the
-run's directory tell of its last start, which may have ended before it saved anything. Only a run
-without a checkpoint is read from them. Nothing here imports torch unless there is a checkpoint.
+They come from the checkpoint, which holds them beside the state: the run's newest one, unless an
+older one is named. The files in the run's directory tell of its last start, which may have ended
+before it saved anything. Only a run without a checkpoint is read from them. Nothing here imports
+torch unless there is a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -68,13 +70,14 @@ class RunSource:
     """Checkpoint that holds all this; None: the files of the run do."""
 
     @classmethod
-    def read(cls, run: Path) -> RunSource | None:
-        """Return the job of the run at `run`; None if it has neither a checkpoint with it nor a job
-        file."""
-        found = _newest_facts(run)
+    def read(cls, origin: Path) -> RunSource | None:
+        """Return the job of `origin`, a run or a checkpoint; None if it has neither a checkpoint
+        with a job nor a job file."""
+        found = _newest_facts(origin) if run_of(origin) == origin else _facts(origin)
         if found is not None:
             path, facts = found
             return cls._of(facts[START], facts["job"], path, f"job of '{path}'")
+        run = run_of(origin)
         path = run / JOB_TEXT
         if not path.is_file():
             return None
@@ -107,13 +110,18 @@ class RunSource:
         return [*kept, *sets]
 
 
-def run_source(run: Path) -> RunSource:
-    """Return the job of the run at `run`; raise if it has none."""
-    source = RunSource.read(run)
+def run_of(origin: Path) -> Path:
+    """Return the run that the checkpoint `origin` belongs to; a run is its own."""
+    return origin.absolute().parent.parent if (origin / "COMMIT").is_file() else origin
+
+
+def run_source(origin: Path) -> RunSource:
+    """Return the job of a run or of a checkpoint; raise if it has none."""
+    source = RunSource.read(origin)
     if source is None:
         raise ConfigError(
-            f"'{run}' has no {JOB_TEXT}, so there is no run to continue: name its directory, or "
-            "give the job file"
+            f"'{run_of(origin)}' has no {JOB_TEXT}, so there is no run to continue: name its "
+            "directory, or give the job file"
         )
     return source
 
@@ -125,37 +133,42 @@ def start_record(
     return {"text": text, "sets": list(sets), "has_plan": has_plan, "plan": json.loads(plan_json)}
 
 
+def _facts(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return a checkpoint and its facts; None if they have no job to go on with."""
+    from moesaic.dist.checkpoint import Checkpoint
+
+    facts = Checkpoint.open(checkpoint).facts
+    return (checkpoint, facts) if START in facts else None
+
+
 def _newest_facts(run: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint whose manifest is whole, and its facts; None if there is none
     with a job to go on with."""
     if not any((run / "checkpoints").glob("step-*/COMMIT")):
         return None
-    from moesaic.dist.checkpoint import Checkpoint, resume_candidates
+    from moesaic.dist.checkpoint import resume_candidates
 
     for path in resume_candidates(run / "checkpoints"):
-        try:
-            facts = Checkpoint.open(path).facts
-        except StoreError:
-            continue  # A resume that needs this one reports the damage.
-        return (path, facts) if START in facts else None
+        with suppress(StoreError):  # A resume that needs this one reports the damage.
+            return _facts(path)
     return None
 
 
-def resolved_job(run: Path) -> Mapping[str, Any]:
-    """Return the job of the run at `run` with every default; empty if it is unknown."""
-    source = RunSource.read(run)
+def resolved_job(origin: Path) -> Mapping[str, Any]:
+    """Return the job of a run or of a checkpoint with every default; empty if it is unknown."""
+    source = RunSource.read(origin)
     if source is not None:
         return source.job
-    return _read_metadata(run / RESOLVED_JOB, "a comparison with its earlier job")
+    return _read_metadata(run_of(origin) / RESOLVED_JOB, "a comparison with its earlier job")
 
 
-def unkept_changes(run: Path, job: Mapping[str, Any], given: Sequence[Path] = ()) -> list[str]:
-    """Return a sentence for each difference between the files of a run and its newest checkpoint:
-    edits by hand, and changes by a start that saved nothing.
+def unkept_changes(origin: Path, job: Mapping[str, Any], given: Sequence[Path] = ()) -> list[str]:
+    """Return a sentence for each difference between the files of a run and the checkpoint that it
+    goes on from: edits by hand, and changes by a start that saved nothing or by a later one.
 
     A resume with the resolved `job` takes the edits in files that are `given`.
     """
-    source = RunSource.read(run)
+    source, run = RunSource.read(origin), run_of(origin)
     if source is None:
         return []
     taken = {one.resolve() for one in given}
@@ -181,12 +194,14 @@ def unkept_changes(run: Path, job: Mapping[str, Any], given: Sequence[Path] = ()
     kept, now = dict(flatten(source.job)), dict(flatten(job))
     lost = [
         f"{key} = {show_value(last.get(key))}" for key in changed_keys(kept, last)
-        if now.get(key) != last.get(key)
+        if now.get(key) == kept.get(key)
     ]  # fmt: skip
+    if lost and origin == run:
+        where = f"the last start of '{run}' saved nothing, and {where}"
     if lost:
         texts.append(
-            f"the last start of '{run}' saved nothing, and {where}, so without "
-            f"{', '.join(lost)}: give what you want to keep again"
+            f"{where}, so without the last start's {', '.join(lost)}: give what you want to keep "
+            "again"
         )
     return texts
 
@@ -209,12 +224,15 @@ def file_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def check_learning(run: Path, job: Mapping[str, Any]) -> None:
-    """Raise if `job` would change what the run at `run` learns."""
-    changes = list(learning_changes(resolved_job(run), job))
+def check_learning(origin: Path, job: Mapping[str, Any]) -> None:
+    """Raise if `job` would change what a run learns that goes on from `origin`."""
+    before = resolved_job(origin)
+    changes = list(learning_changes(before, job))
     if changes:
+        old, new = dict(flatten(before)), dict(flatten(job))
+        changes += [_change(key, old, new) for key in changed_keys(old, new) if _is_of_text(key)]
         raise ConfigError(
-            f"resume: {'; '.join(changes)}: this changes what '{run}' learns; add "
+            f"resume: {'; '.join(changes)}: this changes what '{run_of(origin)}' learns; add "
             "--change (change=True in Python) to take it, or leave it out to go on as before "
             "(moesaic train --out DIR --resume needs no job file)"
         )
@@ -232,7 +250,16 @@ def learning_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Itera
     for key in changed_keys(old, new):
         is_learning = key in _LEARNING_KEYS or key.partition(".")[0] in _LEARNING_TABLES
         if is_learning and key not in _HARMLESS_KEYS and not (is_constant and key == "train.steps"):
-            yield f"{key} = {show_value(new.get(key))}, the run has {show_value(old.get(key))}"
+            yield _change(key, old, new)
+
+
+def _is_of_text(key: str) -> bool:
+    """Return whether a key may change the text, which only reading it tells."""
+    return key.startswith("data.") and key != "data.cache" and key not in _LEARNING_KEYS
+
+
+def _change(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    return f"{key} = {show_value(new.get(key))}, was {show_value(old.get(key))}"
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -269,18 +296,19 @@ def show_value(value: object) -> str:
     return "unset" if value is None else keys.show(value)
 
 
-def place_of_path(run: Path, job: Mapping[str, Any], key: str) -> str:
-    """Return a clause that ends a mistake about the path `key` of the resolved `job` of a resumed
-    run.
+def place_of_path(origin: Path, job: Mapping[str, Any], key: str) -> str:
+    """Return a clause that ends a mistake about the path `key` of the resolved `job` of a run that
+    goes on from `origin`.
 
     It is empty unless the run had this relative path before, and finds it from the directory of its
     start alone.
     """
-    started = _read_metadata(run / VERSIONS, "its --set items and its plan").get("directory")
+    versions = _read_metadata(run_of(origin) / VERSIONS, "its --set items and its plan")
+    started = versions.get("directory")
     value = dict(flatten(job)).get(key)
     if not isinstance(value, str) or not isinstance(started, str):
         return ""
-    if dict(flatten(resolved_job(run))).get(key) != value:
+    if dict(flatten(resolved_job(origin))).get(key) != value:
         return ""
     if Path(value).expanduser().is_absolute() or glob(value, recursive=True):
         return ""

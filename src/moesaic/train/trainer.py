@@ -21,14 +21,13 @@ import torch
 from moesaic.base.config import Section
 from moesaic.base.decisions import Decision
 from moesaic.base.errors import DivergedError, StoreError
-from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates
+from moesaic.dist.checkpoint import Checkpoint, Saver
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.probe.reference import RunReference
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, describe_plan
 from moesaic.kernels import device as devices
 from moesaic.nn.inputs import LOW_PRECISION
-from moesaic.train import loss_scale
 from moesaic.train.good_checkpoint import GoodCheckpoint
 from moesaic.train.job_file import LoadedJob
 from moesaic.train.kinds import AnyJob
@@ -132,9 +131,6 @@ class JobKind(Protocol[J]):
     changed"."""
     new_run: str
     """Remedy for a resume that cannot go on: "start a new run ..."."""
-
-    def learning_rates(self, job: J) -> str:
-        """Return the keys to lower if training diverges, such as "optimizer.lr"."""
 
     def units_per_step(self, job: J) -> int:
         """Return the units in one step."""
@@ -383,7 +379,8 @@ class _Session(Generic[J]):
         try:
             stats = self.run.step(self.data.train)
         except DivergedError as error:
-            raise self._end_diverged(error) from None
+            self._end_diverged(error)
+            raise
         step_s = time.perf_counter() - began
         written = self.record.write_step(stats, step_s, self.reference.after_step(stats.step))
         self.good.add_step(stats.step, written)
@@ -402,29 +399,18 @@ class _Session(Generic[J]):
 
         return self.world.run_on_rank_zero(ask) == "stop"
 
-    def _end_diverged(self, error: DivergedError) -> DivergedError:
-        """Record that the step after the last one diverged; return its error with what to do,
-        equal on all ranks."""
+    def _end_diverged(self, error: DivergedError) -> None:
+        """Record that the step after the last one diverged. A save in progress ends first: it may
+        be the way back."""
+        if error.is_on_all_ranks or self.world.size == 1:
+            self.world.run_on_rank_zero(self._wait_for_save)
         step = self.run.counters["step"]
         self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
-        if not error.is_on_all_ranks and self.world.size > 1:
-            return error
-        self.good.add_failure(step + 1)
-        separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
-        restart = self.world.run_on_rank_zero(self._restart_advice)
-        lower = self.kind.learning_rates(self.job)
-        return DivergedError(
-            f"{error}{separator} lower {lower} or lengthen schedule.warmup, and {restart}"
-        )
 
-    def _restart_advice(self) -> str:
-        """Return where to go on after a divergence, on rank 0."""
+    def _wait_for_save(self) -> str:
         with suppress(OSError, StoreError):  # The saver has recorded why a save failed.
             self.saver.wait()
-        good = self.good.find_way_back(resume_candidates(self._checkpoints))
-        if good is None:
-            return "start anew"
-        return f"go on with --resume '{good}' --change (resume= and change=True in Python)"
+        return ""
 
     @property
     def _checkpoints(self) -> Path:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import moesaic
-from moesaic import Cluster, ConfigError, Job, Run
+from moesaic import Cluster, ConfigError, Job, MoesaicError, Run
 from moesaic.base.errors import StoreError
 from moesaic.base.events import read_events
 from moesaic.facts.plan import load_plan
@@ -91,6 +91,17 @@ def test_an_error_in_a_callback_reaches_the_caller(nproc: int | None) -> None:
     job = Job.load({**TABLES, "layout": {"ep": 1}})
     with pytest.raises(LookupError, match="mine"):
         job.train(out=f"broken-{nproc}", nproc=nproc, on_step=on_step, output=None)
+
+
+def test_a_run_that_diverges_says_so() -> None:
+    """In the words of the report, with a way back, also if each loss is finite."""
+    job = Job.load(TABLES, sets=["train.steps=12", "optimizer.lr=10"])
+    with pytest.warns(UserWarning, match=r"the loss diverged .* optimizer.lr = 10 is far"):
+        run = job.train(out="high", output=None)
+    assert run.summary()["status"] == "diverged"
+    worse = Job.load(TABLES, sets=["optimizer.lr=1e300"])
+    with pytest.raises(MoesaicError, match=r"the loss diverged .* start anew with --out NEW"):
+        worse.train(out="worse", output=None)
 
 
 def test_a_dict_and_its_file_are_one_job() -> None:

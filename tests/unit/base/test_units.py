@@ -34,18 +34,24 @@ def test_a_larger_size_reads_back_as_enough(num_bytes: int) -> None:
     ("used", "total", "text"),
     [
         (12.1 * 2**30, 24 * 2**30, "12.1 of 24 GiB"),
-        (35.2 * 2**20, 7.45 * 2**30, "35.2 MiB of 7.45 GiB"),
-        (3880 * 2**30, 68.8 * 2**30, "3.79 TiB of 68.8 GiB"),
+        (35.2 * 2**20, 7.45 * 2**30, "0.0344 of 7.45 GiB"),
+        (24.1 * 2**40, 6.59 * 2**30, "24,700 of 6.59 GiB"),
+        (964 * 2**30, 1.38 * 2**40, "0.941 of 1.38 TiB"),
         (0, 100, "0 of 100 B"),
     ],
 )
-def test_used_bytes_have_the_unit_of_their_size(used: float, total: float, text: str) -> None:
+def test_used_bytes_have_the_unit_of_the_room(used: float, total: float, text: str) -> None:
     assert format_used_bytes(used, total) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(7140.0, "83 to 150 minutes"), (1.3, "0.91 to 1.7 s"), (0.96, "670 to 1,200 ms")],
+    [
+        (7140.0, "83 to 150 minutes"),
+        (1.3, "0.91 to 1.7 s"),
+        (0.96, "670 to 1,200 ms"),
+        (14.25, "10 to 18 s"),
+    ],
 )
 def test_a_range_of_seconds_has_one_unit(seconds: float, text: str) -> None:
     assert about_range(seconds, (0.7, 1.28)) == text

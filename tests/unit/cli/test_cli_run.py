@@ -121,8 +121,8 @@ def test_a_nan_loss_in_fp16_ends_the_run(commands: Commands) -> None:
     line = ["train", "job.toml", "--out", "nan", "--set", "model.init_std=30.0", *FP16]
     errors = commands.run(line, status=2).err.splitlines()[-1]
     assert errors.startswith(
-        "error: the loss diverged (NaN or infinite) at step 1 (report: nan/report.html). Step 1: "
-        "the gradient's norm is nan as the loss is nan, for which "
+        "error: the loss diverged (NaN or infinite) at step 1. Step 1: the gradient's norm is nan "
+        "as the loss is nan, for which "
     )
     assert 'set train.precision = "bf16" or "fp32". Likely cause: ' in errors
     assert "start anew with --out NEW --set optimizer.lr=" in errors
@@ -135,8 +135,8 @@ def test_a_run_is_resumed(commands: Commands) -> None:
     text = commands.output(f"{line} --resume {more}")
     assert "resuming from resumed/checkpoints/step-00000002" in text
     path = "resumed/checkpoints/step-00000002"
-    commands.output(f"train job.toml --resume {path}")
-    commands.output(f"train job.toml --resume {path} --out branched")
+    commands.output(f"train job.toml --resume {path} {more}")
+    commands.output(f"train job.toml --resume {path} --out branched {more}")
     assert sorted(p.name for p in Path("branched/checkpoints").iterdir()) == ["step-00000004"]
     events = list(read_events(Path("resumed/events/rank-0.jsonl")))
     starts = [event for event in events if event["event"] == "run_start"]
@@ -163,11 +163,11 @@ def test_a_resumed_run_keeps_its_settings(commands: Commands) -> None:
     commands.output(f"{began} --set checkpoint.every=1")
     line, path = "train --out kept --resume", Path("kept/job.json")
     before = path.read_bytes()
-    words = "resume: train.steps = 3, the run has 2: this changes what 'kept' learns; add --change"
+    words = "resume: train.steps = 3, was 2: this changes what 'kept' learns; add --change"
     assert words in commands.refusal(f"{line} --set train.steps=3")
     Path("edited.toml").write_text(f"{JOB}\n[optimizer]\nlr = 0.01\n")
     text = commands.refusal("train edited.toml --out kept --resume")
-    assert "resume: optimizer.lr = 0.01, the run has 0.0003: this changes" in text
+    assert "resume: optimizer.lr = 0.01, was 0.0003: this changes" in text
     assert (
         "--change (change=True in Python) is for a run to resume: add --resume"
         in commands.refusal("train job.toml --change --out new")
@@ -205,7 +205,7 @@ def test_a_resume_that_saved_nothing_leaves_the_settings_of_the_checkpoint(
     captured = commands.run(line)
     words = (
         "warning: the last start of 'calm' saved nothing, and a resume goes on with the settings "
-        "of 'calm/checkpoints/step-00000002', so without "
+        "of 'calm/checkpoints/step-00000002', so without the last start's "
     )
     assert captured.err.startswith(words)
     assert "optimizer.lr = 1e+300" in captured.err
@@ -291,7 +291,8 @@ def test_a_relative_path_is_missed_with_the_directory_of_the_start(
 def test_a_run_that_failed_before_its_first_checkpoint_starts_anew(commands: Commands) -> None:
     diverging = "train job.toml --out failed --set optimizer.lr=1e300"
     captured = commands.run(diverging, status=2)
-    assert " (report: failed/report.html). Step 2: " in captured.err
+    assert "error: the loss diverged (NaN or infinite) at step 2. Step 2: " in captured.err
+    assert captured.out.endswith("  report      failed/report.html\n")
     assert commands.facts("report failed")["status"] == "diverged"
     text = commands.output("train --out failed --resume --set optimizer.lr=0.001")
     assert text.startswith(
@@ -334,10 +335,27 @@ def test_a_diverged_resume_goes_back_by_the_command_that_it_names(commands: Comm
     assert names == [f"step-{step:08d}" for step in (12, 24, 25, 26)]
     command = re.search(r"Go back to step 12: moesaic (.*)\n", captured.err)
     assert command is not None
-    assert "--resume rising/checkpoints/step-00000012 --change" in command[1]
-    text = commands.output(command[1], "--set", "train.steps=14")
+    back = "--resume rising/checkpoints/step-00000012"
+    worked = r"--set optimizer\.lr=0\.00(29\d*|3) --set train\.steps=26"
+    assert re.fullmatch(f"train {back} --change {worked}", command[1])
+    (line, *_, last) = commands.output("report rising").splitlines()
+    assert line.endswith(command[1])
+    assert last == "wrote rising/report.html"
+    refused = commands.refusal(f"train {back} --set train.steps=14 --set data.path=other.txt")
+    assert 'train.steps = 14, was 12; data.path = "other.txt", was "text": this ch' in refused
+    plain = commands.run(f"train --out branch {back} --change --set train.steps=14")
+    (warning,) = plain.err.splitlines()  # The checkpoint's own job goes on.
+    assert warning.startswith(
+        "warning: a resume goes on with the settings of 'rising/checkpoints/step-00000012', so "
+        "without the last start's "
+    )
+    assert "optimizer.lr = 5" in warning
+    assert json.loads(Path("branch/job.json").read_text())["optimizer"]["lr"] == 0.003
+    text = commands.output(command[1])
     assert "going back to step-00000012" in text
-    assert "trained 14 steps in " in text
+    assert "trained 26 steps in " in text
+    gone = commands.refusal("train --resume rising/checkpoints/step-00000007")
+    assert "does not exist: checkpoint.keep limits how many stay, and 'rising/checkp" in gone
 
 
 def test_an_update_that_ruins_the_weights_is_undone(commands: Commands) -> None:
@@ -346,8 +364,7 @@ def test_an_update_that_ruins_the_weights_is_undone(commands: Commands) -> None:
     commands.output("train job.toml --out ruined --set train.steps=4", "--set=checkpoint.every=1")
     more = f"train --out ruined --resume --change {sets} --set optimizer.lr=1e30"
     captured = commands.run(more, status=2)
-    assert "error: the loss diverged (NaN or infinite) at step 6 (report: ruined/" in captured.err
-    assert "Step 6: the gradient's norm is " in captured.err
+    assert "error: the loss diverged (NaN or infinite) at step 6. Step 6: the " in captured.err
     assert Path("ruined/checkpoints/step-00000005/COMMIT").is_file()  # Its save was in progress.
     (finding, *_) = commands.facts("report ruined")["findings"]
     words = "Go back to step 4: moesaic train --resume ruined/checkpoints/step-00000004 --change"

@@ -18,6 +18,7 @@ from moesaic.api import plan_search
 from moesaic.base.events import read_events
 from moesaic.facts.plan import load_plan
 from moesaic.kernels import device as devices
+from moesaic.policy.plan.remedy import remedy_text
 
 JOB = """
 [model]
@@ -206,10 +207,16 @@ def test_layouts_that_do_not_fit_are_compared_by_memory(commands: Commands) -> N
     assert [cell == "-" for cell in cells if cell not in ("s", "ms")].count(True) == 1
     write_cluster(memory=peaks[0] / 2)
     told = commands.run(line, status=3).out
-    assert told.startswith("DOES NOT FIT: ep=2 and dp_shard=2\n")
+    both = json.loads(commands.run([*line, "--json"], status=3).out)
+    at = both["peak_bytes"].index(min(both["peak_bytes"]))
+    words = f"nearer is {both['names'][at]}: {remedy_text(both['remedy'][at])}"
+    assert told.startswith(f"DOES NOT FIT: ep=2 and dp_shard=2; {words}\n")
+    changes = [f"--set={key}={value}" for key, value in both["remedy"][at]["changes"].items()]
+    own = "layout.ep=2" if at == 0 else "layout.dp_shard=2"
+    commands.run([*line[: line.index("--compare")], f"--set={own}", *changes])
     assert "  step " not in told
     assert "tokens per second" not in told
-    assert told.count("(too much)") == 2
+    assert len(re.findall(r"[0-9.]+ of [0-9.]+ MiB \(too much\)", told)) == 2
 
 
 def test_parts_of_a_cluster(commands: Commands) -> None:
@@ -255,6 +262,26 @@ def test_progress_names_the_part_that_is_searched(
         numbers = [int(number) for name, number in found if name == part]
         assert numbers[0] <= 1 < len(numbers)
         assert numbers[-1] >= 1
+
+
+@pytest.mark.parametrize("question", ["", "--compare ep=1 tp=2", "dry run"])
+def test_a_terminal_shows_that_a_remedy_is_searched(
+    question: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, and beside JSON, nothing is shown. Every line is due."""
+    clock = SimpleNamespace(monotonic=partial(next, itertools.count(1e9, 1e3)))
+    monkeypatch.setattr(plan_search, "time", clock)
+    write_cluster(memory=3e6)
+    line = [*LINE, *question.split()]
+    if question == "dry run":
+        line = ["train", "job.toml", "--dry-run", "--cluster", "cluster.toml", "--set=plan=layout"]
+    words = "searching for a change that fits: "
+    assert words not in commands.run(line, status=3).err
+    monkeypatch.setenv("FORCE_COLOR", "1")  # So says a terminal.
+    shown = commands.run(line, status=3)
+    assert re.search(rf"{words}[0-9]+ s", shown.err)
+    assert words not in shown.out
+    assert words not in commands.run([*line, "--json"], status=3).err
 
 
 @pytest.mark.parametrize(
@@ -309,9 +336,7 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     said = [line for line in text.splitlines() if line.startswith("plan: ")]
     assert said[0].startswith("plan: chosen ")
     step = r"plan: predicted step [0-9.]+ m?s \(not calibrated: may be off by 2x\), "
-    assert re.match(
-        rf"{step}[1-9][0-9],?[0-9]?0*,?0* tokens/s, [0-9.]+ [KM]iB of 1.86 GiB per", said[1]
-    )
+    assert re.match(rf"{step}[1-9][0-9],?[0-9]?0*,?0* tokens/s, [0-9.]+ of 1.86 GiB per", said[1])
     assert "; next " in said[2]
     assert "  predicted " in text
     assert " a step, measured " in text

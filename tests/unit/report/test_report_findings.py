@@ -213,6 +213,7 @@ def test_a_loss_that_explodes_or_is_lost_again_diverged(tmp_path: Path) -> None:
         assert ("before is left: start anew with" in text(one, "diverged")) != goes_back
     ended = replace(run, ended="diverged", error="step 61: the loss is nan")
     assert f"Go back to step 10: {command}" in text(ended, "diverged")
+    assert f"from step {step} on, and is NaN or infinite at step 61" in text(ended, "diverged")
 
     lost = noisy_loss(400)
     lost[300:] += 3.5

@@ -98,32 +98,6 @@ def test_a_resume_knows_the_losses_of_earlier_starts(tmp_path: Path) -> None:
     assert good.find([Path("step-25"), *paths]) == Path("step-12")
 
 
-def test_the_checkpoint_before_a_failed_step_is_no_way_back(tmp_path: Path) -> None:
-    good = GoodCheckpoint()
-    for step in range(1, 10):
-        good.add_step(step, {"loss": 2.0})
-        good.begin_save(step)
-        good.add_checkpoint(step, f"step-{step}")
-    good.add_failure(10)
-    assert good.find_way_back([Path("step-9"), Path("step-8")]) == Path("step-8")
-    assert good.find_way_back([Path("step-9")]) is None
-
-
-@pytest.mark.parametrize("failed", [71, 72])
-def test_another_run_s_checkpoint_is_the_last_way_back(tmp_path: Path, failed: int) -> None:
-    """Unless the very first step from it failed."""
-    origin, good = tmp_path / "first" / "checkpoints" / "step-70", GoodCheckpoint()
-    origin.mkdir(parents=True)
-    (origin / "COMMIT").touch()
-    good.resume(tmp_path / "second", origin, 70)
-    for step in range(71, failed):
-        good.add_step(step, {"loss": 2.0})
-    good.add_failure(failed)
-    assert good.find_way_back([]) == (origin if failed == 72 else None)
-    (origin / "COMMIT").unlink()
-    assert good.find_way_back([]) is None
-
-
 def test_a_step_that_fp16_skips_says_nothing() -> None:
     good = GoodCheckpoint()
     for step, loss in enumerate([2.0, 2.0, float("inf")], 1):

@@ -68,10 +68,10 @@ def test_a_change_of_the_learning_is_told_from_others() -> None:
     jobs = [one.model_dump(mode="json") for one in (before, now)]
     assert set(learning_changes(*jobs)) == {
         'student "old" leaves', 'student "new" joins',
-        "student.kept.interval = 2, the run has 1", "train.steps = 20, the run has 10",
-        "train.batch = 4, the run has 8", "data.sequence = 6, the run has 12",
-        "optimizer.lr = 0.003, the run has 0.1",
-        'schedule.kind = "constant", the run has "cosine"',
+        "student.kept.interval = 2, was 1", "train.steps = 20, was 10",
+        "train.batch = 4, was 8", "data.sequence = 6, was 12",
+        "optimizer.lr = 0.003, was 0.1",
+        'schedule.kind = "constant", was "cosine"',
     }  # fmt: skip
     constant = [
         tiny_job(train={"steps": steps}, schedule={"kind": "constant"}).model_dump(mode="json")

@@ -27,7 +27,7 @@ def solve_cuts(
         from scipy import optimize, sparse
     except ImportError:
         raise ConfigError(
-            'method "milp" needs scipy: install moesaic[dev], or use another method'
+            'method "milp" needs scipy: pip install scipy, or use another method'
         ) from None
 
     num_stages, num_blocks = len(block_seconds), len(block_seconds[0])

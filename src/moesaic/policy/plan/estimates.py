@@ -34,8 +34,8 @@ class Estimates(Protocol):
     def on_cluster(self, cluster: Cluster) -> Estimates:
         """Return the predictions on another cluster."""
 
-    def note_bound(self) -> None:
-        """Take note that the search goes on, with another bound."""
+    def note_progress(self) -> None:
+        """Take note that the search goes on: with another bound, shape or plan."""
 
 
 class SimulatedEstimates:
@@ -81,8 +81,8 @@ class SimulatedEstimates:
         """Return the predictions on another cluster."""
         return SimulatedEstimates(cluster, self._loads)
 
-    def note_bound(self) -> None:
-        """Take note that the search goes on, with another bound."""
+    def note_progress(self) -> None:
+        """Take note that the search goes on: with another bound, shape or plan."""
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step, with all students."""

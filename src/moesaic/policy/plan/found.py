@@ -11,13 +11,14 @@ import numpy as np
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import join_words, toml
-from moesaic.base.units import about_seconds, format_bytes, format_used_bytes, plural, round_text
+from moesaic.base.units import about_seconds, format_used_bytes, plural, round_text
 from moesaic.facts.cluster import Cluster, describe_step, place_ranks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.plan.search import (
     FoundPlan,
     PlanEstimate,
+    RankNeed,
     RunnerUp,
     SearchFacts,
     SearchResult,
@@ -35,17 +36,27 @@ Search = Decision[SearchFacts, SearchResult]
 
 
 class WatchedEstimates(SimulatedEstimates):
-    """Predictions of the cost model that report each simulated step."""
+    """Predictions of the cost model that report what a search does."""
 
     on_step: Callable[[], None] | None = None
     """Function to call with every simulated step."""
-    on_bound: Callable[[], None] | None = None
-    """Function to call with every bound of the search."""
+    on_progress: Callable[[], None] | None = None
+    """Function to call as the search goes on: with every bound, shape, and plan."""
 
-    def note_bound(self) -> None:
-        """Take note that the search goes on, with another bound."""
-        if self.on_bound is not None:
-            self.on_bound()
+    def note_progress(self) -> None:
+        """Take note that the search goes on: with another bound, shape or plan."""
+        if self.on_progress is not None:
+            self.on_progress()
+
+    def memory(self, job: Job, plan: Plan) -> RankNeed:
+        """Return the memory of the tightest rank."""
+        self.note_progress()
+        return super().memory(job, plan)
+
+    def fits(self, job: Job, plan: Plan, stages: Sequence[int] | None = None) -> bool:
+        """Return whether the ranks of some pipeline ranks, or all ranks, have enough memory."""
+        self.note_progress()
+        return super().fits(job, plan, stages)
 
     def step(self, job: Job, plan: Plan) -> PlanEstimate:
         """Return the time of a step."""
@@ -56,18 +67,18 @@ class WatchedEstimates(SimulatedEstimates):
 
     @classmethod
     def watching(
-        cls, facts: SearchFacts, on_step: Callable[[], None], on_bound: Callable[[], None]
+        cls, facts: SearchFacts, on_step: Callable[[], None], on_progress: Callable[[], None]
     ) -> WatchedEstimates:
-        """Return the predictions for `facts` that call `on_step` and `on_bound`."""
+        """Return the predictions for `facts` that call `on_step` and `on_progress`."""
         loads = None if facts.loads is None else [np.asarray(one) for one in facts.loads]
         found = cls(facts.cluster, loads)
-        found.on_step, found.on_bound = on_step, on_bound
+        found.on_step, found.on_progress = on_step, on_progress
         return found
 
     def on_cluster(self, cluster: Cluster) -> WatchedEstimates:
         """Return the predictions on another cluster."""
         found = WatchedEstimates(cluster, self._loads)
-        found.on_step, found.on_bound = self.on_step, self.on_bound
+        found.on_step, found.on_progress = self.on_step, self.on_progress
         return found
 
 
@@ -209,9 +220,8 @@ def shortfall_text(result: SearchResult, shortfall: Shortfall) -> str:
         else "no layout was found that fits, though some were not tried: the nearest one"
     )
     return (
-        f"memory: {nearest} needs {format_bytes(need.peak_bytes)} on rank {need.rank}, but may use "
-        f"{format_bytes(need.usable_bytes)} of {need.device} "
-        f"({format_bytes(need.short_bytes)} short); "
+        f"memory: {nearest} needs {format_used_bytes(need.peak_bytes, need.usable_bytes)} that "
+        f"rank {need.rank} may use of {need.device}; "
         f"{remedy_text(describe_remedy(shortfall.remedy))}"
     )
 

@@ -86,6 +86,7 @@ def _split_shapes(trials: Trials) -> Iterator[Candidate]:
     for shape in options:
         if number >= _MAX_SHAPES and trials.work.used(0.5):
             return
+        trials.estimates.note_progress()
         if space.plan(shape) is not None:
             number += 1
             yield shape
@@ -186,6 +187,7 @@ class LayoutChanges:
                 return
             if shapes and (not queue or len(self.changes(shapes[0], 0)) <= queue[0].number):
                 shape = shapes.popleft()
+                self.trials.estimates.note_progress()
                 if space.plan(shape) is not None:
                     self._push(queue, shape, 0)
                 continue
@@ -211,7 +213,7 @@ class LayoutChanges:
         return found
 
     def _push(self, queue: list[_Entry], candidate: Candidate, level: int) -> None:
-        self.trials.estimates.note_bound()
+        self.trials.estimates.note_progress()
         changes = self.changes(candidate, level)
         if self.trials.bounds.exceeds_memory(candidate, level):
             return

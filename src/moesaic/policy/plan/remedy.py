@@ -67,26 +67,30 @@ _Chain = Sequence[tuple[Settings, SearchFacts]]
 one before."""
 
 
-def with_remedy(planned: PlannedJob, facts: SearchFacts) -> PlannedJob:
-    """Return a planned job that does not fit with its remedy.
-
-    `facts` are those of a search for its layout.
-    """
-    remedy = describe_remedy(find_remedy(facts))
+def with_remedy(planned: PlannedJob, remedy: Mapping[str, Any] | None) -> PlannedJob:
+    """Return a planned job that does not fit with its remedy, as `describe_remedy` has it."""
     bottleneck = f"{planned.figures['bottleneck']}; {remedy_text(remedy)}"
     figures = {**planned.figures, "bottleneck": bottleneck, "remedy": remedy}
     others = [one for one in planned.warnings if not one.startswith(DOES_NOT_FIT)]
     return planned._replace(figures=figures, warnings=[f"{DOES_NOT_FIT}{bottleneck}", *others])
 
 
-def find_remedy(facts: SearchFacts) -> Remedy | None:
-    """Return the remedy of a job whose plan has the layout of its file; None without any plan."""
+def find_remedy(facts: SearchFacts, estimates: Estimates | None = None) -> Remedy | None:
+    """Return the remedy of a job whose plan has the layout of its file; None without any plan.
+
+    `estimates` are those for `facts`, and take note of progress.
+    """
     written = {*facts.pins, *(key for key in SEARCH_KEYS if value_of(facts.job, key) != "auto")}
     written.discard("layout.dispatch_hosts")  # Unset: as the dispatch method needs.
     pins = [key for key in (*SEARCH_KEYS, STAGES) if key in written or key == STAGES]
     facts, work = facts.model_copy(update={"pins": pins}), Work(REMEDY_WORK)
-    own = _memory_without_search(facts, work)
-    return _find(facts, SimulatedEstimates.from_facts(facts), _memory_without_search, work, own)
+    watched = estimates or SimulatedEstimates.from_facts(facts)
+
+    def planned(changed: SearchFacts, work: Work) -> RankNeed | None:
+        watched.note_progress()
+        return _memory_without_search(changed, work)
+
+    return _find(facts, watched, planned, work, planned(facts, work))
 
 
 def _memory_without_search(facts: SearchFacts, work: Work) -> RankNeed | None:

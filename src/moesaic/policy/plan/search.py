@@ -170,7 +170,7 @@ class _BestFirst:
         return None if rest_s is None else min(rest_s, queued_s)
 
     def _push(self, candidate: Candidate, level: int, least_s: float) -> None:
-        self._trials.estimates.note_bound()
+        self._trials.estimates.note_progress()
         if self._bounds.exceeds_memory(candidate, level):
             self._trials.too_large += 1
             return

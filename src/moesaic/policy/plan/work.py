@@ -136,9 +136,9 @@ class CountedEstimates:
         """Return the predictions on another cluster, counted here too."""
         return CountedEstimates(self._estimates.on_cluster(cluster), self._counter)
 
-    def note_bound(self) -> None:
-        """Take note that the search goes on, with another bound."""
-        self._estimates.note_bound()
+    def note_progress(self) -> None:
+        """Take note that the search goes on: with another bound, shape or plan."""
+        self._estimates.note_progress()
 
 
 def _memory_work(job: Job, plan: Plan, blocks: int) -> float:
