@@ -46,7 +46,12 @@ from moesaic.train.job_file import (
     language_model,
     load_job,
 )
-from moesaic.train.out_checks import check_out_is_not_data, check_writable, disk_warnings
+from moesaic.train.out_checks import (
+    check_out_is_not_data,
+    check_writable,
+    disk_warnings,
+    holds_failed_try,
+)
 from moesaic.train.resumed_job import RunSource, check_learning, unkept_changes
 
 if TYPE_CHECKING:
@@ -343,6 +348,8 @@ class Job:
         if run is not None:
             files = [Path(one) for one in (self._source, plan) if isinstance(one, str | Path)]
             texts += unkept_changes(run, loaded.job.model_dump(mode="json"), files)
+        if run is not None and checkpoint is None and not holds_failed_try(run):
+            texts.append(f"'{run}' has no checkpoint to resume from: starting a new run")
         if directory is not None and is_leader():
             check_writable(directory)
             texts += disk_warnings(directory, loaded.job)

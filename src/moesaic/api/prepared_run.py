@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,12 +40,7 @@ from moesaic.train.job_file import (
     blame_sets,
     is_searched,
 )
-from moesaic.train.out_checks import (
-    check_is_checkpoint,
-    check_no_run,
-    holds_checkpoint,
-    holds_failed_try,
-)
+from moesaic.train.out_checks import check_is_checkpoint, check_no_run, holds_checkpoint
 from moesaic.train.resumed_job import RunSource
 
 if TYPE_CHECKING:
@@ -258,7 +252,7 @@ def kept_plan(
 def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | None, str | None]:
     """Return the run directory and the checkpoint to resume from, if any.
 
-    A run without a checkpoint starts anew."""
+    Without a checkpoint a run starts anew, so that one command serves every start of it."""
     if resume is None:
         if out is not None and is_leader():
             check_no_run(out)
@@ -268,14 +262,9 @@ def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | Non
             raise ConfigError(
                 "a resume needs the directory of its run: give --out DIR (out=DIR in Python)"
             )
-        if holds_failed_try(out):
-            return out, None
         if not holds_checkpoint(out):
-            raise ConfigError(
-                f"'{out}' has no checkpoint to resume from: start a run there (moesaic train "
-                f"JOB.toml --out {shlex.quote(str(out))}; in Python without resume), or give the "
-                "directory of a run"
-            )
+            check_no_run(out)
+            return out, None
         return out, "auto"
     return _find_checkpoint(Path(resume), out)
 

@@ -37,7 +37,7 @@ from moesaic.facts.plan import Plan, describe_plan
 from moesaic.facts.workload import count_parameters, job_parts
 from moesaic.facts.workload.parameters import describe_trainable
 from moesaic.train.out_checks import holds_checkpoint
-from moesaic.train.resumed_job import JOB_TEXT
+from moesaic.train.resumed_job import JOB_TEXT, run_of
 from moesaic.train.stop_request import ENDED_BY_SIGTERM
 
 Nproc = Annotated[
@@ -114,8 +114,10 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         return 0
     if resume is None:
         flags.require(job, "JOB.toml", "train")
-    run = resumed_run(None if out is None else str(out), resume)
-    again = _STARTS_ANEW if resume is None else f" before the first step{_RESUMES}"
+    with said_once():
+        run = resumed_run(None if out is None else str(out), resume)
+    resumes = run is not None and (holds_checkpoint(run) or run_of(run) != run)
+    again = f" before the first step{_RESUMES}" if resumes else _STARTS_ANEW
     with exit_on_sigterm(f"{ENDED_BY_SIGTERM}{again}"):
         with exit_on_interrupt(), said_once():
             prepared = Job.load(job, sets=sets or (), run=run, needs_data=True).prepare(

@@ -96,7 +96,7 @@ def test_an_error_in_a_callback_reaches_the_caller(nproc: int | None) -> None:
 def test_a_run_that_diverges_says_so() -> None:
     """In the words of the report, with a way back, also if each loss is finite."""
     job = Job.load(TABLES, sets=["train.steps=12", "optimizer.lr=10"])
-    with pytest.warns(UserWarning, match=r"the loss diverged .* optimizer.lr = 10 is far"):
+    with pytest.warns(UserWarning, match=r"the loss diverged from step .* = 10 is far"):
         run = job.train(out="high", output=None)
     assert run.summary()["status"] == "diverged"
     worse = Job.load(TABLES, sets=["optimizer.lr=1e300"])

@@ -131,11 +131,7 @@ VERBS = [
     ("train job.toml --resume", "a resume needs the directory of its run: give --out DIR"),
     ("train --resume", "a resume needs the directory of its run: give --out DIR"),
     ("train --resume --out young", "'young' has no job.toml, so there is no run to continue"),
-    (
-        "train job.toml --resume --out old",
-        "'old' has no checkpoint to resume from: start a run there (moesaic train JOB.toml --out "
-        "old;",
-    ),
+    ("train job.toml --resume --out old", "'old' is not empty and holds no run (it"),
     ("train job.toml --resume old/checkpoints/step-00000002", "is not a checkpoint"),
     ("train job.toml --nproc 2 --set train.device=cuda:0", "names one GPU for 2 or more ranks"),
     ("train job.toml --frob", "no such option: --frob"),

@@ -310,6 +310,18 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_anew(commands: Com
     assert "kept as 'twice/failed-2'" in commands.output("train job.toml --out twice")
 
 
+def test_one_command_starts_and_resumes_a_run(commands: Commands) -> None:
+    """As a scheduler repeats it."""
+    line = "train job.toml --out again --resume --set train.steps=2"
+    words = "'again' has no checkpoint to resume from: starting a new run"
+    assert words in commands.run(f"{line} --dry-run").err
+    assert not Path("again").exists()
+    assert commands.run(line).err == f"warning: {words}\n"
+    captured = commands.run(f"{line.replace('=2', '=3')} --change")
+    assert "resuming from again/checkpoints/step-00000002" in captured.out
+    assert captured.err == ""
+
+
 def test_a_diverged_run_ends_with_its_step_and_cause(commands: Commands) -> None:
     """The loss stays finite, so that training itself sees no error."""
     sets = ["--set", "train.steps=20", "--set", "optimizer.lr=10"]
