@@ -93,8 +93,8 @@ class Job:
             sets: changes of single keys, such as "train.steps=100".
             run: run to resume or its checkpoint, whose own `sets` stay. The run has a copy of a
                 model whose directory is gone.
-            needs_data: True for a job to train: its keys of [data] are checked with all others,
-                and not first by `train`. Plans need none.
+            needs_data: True for a job to train: its keys of [data] and `train.steps` are checked
+                with all others, and not first by `train`. Plans need none.
         """
         if isinstance(source, Mapping):
             tables: dict[str, Any] = json.loads(json.dumps(source, default=str))

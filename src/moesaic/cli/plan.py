@@ -150,8 +150,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
 ) -> int:
     """Predict memory, time, speed and price of a job on a cluster, or search for its best layout.
 
-    Nothing is measured and no rank starts. The job needs no table \\[data]. The exit status is 3 if
-    it does not fit.
+    Nothing is measured and no rank starts. The job needs no table \\[data] and no
+    train.steps. The exit status is 3 if it does not fit.
     """
     if explain is not None:
         flags.print_job_explanation(explain, as_json)

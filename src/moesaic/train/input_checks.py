@@ -16,6 +16,7 @@ from moesaic.base import keys
 from moesaic.base.config import list_mistakes, noted
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
+from moesaic.facts.job.data import UNPLANNED_KEYS
 from moesaic.train.data.clicks_files import PATH_KEYS, job_files
 from moesaic.train.data.sources import TextSource, find_sources, open_inputs
 from moesaic.train.job_file import LoadedJob, TrainingJob
@@ -37,12 +38,10 @@ def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> Non
 
     With a resumed `run` the error says from which directory its paths are relative.
     """
-    if loaded.missing_data:
-        raise ConfigError(
-            f"{loaded.origin}: {' and '.join(f'data.{key}' for key in loaded.missing_data)} "
-            f"{'is' if len(loaded.missing_data) == 1 else 'are'} missing: add [data] with path "
-            "(the training text) and sequence (tokens per sample)"
-        )
+    if loaded.missing:
+        words = [f"{key} ({UNPLANNED_KEYS[key]})" for key in loaded.missing]
+        text, verb = keys.join_words(words, "and"), "is" if len(words) == 1 else "are"
+        raise ConfigError(f"{loaded.origin}: {text} {verb} missing: only plans do without")
     mistakes = _mistakes(loaded.job)
     if run is not None:
         job = loaded.job.model_dump(mode="json")

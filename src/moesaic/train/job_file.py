@@ -31,7 +31,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ClicksConfig, CtrJob, DataConfig, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
 from moesaic.facts.job.data import fill_for_plan, missing_keys
-from moesaic.facts.job.distill import TEACHER, logits_warnings
+from moesaic.facts.job.distill import logits_warnings
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import (
     Plan,
@@ -40,7 +40,7 @@ from moesaic.facts.plan import (
     load_plan,
     prediction_digest,
 )
-from moesaic.facts.workload import count_parameters
+from moesaic.facts.workload.parameters import size_warnings
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
 from moesaic.train.data.clicks_files import PATH_KEYS, job_files
@@ -86,8 +86,8 @@ class LoadedJob(Generic[J]):
     """True if `train.micro_batches` is "auto", so that a search or a plan chooses it."""
     decisions: tuple[Decision[Any, Any], ...] = ()
     """Decisions that led to the plan."""
-    missing_data: tuple[str, ...] = ()
-    """Keys of [data] that the file lacks: plans assume them, training refuses the job."""
+    missing: tuple[str, ...] = ()
+    """Keys that the file lacks: plans assume them, training refuses the job."""
 
     @property
     def warnings(self: LoadedJob[TrainingJob]) -> list[str]:
@@ -111,7 +111,8 @@ def load_job(
         run: resumed run or its checkpoint, whose own items of `sets` stay. The run supplies the
             model if the model's directory is gone.
         plan: path of a plan, or its content; it overrides the layout.
-        needs_data: list missing keys of [data] among the mistakes; plans assume them.
+        needs_data: list missing keys of [data], and train.steps, among the mistakes; plans assume
+            them.
     """
     text, raw, origin = _read_source(source, run)
     began = None if run is None else RunSource.read(run)
@@ -119,14 +120,14 @@ def load_job(
         sets = began.merged_sets(raw, sets)
     with blame_sets(origin, sets):
         raw, has_open_micro_batches = _fill_micro_batches(apply_sets(raw, sets))
-        missing_data = missing_keys(raw)
+        missing = missing_keys(raw)
         job, notes = _resolve(raw, origin, sets, run, needs_data=needs_data)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
     loaded = LoadedJob(
         job, text, notes, origin=origin, sets=tuple(sets),
-        has_open_micro_batches=has_open_micro_batches, missing_data=missing_data,
+        has_open_micro_batches=has_open_micro_batches, missing=missing,
     )  # fmt: skip
     return loaded if plan is None else apply_plan(loaded, plan)
 
@@ -203,17 +204,23 @@ def _resolve(
     filled = fill_labels(fill_preset(raw))
     filled = filled if needs_data else fill_for_plan(filled)
     job = _parse_job(Job, filled, origin, sets, found, checks_data=checks_data)
-    if "sequence" in missing_keys(raw):
+    missing = missing_keys(raw)
+    if "data.sequence" in missing:
         notes.append(
             f"{origin} has no data.sequence: {job.data.sequence} tokens a sample are assumed; for "
             "another length: --set data.sequence=N"
+        )
+    if "train.steps" in missing:
+        notes.append(
+            f"{origin} has no train.steps: {job.train.steps:,} are assumed for the whole run; for "
+            "another number: --set train.steps=N"
         )
     if job.finetune is not None and job.source is None:
         raise ConfigError(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
             "Face model directory (model.from = DIR), or remove [finetune]"
         )
-    warnings = [*_export_warnings(job), *_size_warnings(job), *logits_warnings(job.student)]
+    warnings = [*_export_warnings(job), *size_warnings(job), *logits_warnings(job.student)]
     return job, [*notes, *warnings]
 
 
@@ -262,18 +269,6 @@ def _fill_students(
                 student = fill_pretrained(student, f"{origin}: {where}", notes, run)
         filled.append(student)
     return {**raw, "student": filled}
-
-
-def _size_warnings(job: Job) -> list[str]:
-    """Return a warning for each student with more parameters than its teacher."""
-    counts = {TEACHER: count_parameters(job.model).total}
-    counts |= {one.name: count_parameters(one.model).total for one in job.student}
-    return [
-        f'student "{one.name}" has {counts[one.name]:,} parameters, more than its teacher '
-        f'"{one.teacher}" with {counts[one.teacher]:,}: it costs more than it can learn'
-        for one in job.student
-        if counts[one.name] > counts[one.teacher]
-    ]
 
 
 @contextmanager

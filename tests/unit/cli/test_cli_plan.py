@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commands import Commands
-from moesaic import Cluster, Job
+from moesaic import Cluster, ConfigError, Job
 from moesaic.cli.calibrate import _text_of
 from moesaic.cli.main import main
 from moesaic.facts.plan import load_plan
@@ -435,13 +435,25 @@ def test_a_job_that_never_fits(commands: Commands) -> None:
 
 
 def test_a_plan_needs_no_data_and_names_every_mistake(place: Path, commands: Commands) -> None:
-    (place / "job.toml").write_text(JOB.replace('[data]\npath = "nowhere"\nsequence = 4096\n', ""))
+    short = JOB.replace('[data]\npath = "nowhere"\nsequence = 4096\n', "")
+    (place / "job.toml").write_text(short.replace("steps = 10\n", ""))
     captured = commands.run([*LINE, "--json", "--nproc", "8", *layout_sets(PLAIN)])
-    assert json.loads(captured.out)["fits"]
+    figures = json.loads(captured.out)
+    assert figures["fits"]
+    assert figures["steps"] == 100_000
     assert captured.err == (
         "warning: job.toml has no data.sequence: 4096 tokens a sample are assumed; for another "
         "length: --set data.sequence=N\n"
+        "warning: job.toml has no train.steps: 100,000 are assumed for the whole run; for another "
+        "number: --set train.steps=N\n"
     )
+    words = (
+        "data.path (the training text), data.sequence (tokens per sample) and train.steps (steps "
+        "of the whole run) are missing"
+    )
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Job.load("job.toml", sets=["layout.ep=1"]).train(nproc=1)
+    (place / "job.toml").write_text(short)
     words = "job.toml: data is missing: add [data] with path and sequence"
     assert words in commands.refusal("train job.toml --dry-run --set layout.ep=1")
     sets = ["--set", "model.experts_per_token=2", "--set", "train.steps=x"]

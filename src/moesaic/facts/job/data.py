@@ -12,8 +12,16 @@ from moesaic.base.config import Section
 
 PLANNED_SEQUENCE = 4096
 """Tokens of a sample that a plan assumes, at most, if the job does not say."""
+PLANNED_STEPS = 100_000
+"""Steps of the whole run that a plan assumes if the job does not say."""
 NO_TEXT = "no text"
 """Path of the text of a job that is only planned."""
+UNPLANNED_KEYS = {
+    "data.path": "the training text",
+    "data.sequence": "tokens per sample",
+    "train.steps": "steps of the whole run",
+}
+"""Required keys that a plan does without, and their meaning."""
 
 
 class DataConfig(Section):
@@ -94,19 +102,24 @@ class DataConfig(Section):
 
 
 def missing_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the required keys of [data] that the tables of a language model's job lack."""
-    data = raw.get("data", {})
-    if raw.get("kind", "lm") != "lm" or not isinstance(data, dict):
+    """Return the keys that the tables of a language model's job lack, and only training needs."""
+    if raw.get("kind", "lm") != "lm":
         return ()
-    return tuple(key for key in ("path", "sequence") if key not in data)
+    tables = {"data": raw.get("data", {}), "train": raw.get("train")}
+    return tuple(
+        f"{table}.{name}"
+        for table, name in (key.split(".") for key in UNPLANNED_KEYS)
+        if isinstance(tables[table], dict) and name not in tables[table]
+    )
 
 
 def fill_for_plan(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of a job with the keys of [data] that a plan assumes where it has none."""
-    missing, model = missing_keys(raw), raw.get("model")
-    if not missing:
-        return raw
+    """Return the tables of a job with the keys that a plan assumes where it has none."""
+    filled, model = dict(raw), raw.get("model")
     positions = model.get("max_positions") if isinstance(model, dict) else None
     length = min(positions, PLANNED_SEQUENCE) if isinstance(positions, int) else PLANNED_SEQUENCE
-    assumed = {"path": NO_TEXT, "sequence": length}
-    return {**raw, "data": {**{key: assumed[key] for key in missing}, **raw.get("data", {})}}
+    assumed = {"data.path": NO_TEXT, "data.sequence": length, "train.steps": PLANNED_STEPS}
+    for key in missing_keys(raw):
+        table, _, name = key.partition(".")
+        filled[table] = {name: assumed[key], **filled.get(table, {})}
+    return filled
