@@ -98,7 +98,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(HAS_TORCH): | $(BIN)/python
-	@echo "installing $(TORCH) (once; about 200 MB for a CPU build)"
+	@echo "installing $(TORCH) into $(VENV) (once; about 200 MB for a CPU build, about a minute)"
 	@log=$(VENV)/torch.log; rm -f $(VENV)/has-torch*; \
 	$(PIP) "$(TORCH)" >$$log 2>&1 || { \
 	  case "$(TORCH)" in *+cpu) $(PIP) --index-url $(CPU_INDEX) "$(TORCH)" >>$$log 2>&1;; *) false;; esac; \
@@ -107,11 +107,14 @@ $(HAS_TORCH): | $(BIN)/python
 	@echo "$(TORCH)" >$(VENV)/torch.txt && touch $@
 
 $(HAS_MOESAIC): pyproject.toml $(HAS_TORCH)
-	@echo "installing moesaic and what it stands on"
+	@echo "installing moesaic and what it stands on into $(VENV) (once; about a minute)"
 	@$(PIP) --editable '.[serve]'
 	@touch $@
+	@echo "installed"
 
 $(HAS_TOOLS): pyproject.toml $(HAS_TORCH)
-	@echo "installing moesaic, what it stands on, and what tests, checks and benchmarks need"
+	@echo "installing moesaic, what it stands on, and what tests, checks and benchmarks need" \
+	  "into $(VENV) (once; some minutes)"
 	@$(PIP) --editable '.[dev]'
 	@touch $(HAS_MOESAIC) $@
+	@echo "installed"

@@ -293,4 +293,4 @@ def test_unsuitable_plans_are_rejected(directory: Path, commands: Commands) -> N
         assert not Path("run").exists()
     for change, words in ((again, "recompute = true"), ({"places": two, "ranks": 2}, "2 ranks")):
         Path("plan.json").write_text(json.dumps({**planned, **change}))
-        assert words in commands.output(line, "--dry-run")
+        assert words in commands.output(line, "--dry-run", "--verbose")

@@ -333,7 +333,7 @@ def single_run(ranks: RankPool, text: Path, tmp_path_factory: pytest.TempPathFac
     ("changes", "words"),
     [
         ({"data": {"sequence": 24}}, "other samples"),
-        ({"train": {"steps": 2}}, "has done 2 already"),
+        ({"train": {"steps": 2}}, "has done 2 steps already"),
         ({"model": {"ffn": 28}}, "model.ffn = 24, the job has 28: restore it, or start a new run"),
         ({"model": {"layers": 1}}, "model.layers = 2"),
         ({"model": {"tied": True}}, "model.tied = false, the job has true"),

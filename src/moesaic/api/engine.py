@@ -118,7 +118,7 @@ class TextEngine:
                 tokens, or "credibility", the probability by the model's classifier that the text
                 is original.
             sampling: settings of `moesaic generate`, such as max_tokens=64, temperature=0,
-                top_p, top_k, stop, seed, n, logprobs and control={"genre": "docs"}.
+                top_p, top_k, stop, ignore_eos, seed, n, logprobs and control={"genre": "docs"}.
         """
         if isinstance(prompts, str):
             raise ConfigError("prompts is a text: give a list of prompts")
@@ -307,7 +307,7 @@ class TextEngine:
                 prompt,
                 GenerationRequest(
                     tuple(ids), config.max_tokens, params, choice=choice,
-                    end_ids=self.prompts.chat_end_ids if is_chat else self.prompts.end_ids,
+                    end_ids=frozenset() if config.ignore_eos else self.prompts.ends(is_chat),
                     top_logprobs=config.logprobs,
                 ),
                 self.prompts.tokenizer, config,

@@ -241,14 +241,20 @@ def _write_pairs(
 
 
 def _print_stream(engine: Engine, prompt: str, settings: dict[str, Any]) -> None:
-    """Print a text while it is made."""
+    """Print a text while it is made; whatever interrupts it is told on a line of its own."""
     pieces = engine.stream(prompt, **settings)
-    is_terminal = sys.stdout.isatty()
+    is_terminal = has_begun = sys.stdout.isatty()
     if is_terminal:
         end = "\n" if settings["chat"] else ""
         screen.out().print(Text(prompt, style="dim"), end=end)
-    for piece in pieces:
-        print(screen.printable(piece) if is_terminal else piece, end="", flush=True)
+    try:
+        for piece in pieces:
+            print(screen.printable(piece) if is_terminal else piece, end="", flush=True)
+            has_begun = True
+    except BaseException:
+        if has_begun:
+            print(flush=True)
+        raise
     print()
 
 

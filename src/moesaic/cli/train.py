@@ -74,15 +74,17 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run", metavar="",
-        help="To see the resolved job and the memory of a rank first, after all checks of a start, "
-        "those of the data included; nothing is written.",
+        help="To see first whether the job fits, its plan and the memory of a rank, after all "
+        "checks of a start, those of the data included; nothing is written.",
     ),
 ]  # fmt: skip
 
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", metavar="", help="To see kernels, balance, validations and each message."
+        "--verbose", metavar="",
+        help="To see kernels, balance, validations and each message; with --dry-run the resolved "
+        "job.",
     ),
 ]  # fmt: skip
 
@@ -126,7 +128,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
             warnings = prepared.warnings + ([] if dry_run else prepared.warn_of_memory())
         if dry_run:
             with exit_on_interrupt():
-                fits = _print_dry_run(job or Path(str(run), JOB_TEXT), prepared, cluster, as_json)
+                path = job or Path(str(run), JOB_TEXT)
+                fits = _print_dry_run(path, prepared, cluster, verbose=verbose, as_json=as_json)
         for warning in warnings if is_leader() else ():  # A dry run begins with its verdict.
             screen.print_warning(warning)
         if dry_run:
@@ -270,9 +273,11 @@ def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
     return text
 
 
-def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_json: bool) -> bool:
-    """Print whether the ranks fit, the resolved job, the plan, the memory of a rank or of rows, and
-    which data were read. Return false if the ranks do not fit."""
+def _print_dry_run(
+    path: Path, prepared: PreparedRun, cluster: str | None, *, verbose: bool, as_json: bool
+) -> bool:
+    """Print whether the ranks fit, the plan, the memory of a rank or of rows, and which data were
+    read; with `verbose` the resolved job too. Return false if the ranks do not fit."""
     job = prepared.config
     data = prepared.check_data()
     if isinstance(job, CtrJob):
@@ -293,7 +298,7 @@ def _print_dry_run(path: Path, prepared: PreparedRun, cluster: str | None, as_js
     if "fits" in facts:
         print_verdict(facts)
     lines += [f"{'data' * (not index):<16} {line}" for index, line in enumerate(data)]
-    for line in (f"# {path}, resolved\n", job.to_toml(), *lines):
+    for line in (*([f"# {path}, resolved\n", job.to_toml()] if verbose else ()), *lines):
         screen.print_line(line)
     print_parts(facts.get("parts", ()))
     return facts.get("fits") is not False

@@ -91,6 +91,8 @@ class SamplingConfig(Section):
     """Strings that end a text."""
     include_stop: bool = False
     """Keep the string that ends a text as part of it."""
+    ignore_eos: bool = False
+    """Go on after an end token, until `max_tokens` or a stop string."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed; the same seed and prompt give the same text."""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)

@@ -92,6 +92,10 @@ class PromptEncoder:
         end = template.end_of_turn_id(self.tokenizer)
         return self.end_ids if end is None else self.end_ids | {end}
 
+    def ends(self, is_chat: bool) -> frozenset[int]:
+        """Return the tokens that end a text or, in a chat, an answer."""
+        return self.chat_end_ids if is_chat else self.end_ids
+
     @cached_property
     def start_id(self) -> int:
         """Token before a text that has no context: the tokenizer's start token, else its end

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from moesaic.base import keys
 from moesaic.base.config import list_mistakes, noted
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import CtrJob, Job
+from moesaic.facts.job import Job
 from moesaic.facts.job.data import UNPLANNED_KEYS
-from moesaic.train.data.sources import TextSource, find_source, find_sources, source_keys
+from moesaic.train.data.clicks_files import PATH_KEYS, job_files
+from moesaic.train.data.sources import TextSource, find_sources, open_inputs
 from moesaic.train.job_file import LoadedJob, TrainingJob
 from moesaic.train.resumed_job import place_of_path
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 WHOLE_BYTES = 8 << 20
 """Largest data that a dry run reads as a whole."""
-_CLICK_PATHS = ("path", "validation_path")
 _PATHS = frozenset({"data.path", "data.validation_path", "data.tokenizer", "routing.replay"})
 """Keys whose value is a path, of those that are checked here."""
 
@@ -57,9 +57,9 @@ def _mistakes(job: TrainingJob) -> dict[str, str]:
     if isinstance(job, Job):
         _check_data(job, found)
     else:
-        for key in _CLICK_PATHS:
-            with noted(found, f"data.{key}"):
-                list(_click_files(job, key))
+        for key in PATH_KEYS:
+            with noted(found, key):
+                job_files(job.data, key)
     replay = job.routing.replay if isinstance(job, Job) else None
     if replay is not None and not Path(replay).expanduser().exists():
         found["routing.replay"] = (
@@ -74,14 +74,6 @@ def _mistakes(job: TrainingJob) -> dict[str, str]:
                 f"pip install 'moesaic[{extra}]', or remove the key"
             )
     return found
-
-
-def _click_files(job: CtrJob, key: str) -> list[Path]:
-    """Return the files of samples that a key of [data] names; raise if it names none."""
-    from moesaic.train.data.clicks_files import find_files
-
-    path = getattr(job.data, key)
-    return [] if path is None else find_files(f"data.{key}", path, is_parquet=job.data.is_parquet)
 
 
 def read_data(job: TrainingJob) -> tuple[ClickData | TextData | None, list[str]]:
@@ -117,7 +109,7 @@ def _data_bytes(job: TrainingJob) -> int:
     if isinstance(job, Job):
         files = [file for source in find_sources(job.data) for file in source.files]
     else:
-        files = [file for key in _CLICK_PATHS for file in _click_files(job, key)]
+        files = [file for key in PATH_KEYS for file in job_files(job.data, key)]
     return sum(file.stat().st_size for file in files)
 
 
@@ -135,19 +127,14 @@ def _read_start(job: TrainingJob, cache: Path) -> Iterator[str]:
 def _check_data(job: Job, found: dict[str, str]) -> None:
     """Add to `found` if the text, its first record, the tokenizer or the chat template of `job` is
     missing or does not fit."""
-    from moesaic.models.tokenizer import open_tokenizer
+    sources, tokenizer = open_inputs(job.data, found)
+    for source in sources:
+        if source.kind in ("jsonl", "parquet", "chat", "labelled"):
+            from moesaic.train.data.text import check_first_record
 
-    sources = list[TextSource]()
-    for key in source_keys(job.data):
-        with noted(found, key):
-            sources.append(find_source(job.data, key))
-            if sources[-1].kind in ("jsonl", "parquet", "chat", "labelled"):
-                from moesaic.train.data.text import check_first_record
-
-                check_first_record(sources[-1])
-    with noted(found, "data.tokenizer"):
-        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
-    if not found:
+            with noted(found, source.key):
+                check_first_record(source)
+    if not found and tokenizer is not None:
         _check_tokenizer(job, tokenizer, sources[0], found)
 
 

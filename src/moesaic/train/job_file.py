@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from moesaic.base import keys
 from moesaic.base.config import (
+    S,
     apply_sets,
     error_origin,
     noted,
@@ -27,10 +28,10 @@ from moesaic.base.config import (
 )
 from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import CtrJob, Job, LayoutConfig
+from moesaic.facts.job import ClicksConfig, CtrJob, DataConfig, Job, LayoutConfig
 from moesaic.facts.job.credibility import fill_labels
 from moesaic.facts.job.data import fill_for_plan, missing_keys
-from moesaic.facts.job.distill import TEACHER, logits_warnings
+from moesaic.facts.job.distill import logits_warnings
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import (
     Plan,
@@ -39,9 +40,11 @@ from moesaic.facts.plan import (
     load_plan,
     prediction_digest,
 )
-from moesaic.facts.workload import count_parameters
+from moesaic.facts.workload.parameters import size_warnings
 from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
 from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
+from moesaic.train.data.clicks_files import PATH_KEYS, job_files
+from moesaic.train.data.sources import open_inputs
 from moesaic.train.resumed_job import (
     JOB_TEXT,
     RESOLVED_JOB,
@@ -188,8 +191,9 @@ def _resolve(
 ) -> tuple[TrainingJob, list[str]]:
     """Return the job of these tables with its warnings."""
     kind = keys.check_choice(f"{origin}: kind", raw.get("kind", "lm"), ["lm", "ctr"])
+    checks_data = needs_data and run is None  # A resume says first where its paths start.
     if kind == "ctr":
-        return parse(CtrJob, raw, origin, sets), []
+        return _parse_job(CtrJob, raw, origin, sets, {}, checks_data=checks_data), []
     notes, found = list[str](), dict[str, str]()
     if "source" in raw:
         found["source"] = "'source' is not a key of a job: write from = DIR in [model]"
@@ -198,7 +202,8 @@ def _resolve(
         raw = fill_pretrained(raw, origin, notes, run)
     raw = _fill_students(raw, origin, notes, run, found)
     filled = fill_labels(fill_preset(raw))
-    job = parse(Job, filled if needs_data else fill_for_plan(filled), origin, sets, found)
+    filled = filled if needs_data else fill_for_plan(filled)
+    job = _parse_job(Job, filled, origin, sets, found, checks_data=checks_data)
     missing = missing_keys(raw)
     if "data.sequence" in missing:
         notes.append(
@@ -215,8 +220,28 @@ def _resolve(
             f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
             "Face model directory (model.from = DIR), or remove [finetune]"
         )
-    warnings = [*_export_warnings(job), *_size_warnings(job), *logits_warnings(job.student)]
+    warnings = [*_export_warnings(job), *size_warnings(job), *logits_warnings(job.student)]
     return job, [*notes, *warnings]
+
+
+def _parse_job(
+    kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str],
+    found: Mapping[str, str], *, checks_data: bool,
+) -> S:  # fmt: skip
+    """Return the job of these tables. With `checks_data` an error about it also names what the
+    machine lacks of a [data] without mistakes."""
+    with suppress(ConfigError):
+        return parse(kind, raw, origin, sets, found)
+    mistakes, data = dict(found), raw.get("data")
+    with suppress(ConfigError):  # Mistakes of the table itself are named below.
+        if checks_data and isinstance(data, Mapping) and kind is CtrJob:
+            clicks = parse(ClicksConfig, data, origin)
+            for key in PATH_KEYS:
+                with noted(mistakes, key):
+                    job_files(clicks, key)
+        elif checks_data and isinstance(data, Mapping):
+            open_inputs(parse(DataConfig, data, origin), mistakes)
+    return parse(kind, raw, origin, sets, mistakes)
 
 
 def _fill_students(
@@ -244,18 +269,6 @@ def _fill_students(
                 student = fill_pretrained(student, f"{origin}: {where}", notes, run)
         filled.append(student)
     return {**raw, "student": filled}
-
-
-def _size_warnings(job: Job) -> list[str]:
-    """Return a warning for each student with more parameters than its teacher."""
-    counts = {TEACHER: count_parameters(job.model).total}
-    counts |= {one.name: count_parameters(one.model).total for one in job.student}
-    return [
-        f'student "{one.name}" has {counts[one.name]:,} parameters, more than its teacher '
-        f'"{one.teacher}" with {counts[one.teacher]:,}: it costs more than it can learn'
-        for one in job.student
-        if counts[one.name] > counts[one.teacher]
-    ]
 
 
 @contextmanager

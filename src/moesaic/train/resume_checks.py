@@ -53,10 +53,13 @@ def open_to_resume(path: Path, job: AnyJob) -> Checkpoint:
     """Return the checkpoint at `path`, unverified; raise if `job` has no step left after it."""
     checkpoint = Checkpoint.open(path)
     if checkpoint.step >= job.train.steps:
+        word = ""
+        if job.schedule.kind != "constant":
+            word = " and add --change (change=True in Python), as the learning rate changes with it"
         raise ConfigError(
-            f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
-            "raise train.steps, and add --change (change=True in Python) unless schedule.kind = "
-            '"constant"'
+            f"train.steps = {job.train.steps} counts from the start of the run, and '{path}' has "
+            f"done {checkpoint.step} steps already: to train on, set train.steps above "
+            f"{checkpoint.step}{word}"
         )
     return checkpoint
 

@@ -110,8 +110,8 @@ def test_labels_stand_only_where_there_is_a_head(commands: Commands) -> None:
     head = Path("train.jsonl")
     head.write_text('{"text": "Yes.", "label": 1}\n{"text": "No.", "label": 0}\n' * 9)
     Path("held-out.jsonl").write_bytes(head.read_bytes())
-    assert "# labels = 2" in commands.output("train job.toml --dry-run")
+    assert "# labels = 2" in commands.output("train job.toml --dry-run --verbose")
     plain = JOB.replace("[credibility]\ntext = 0.2\n", "").replace('"labelled"', '"jsonl"')
     Path("job.toml").write_text(plain)
-    assert "labels =" not in commands.output("train job.toml --dry-run")
+    assert "labels =" not in commands.output("train job.toml --dry-run --verbose")
     assert "labels" not in commands.facts("train job.toml --dry-run")["job"]["model"]

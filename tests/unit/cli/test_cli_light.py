@@ -334,10 +334,16 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert " 0 B" not in text
     for kind in ("parameters", "gradients", "moments", "activations"):
         assert f"  {kind}" in text
-    verdict, _, resolved = text.partition("\n")
+    verdict = text.partition("\n")[0]
     assert re.fullmatch(r"fits: [0-9.]+ of [0-9.]+ [GT]iB free per rank", verdict)
-    job = parse(Job, tomllib.loads(resolved.partition("\nparameters")[0]), "dry run")
+    shown = run(f"{line} --verbose", capfd)
+    resolved = shown.partition("\n")[2].partition("parameters  ")[0]
+    assert resolved.startswith("# job.toml, resolved\n")
+    job = parse(Job, tomllib.loads(resolved), "dry run")
     assert job.train.steps == 7
+    parts = [one.replace(resolved, "").splitlines()[1:] for one in (shown, text)]
+    assert parts[0] == parts[1]
+    assert len(parts[1]) < 16
 
     facts = json.loads(run(f"{line} --json", capfd))
     assert parse(Job, facts["job"], "dry run") == job
@@ -446,7 +452,7 @@ def test_dry_run_of_a_recommender(capfd: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(run("train ctr.toml --dry-run --nproc 2 --json", capfd))
     assert facts["plan"]["ranks"] == 2
     assert facts["row_bytes"] == 16 * 4 + 4 + 12
-    text = run("train ctr.toml --dry-run", capfd)
+    text = run("train ctr.toml --dry-run --verbose", capfd)
     assert f"parameters       {facts['parameters']['network']:,} in the network" in text
     again = CtrJob.model_validate(tomllib.loads(text.partition("parameters  ")[0]))
     assert again.model_dump(mode="json") == facts["job"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from commands import Commands
 from moesaic.api import progress
+from moesaic.api.engine import Engine
 from moesaic.base.config import parse
 from moesaic.base.events import read_events
 from moesaic.cli.main import main
@@ -19,6 +21,7 @@ from moesaic.dist.checkpoint import Checkpoint
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.writer import SHARD_BYTES
+from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.jobs import RUN_JOB
 from moesaic.train import loss_scale
 
@@ -212,7 +215,11 @@ def test_a_resume_that_saved_nothing_leaves_the_settings_of_the_checkpoint(
     assert "1e300" not in Path("calm/job.toml").read_text()
     more = "train --out calm --resume --change --set train.steps=7 --dry-run"
     assert commands.run(more).err == ""
-    assert "has done 6 already: raise train.steps" in commands.refusal(more.replace("=7", "=6"))
+    refused = commands.refusal(more.replace("=7", "=6"))
+    assert "has done 6 steps already: to train on, set train.steps above 6 and add --ch" in refused
+    constant = commands.refusal(f"{more.replace('=7', '=5')} --set schedule.kind=constant")
+    assert constant.startswith("error: train.steps = 5 counts from the start of the run, and 'calm")
+    assert constant.endswith("set train.steps above 6\n")
 
 
 def test_an_edited_plan_of_a_run_is_noticed(commands: Commands) -> None:
@@ -426,6 +433,27 @@ def test_text_streams_and_sampling_repeats(
     assert commands.output("generate run", *sets) == row["text"] + "\n"
     (other,) = commands.facts("generate run --prompt Doc --set seed=1", *sets)
     assert other["tokens"] != row["tokens"]
+
+
+def test_an_interrupted_text_ends_its_line(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> Iterator[str]:
+        yield "half a sen"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    captured = commands.run("generate run --prompt Doc", status=130)
+    assert captured == ("half a sen\n", "interrupted\n")
+
+
+def test_end_tokens_can_be_ignored(commands: Commands) -> None:
+    line = "generate run --prompt Doc --set temperature=0 --set max_tokens=5 --set"
+    end = f"logit_bias.{open_tokenizer('bytes').end_id}=100"
+    (row,) = commands.facts(f"{line} {end}")
+    assert (len(row["tokens"]), row["finish_reason"]) == (1, "stop")
+    (row,) = commands.facts(f"{line} {end} --set ignore_eos=true")
+    assert (len(row["tokens"]), row["finish_reason"]) == (5, "length")
 
 
 def test_several_prompts(commands: Commands) -> None:

@@ -299,7 +299,7 @@ def test_all_missing_tables_are_named_at_once(text: str) -> None:
 
 def test_a_job_of_a_plan_is_refused_for_training() -> None:
     Path("job.toml").write_text(JOB.format(model='preset = "tiny-olmoe"').replace("path =", "#"))
-    with pytest.raises(ConfigError, match=r"job.toml: data.path is missing: add \[data\] with"):
+    with pytest.raises(ConfigError, match=r"job.toml: data.path .* is missing: only plans"):
         check_inputs(load_job(Path("job.toml")))
 
 
@@ -308,6 +308,28 @@ def test_all_missing_inputs_are_named_at_once() -> None:
     heading, *lines = refusal(*sets).split("\n  ")
     assert heading == "job.toml: 4 mistakes"
     assert [line.partition(": ")[0] for line in lines] == list(sets)
+
+
+def test_missing_inputs_come_with_the_mistakes_of_the_job() -> None:
+    sets = ("data.path=no.txt", "data.tokenizer=no", "layout.epp=2", "train.batch=x")
+    for needs_data in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            load_job(write(), sets, needs_data=needs_data)
+        heading, *lines = str(caught.value).split("\n  ")
+        told = sets if needs_data else sets[2:]
+        assert heading == f"job.toml: {len(told)} mistakes"
+        assert [line.partition(": ")[0].split("=")[0] for line in lines] == [
+            one.split("=")[0] for one in told
+        ]
+    with pytest.raises(ConfigError, match=r"job\.toml: 2 mistakes\n.*sequence = -1.*\n.*batch"):
+        load_job(
+            write(), ("data.path=no.txt", "data.sequence=-1", "train.batch=x"), needs_data=True
+        )
+    with pytest.raises(ConfigError) as caught:
+        load_job(write_ctr('path = "none.tsv"'), ["train.batch=x"], needs_data=True)
+    assert [line.partition(" = ")[0] for line in str(caught.value).split("\n  ")] == [
+        "ctr.toml: 2 mistakes", "data.path", "train.batch=x: train.batch",
+    ]  # fmt: skip
 
 
 def test_missing_inputs(place: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job.distill import TEACHER
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.model import LatentConfig
 from moesaic.facts.job.train import MOMENT_BLOCK
@@ -205,6 +206,18 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
         total += parameter.size * (model.experts if is_expert else 1)
         active += parameter.size * (model.top_k if is_expert else 1)
     return ParameterCounts(total, active)
+
+
+def size_warnings(job: Job) -> list[str]:
+    """Return a warning for each student with more parameters than its teacher."""
+    counts = {TEACHER: count_parameters(job.model).total}
+    counts |= {one.name: count_parameters(one.model).total for one in job.student}
+    return [
+        f'student "{one.name}" has {counts[one.name]:,} parameters, more than its teacher '
+        f'"{one.teacher}" with {counts[one.teacher]:,}: it costs more than it can learn'
+        for one in job.student
+        if counts[one.name] > counts[one.teacher]
+    ]
 
 
 def adapter_prefix(name: str) -> str:

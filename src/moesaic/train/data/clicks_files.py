@@ -7,8 +7,17 @@ import re
 from pathlib import Path
 
 from moesaic.base.errors import DataError
+from moesaic.facts.job import ClicksConfig
 
+PATH_KEYS = ("data.path", "data.validation_path")
+"""Keys of a job that name samples."""
 _PARQUET = (".parquet", ".pq")
+
+
+def job_files(config: ClicksConfig, key: str) -> list[Path]:
+    """Return the files that one of `PATH_KEYS` names; raise if it names none."""
+    path = getattr(config, key.removeprefix("data."))
+    return [] if path is None else find_files(key, path, is_parquet=config.is_parquet)
 
 
 def find_files(key: str, path: str, *, is_parquet: bool) -> list[Path]:

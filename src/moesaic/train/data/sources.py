@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from moesaic.base.config import noted
 from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
+from moesaic.models.tokenizer import Tokenizer, open_tokenizer
 
 Kind = Literal["text", "jsonl", "parquet", "dataset", "chat", "labelled"]
 
@@ -73,6 +75,19 @@ def find_source(config: DataConfig, key: str) -> TextSource:
 def find_sources(config: DataConfig) -> list[TextSource]:
     """Return the training text and, if it is separate, the validation text."""
     return [find_source(config, key) for key in source_keys(config)]
+
+
+def open_inputs(
+    config: DataConfig, found: dict[str, str]
+) -> tuple[list[TextSource], Tokenizer | None]:
+    """Return the texts and the tokenizer that are there; mistakes go to `found`, by key."""
+    sources, tokenizer = list[TextSource](), None
+    for key in source_keys(config):
+        with noted(found, key):
+            sources.append(find_source(config, key))
+    with noted(found, "data.tokenizer"):
+        tokenizer = open_tokenizer(config.tokenizer, config.end_token)
+    return sources, tokenizer
 
 
 def find_text(key: str, path: str, kind: str, text_key: str, split: str) -> TextSource:
