@@ -120,8 +120,8 @@ def run_source(origin: Path) -> RunSource:
     source = RunSource.read(origin)
     if source is None:
         raise ConfigError(
-            f"'{run_of(origin)}' has no {JOB_TEXT}, so there is no run to continue: name its "
-            "directory, or give the job file"
+            f"'{origin}' has no {JOB_TEXT}, so there is no run to continue: name its directory, or "
+            f"start one (moesaic train JOB.toml --out {shlex.quote(str(origin))} --resume)"
         )
     return source
 
