@@ -118,6 +118,8 @@ def run_of(origin: Path) -> Path:
 def run_source(origin: Path) -> RunSource:
     """Return the job of a run or of a checkpoint; raise if it has none."""
     source = RunSource.read(origin)
+    if source is None and run_of(origin) != origin:
+        raise ConfigError(f"'{origin}' belongs to no run and holds no job: give the job file")
     if source is None:
         raise ConfigError(
             f"'{origin}' has no {JOB_TEXT}, so there is no run to continue: name its directory, or "
