@@ -14,7 +14,7 @@ import torch
 from layouts import ASKING, SIGMOID, sparing, worst_element
 from table import FAMILIES, SMALL
 
-from moesaic.api.run import Run, divergence_in
+from moesaic.api.run import Run, failure_in
 from moesaic.base.errors import DivergedError, UserError
 from moesaic.base.events import read_events
 from moesaic.dist.checkpoint import Checkpoint
@@ -232,7 +232,7 @@ def test_a_save_in_progress_ends_before_a_diverged_run(
     first, second = ranks.run(2, diverge, str(text), str(out), "auto", 1e30, asynchronous)
     assert first == second
     assert first.startswith("step 6: the gradient's norm is ")
-    found = divergence_in(Run(out).summary())
+    found = failure_in(Run(out).summary())
     assert found is not None
     assert f"Go back to step 4: moesaic train --resume {end(out)} --change " in found
     assert (out / "checkpoints" / "step-00000005" / "COMMIT").is_file()

@@ -32,7 +32,7 @@ from moesaic.api.prepared_run import (
     run_warnings,
 )
 from moesaic.api.progress import Output
-from moesaic.api.run import Run, divergence_in
+from moesaic.api.run import Run, failure_in
 from moesaic.api.train_worker import TrainTask, default_out, resumed_run
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job as LanguageModelJob
@@ -151,9 +151,9 @@ class Job:
             warnings.warn(text, stacklevel=2)
         prepared.check_machine()
         run = prepared.run(on_step)
-        diverged = divergence_in(run.summary()) if is_leader() else None
-        if diverged is not None:
-            warnings.warn(diverged, stacklevel=2)
+        failure = failure_in(run.summary()) if is_leader() else None
+        if failure is not None:
+            warnings.warn(failure, stacklevel=2)
         return run
 
     def plan(
@@ -347,7 +347,8 @@ class Job:
         texts = run_warnings(loaded, used_plan, is_new=checkpoint is None, is_open=searches)
         if run is not None:
             files = [Path(one) for one in (self._source, plan) if isinstance(one, str | Path)]
-            texts += unkept_changes(run, loaded.job.model_dump(mode="json"), files)
+            now = loaded.job.model_dump(mode="json")
+            texts += unkept_changes(run, now, ranks, files, self._sets)
         if run is not None and checkpoint is None and not holds_failed_try(run):
             texts.append(f"'{run}' has no checkpoint to resume from: starting a new run")
         if directory is not None and is_leader():

@@ -264,7 +264,8 @@ def resolve_run(out: Path | None, resume: str | Path | None) -> tuple[Path | Non
                 "a resume needs the directory of its run: give --out DIR (out=DIR in Python)"
             )
         if not holds_checkpoint(out):
-            check_no_run(out)
+            if is_leader():
+                check_no_run(out)
             return out, None
         return out, "auto"
     return _find_checkpoint(Path(resume), out)

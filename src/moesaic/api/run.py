@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from moesaic.report import RunStats
 
 
-def divergence_in(summary: Mapping[str, Any]) -> str | None:
-    """Return how the run of a summary diverged, its likely cause and the way back; None if it did
-    not."""
-    worst = next(iter(summary["findings"]), None)
-    if worst is None or worst["kind"] != "diverged":
-        return None
-    return f"{worst['title'][0].lower()}{worst['title'][1:]}. {worst['text']}"
+_FAILURES = ("diverged", "all_skipped")
+
+
+def failure_in(summary: Mapping[str, Any]) -> str | None:
+    """Return how the run of a summary diverged or learnt nothing, the likely cause and what to do;
+    None if it did neither."""
+    for one in summary["findings"]:
+        if one["kind"] in _FAILURES:
+            return f"{one['title'][0].lower()}{one['title'][1:]}. {one['text']}"
+    return None
 
 
 class Run:

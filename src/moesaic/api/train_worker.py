@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.api.launch import RunInterrupted, is_torchrun, run_reporting_errors
 from moesaic.api.progress import Output, RunProgress
-from moesaic.api.run import Run, divergence_in
+from moesaic.api.run import Run, failure_in
 from moesaic.api.start import exit_on_interrupt
 from moesaic.api.step_callback import remote_callback
 from moesaic.base.config import parse
@@ -112,10 +112,7 @@ def run_train_task(
                 loaded = _search_layout(loaded, task, world, progress.message)
             last = train(loaded, out, resume, world, progress, kind, on_step, stop)
         except DivergedError as error:
-            if not error.is_on_all_ranks and world.size > 1:
-                raise
-            found = world.run_on_rank_zero(lambda: divergence_in(Run(out).summary()) or "")
-            raise DivergedError(found or str(error)) from None
+            raise _in_words_of_report(error, out, world) from None
         finally:
             progress.done()
     except BaseException:
@@ -125,6 +122,17 @@ def run_train_task(
     if last["reason"] == ENDED_BY_SIGTERM:
         raise RunInterrupted(ENDED_BY_SIGTERM, is_saved=True)
     return out
+
+
+def _in_words_of_report(error: DivergedError, out: Path, world: World) -> DivergedError:
+    """Return the error with cause and way back, equal on all ranks that raise it."""
+
+    def explain() -> str:
+        return failure_in(Run(out).summary()) or str(error)
+
+    if error.is_on_all_ranks:
+        return DivergedError(world.run_on_rank_zero(explain))
+    return DivergedError(explain()) if world.is_rank_zero else error
 
 
 def _search_layout(

@@ -23,7 +23,7 @@ from moesaic.api.launch import (
     said_once,
 )
 from moesaic.api.prepared_run import PreparedRun
-from moesaic.api.run import Run, divergence_in
+from moesaic.api.run import Run, failure_in
 from moesaic.api.start import SAME_COMMAND, exit_on_interrupt, exit_on_sigterm, import_module
 from moesaic.api.train_worker import resumed_run, stop_on_sigterm
 from moesaic.base.errors import DivergedError
@@ -37,7 +37,7 @@ from moesaic.facts.plan import Plan, describe_plan
 from moesaic.facts.workload import count_parameters, job_parts
 from moesaic.facts.workload.parameters import describe_trainable
 from moesaic.train.out_checks import holds_checkpoint
-from moesaic.train.resumed_job import JOB_TEXT, run_of
+from moesaic.train.resumed_job import job_name, run_of
 from moesaic.train.stop_request import ENDED_BY_SIGTERM
 
 Nproc = Annotated[
@@ -128,8 +128,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
             warnings = prepared.warnings + ([] if dry_run else prepared.warn_of_memory())
         if dry_run:
             with exit_on_interrupt():
-                path = job or Path(str(run), JOB_TEXT)
-                fits = _print_dry_run(path, prepared, cluster, verbose=verbose, as_json=as_json)
+                name = str(job) if run is None or job is not None else job_name(run)
+                fits = _print_dry_run(name, prepared, cluster, verbose=verbose, as_json=as_json)
         for warning in warnings if is_leader() else ():  # A dry run begins with its verdict.
             screen.print_warning(warning)
         if dry_run:
@@ -205,16 +205,9 @@ def _write_report(run: Run, as_json: bool, verbose: bool) -> None:
         screen.print_json({**facts, "report": str(page)})
     else:
         _print_summary(run, facts, page, verbose)
-    if facts["skipped"] and facts["skipped"] == facts["step"]:
-        raise DivergedError(
-            f"all {facts['step']:,} steps were skipped because fp16 overflowed, so nothing was "
-            f"learnt: the loss scale ({facts['loss_scale']:g} in the last step) halves with each "
-            "skipped step; raise train.steps and continue with --resume, or start again with "
-            'train.precision = "bf16" or "fp32"'
-        )
-    diverged = divergence_in(facts)
-    if diverged is not None:
-        raise DivergedError(diverged)
+    failure = failure_in(facts)
+    if failure is not None:
+        raise DivergedError(failure)
 
 
 def _print_summary(run: Run, facts: dict[str, Any], page: Path, verbose: bool) -> None:
@@ -274,7 +267,7 @@ def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
 
 
 def _print_dry_run(
-    path: Path, prepared: PreparedRun, cluster: str | None, *, verbose: bool, as_json: bool
+    name: str, prepared: PreparedRun, cluster: str | None, *, verbose: bool, as_json: bool
 ) -> bool:
     """Print whether the ranks fit, the plan, the memory of a rank or of rows, and which data were
     read; with `verbose` the resolved job too. Return false if the ranks do not fit."""
@@ -298,7 +291,7 @@ def _print_dry_run(
     if "fits" in facts:
         print_verdict(facts)
     lines += [f"{'data' * (not index):<16} {line}" for index, line in enumerate(data)]
-    for line in (*([f"# {path}, resolved\n", job.to_toml()] if verbose else ()), *lines):
+    for line in (*([f"# {name}, resolved\n", job.to_toml()] if verbose else ()), *lines):
         screen.print_line(line)
     print_parts(facts.get("parts", ()))
     return facts.get("fits") is not False

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from moesaic.base.units import plural
-from moesaic.report.divergence import Divergence
 from moesaic.report.loads import DEAD, HOT, BalanceStats, Extreme, Loads
-from moesaic.report.log import Checkpoint
 from moesaic.report.run_stats import RunStats
 from moesaic.report.series import known_mean, median
+from moesaic.report.way_back import likely_cause, way_back
 from moesaic.report.wording import (
     count,
     digits,
@@ -41,10 +38,6 @@ _SPIKE_SIGMAS = 8.0
 """A spike exceeds the expected loss by this many robust standard deviations ..."""
 _SPIKE_RISE = 0.1
 """... and by this share."""
-_HIGH_RATE = 0.01
-"""Learning rate of AdamW above which it is the likely cause of a divergence."""
-_EARLY = 0.05
-"""Share of a run in which a missing warm-up is the likely cause of a divergence."""
 _OVERFIT_RISE = 0.01
 """Share above the best validation loss at which the last three count as overfitting."""
 _FAR_OFF = 2.5
@@ -148,74 +141,8 @@ def _diverged(run: RunStats) -> Finding | None:
             f"{digits(found.before)} and is back at {digits(found.after)}"
         )
         what = "Most of what was learned is lost. "
-    text = f"{what}Likely cause: {_cause(run, found)}. {_way_back(run, found)}"
+    text = f"{what}Likely cause: {likely_cause(run, found)}. {way_back(run, found)}"
     return Finding("diverged", "problem", title, text)
-
-
-def _peak_rate(run: RunStats, student: str) -> tuple[str, Any]:
-    """Return key and value of the learning rate of a student, or of the job's own model."""
-    for one in run.setting("student") or ():
-        if one["name"] == student and one.get("lr") is not None:
-            return f"student.{student}.lr", one["lr"]
-    return "optimizer.lr", run.setting("optimizer.lr")
-
-
-def _cause(run: RunStats, found: Divergence) -> str:
-    """Return the likely cause of a divergence, as a clause."""
-    step, warmup = found.step, run.setting("schedule.warmup")
-    key, peak = _peak_rate(run, found.student)
-    keys = key if run.setting("kind") != "ctr" else f"{key} or table.lr"
-    if isinstance(peak, int | float) and peak > _HIGH_RATE:
-        return f"{key} = {peak:g} is far above the usual 1e-4 to 1e-3"
-    if run.setting("train.clip") == 0:
-        return "train.clip = 0, so a single batch can move the weights far"
-    if not warmup and step <= max(_EARLY * (run.planned_steps or 0), _NEAR):
-        return f"schedule.warmup = 0, so training begins with the full {keys}{_now(peak)}"
-    narrow = run.setting("train.precision")
-    also = f', or train.precision = "{narrow}" is too narrow' if narrow in ("bf16", "fp16") else ""
-    return f"{keys}{_now(peak)} is too high for this model and batch{also}"
-
-
-def _way_back(run: RunStats, found: Divergence) -> str:
-    """Return what to do about a divergence."""
-    earlier = [one for one in run.kept_checkpoints if one.step <= found.good_step]
-    key, peak = _peak_rate(run, found.student)
-    lower = f"{key}=LOWER"
-    if isinstance(peak, int | float):
-        usual = _earlier_rate(run, found) or _HIGH_RATE / 10
-        lower = f"{key}={min(peak / 10, usual):.3g}"
-    sets = ["--set", lower]
-    if earlier:
-        step, words = earlier[-1].step, ["--resume", str(run.path_of(earlier[-1]))]
-    elif (origin := _origin(run)) is not None and origin.step <= found.good_step:
-        step, words = origin.step, ["--out", "NEW", "--resume", origin.path]
-    else:
-        return (
-            f"No checkpoint from before is left: start anew with --out NEW --set {lower} or a "
-            "longer schedule.warmup."
-        )
-    if run.planned_steps is not None and run.launches and step <= run.launches[-1].step:
-        sets += ["--set", f"train.steps={run.planned_steps}"]  # Its own job may end there.
-    command = shlex.join(["moesaic", "train", *words, "--change", *sets])
-    return f"Go back to step {step:,}: {command}"  # No full stop: it would be copied.
-
-
-def _earlier_rate(run: RunStats, found: Divergence) -> float | None:
-    """Return the highest learning rate of the job's own model before the launch that diverged; None
-    if it had no step."""
-    before = run.steps.step <= min(run.launches[-1].step if run.launches else 0, found.good_step)
-    rates = run.steps.lr[before & (run.steps.lr > 0)]
-    return None if found.student or not len(rates) else float(rates.max())
-
-
-def _origin(run: RunStats) -> Checkpoint | None:
-    """Return the checkpoint that the last launch resumed from, if it still exists; it may be in
-    another run's directory."""
-    last = run.launches[-1] if run.launches else None
-    if last is None or last.resumed_from is None:
-        return None
-    exists = (Path(last.resumed_from) / "COMMIT").is_file()
-    return Checkpoint(last.step, last.resumed_from, "done") if exists else None
 
 
 def _skipped(run: RunStats) -> Finding | None:
@@ -234,6 +161,17 @@ def _skipped(run: RunStats) -> Finding | None:
             ' These are too many: lower optimizer.lr, or set train.precision = "bf16" or "fp32".'
         )
     title = f"{plural(len(rows), 'step')} of {len(steps):,} skipped for fp16 overflow"
+    if len(rows) == len(steps):
+        text = (
+            f"The loss scale ({steps.loss_scale[-1]:g} in the last step) halves with each skipped "
+            "step; raise train.steps and continue with --resume, or start again with "
+            'train.precision = "bf16" or "fp32"'
+        )
+        title = (
+            f"All {plural(len(steps), 'step')} were skipped because fp16 overflowed, so nothing "
+            "was learnt"
+        )
+        return Finding("all_skipped", "problem", title, text)
     return Finding("skipped", "warning" if often else "note", title, text)
 
 

@@ -83,6 +83,10 @@ class GoodCheckpoint:
         if step - 1 in self._losses:
             self._judge(step - 1)
 
+    def add_failure(self, step: int) -> None:
+        """Add a step whose loss or gradient is not finite: the weights before it are wrong."""
+        self.add_step(step, dict.fromkeys(self._recent or ("loss",), math.nan))
+
     def add_checkpoint(self, step: int, name: str) -> None:
         """Add a checkpoint, by its step and the name of its directory."""
         self._steps[name] = step

@@ -46,9 +46,9 @@ from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tok
 from moesaic.train.data.clicks_files import PATH_KEYS, job_files
 from moesaic.train.data.sources import open_inputs
 from moesaic.train.resumed_job import (
-    JOB_TEXT,
     RESOLVED_JOB,
     RunSource,
+    job_name,
     resolved_job,
     run_of,
     run_source,
@@ -151,8 +151,7 @@ def _read_source(
             "a resume needs the directory of its run: give --out DIR (out=DIR in Python)"
         )
     began = run_source(run)
-    origin = str(run / JOB_TEXT) if run_of(run) == run else f"job of '{run}'"
-    return began.text, dict(began.tables), origin
+    return began.text, dict(began.tables), job_name(run)
 
 
 def _fill_micro_batches(raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:

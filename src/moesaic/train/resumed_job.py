@@ -115,6 +115,11 @@ def run_of(origin: Path) -> Path:
     return origin.absolute().parent.parent if (origin / "COMMIT").is_file() else origin
 
 
+def job_name(origin: Path) -> str:
+    """Return the name of the job of a run or of a checkpoint, for messages."""
+    return str(origin / JOB_TEXT) if run_of(origin) == origin else f"job of '{origin}'"
+
+
 def run_source(origin: Path) -> RunSource:
     """Return the job of a run or of a checkpoint; raise if it has none."""
     source = RunSource.read(origin)
@@ -164,11 +169,17 @@ def resolved_job(origin: Path) -> Mapping[str, Any]:
     return _read_metadata(run_of(origin) / RESOLVED_JOB, "a comparison with its earlier job")
 
 
-def unkept_changes(origin: Path, job: Mapping[str, Any], given: Sequence[Path] = ()) -> list[str]:
+def unkept_changes(
+    origin: Path,
+    job: Mapping[str, Any],
+    ranks: int,
+    given: Sequence[Path] = (),
+    sets: Sequence[str] = (),
+) -> list[str]:
     """Return a sentence for each difference between the files of a run and the checkpoint that it
     goes on from: edits by hand, and changes by a start that saved nothing or by a later one.
 
-    A resume with the resolved `job` takes the edits in files that are `given`.
+    A resume with the resolved `job` takes the edits in files that are `given`, and what `sets` say.
     """
     source, run = RunSource.read(origin), run_of(origin)
     if source is None:
@@ -196,8 +207,12 @@ def unkept_changes(origin: Path, job: Mapping[str, Any], given: Sequence[Path] =
     kept, now = dict(flatten(source.job)), dict(flatten(job))
     lost = [
         f"{key} = {show_value(last.get(key))}" for key in changed_keys(kept, last)
-        if now.get(key) == kept.get(key)
+        if now.get(key) == kept.get(key) and not any(_overlaps(_key_of(one), key) for one in sets)
     ]  # fmt: skip
+    earlier = (source.plan or {}).get("ranks")
+    latest = _read_metadata(run / PLAN, "a comparison with its earlier plan").get("ranks", earlier)
+    if latest != earlier == ranks:
+        lost.append(f"{latest} ranks (--nproc {latest})")
     if lost and origin == run:
         where = f"the last start of '{run}' saved nothing, and {where}"
     if lost:
@@ -233,10 +248,13 @@ def check_learning(origin: Path, job: Mapping[str, Any]) -> None:
     if changes:
         old, new = dict(flatten(before)), dict(flatten(job))
         changes += [_change(key, old, new) for key in changed_keys(old, new) if _is_of_text(key)]
+        words = ["--resume", str(origin)]
+        if run_of(origin) == origin:
+            words = ["--out", str(origin), "--resume"]
         raise ConfigError(
             f"resume: {'; '.join(changes)}: this changes what '{run_of(origin)}' learns; add "
             "--change (change=True in Python) to take it, or leave it out to go on as before "
-            "(moesaic train --out DIR --resume needs no job file)"
+            f"(moesaic train {shlex.join(words)} needs no job file)"
         )
 
 

@@ -401,10 +401,11 @@ class _Session(Generic[J]):
 
     def _end_diverged(self, error: DivergedError) -> None:
         """Record that the step after the last one diverged. A save in progress ends first: it may
-        be the way back."""
+        be the way back, and it must not prune that."""
+        step = self.run.counters["step"]
+        self.good.add_failure(step + 1)
         if error.is_on_all_ranks or self.world.size == 1:
             self.world.run_on_rank_zero(self._wait_for_save)
-        step = self.run.counters["step"]
         self.record.write_event("run_end", step=step, reason="diverged", error=str(error))
 
     def _wait_for_save(self) -> str:

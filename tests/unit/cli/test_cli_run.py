@@ -102,8 +102,8 @@ def test_skipped_steps_are_reported(commands: Commands, monkeypatch: pytest.Monk
     assert f", {skipped} of 20 steps skipped because fp16 overflowed: loss " in text
     line = f"train job.toml --out none --set train.steps={skipped}".split()
     words = (
-        f"error: all {skipped} steps were skipped because fp16 overflowed, so nothing was learnt: "
-        f"the loss scale ({2 ** (31 - skipped):g} in the last step) halves"
+        f"error: all {skipped} steps were skipped because fp16 overflowed, so nothing was learnt. "
+        f"The loss scale ({2 ** (31 - skipped):g} in the last step) halves"
     )
     captured = commands.run(line, *FP16, status=2)
     assert captured.err.splitlines()[-1].startswith(words)
@@ -310,6 +310,18 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_anew(commands: Com
     assert "kept as 'twice/failed-2'" in commands.output("train job.toml --out twice")
 
 
+def test_going_back_to_fewer_ranks_is_told(commands: Commands) -> None:
+    commands.output("train job.toml --out more --set train.steps=2")
+    commands.output("train --out more --resume --nproc 2 --change --set train.steps=3")
+    line = "train --resume more/checkpoints/step-00000002 --change --set train.steps=3 --dry-run"
+    captured = commands.run(line)
+    assert "1 rank holds everything" in captured.out
+    assert captured.err.endswith(
+        "so without the last start's 2 ranks (--nproc 2): give what you want to keep again\n"
+    )
+    assert commands.run(f"{line} --nproc 2").err == ""
+
+
 def test_one_command_starts_and_resumes_a_run(commands: Commands) -> None:
     """As a scheduler repeats it."""
     line = "train job.toml --out again --resume --set train.steps=2"
@@ -354,6 +366,7 @@ def test_a_diverged_resume_goes_back_by_the_command_that_it_names(commands: Comm
     assert line.endswith(command[1])
     assert last == "wrote rising/report.html"
     refused = commands.refusal(f"train {back} --set train.steps=14 --set data.path=other.txt")
+    assert f"to go on as before (moesaic train {back} needs no job file)" in refused
     assert 'train.steps = 14, was 12; data.path = "other.txt", was "text": this ch' in refused
     plain = commands.run(f"train --out branch {back} --change --set train.steps=14")
     (warning,) = plain.err.splitlines()  # The checkpoint's own job goes on.
@@ -362,6 +375,9 @@ def test_a_diverged_resume_goes_back_by_the_command_that_it_names(commands: Comm
         "without the last start's "
     )
     assert "optimizer.lr = 5" in warning
+    assert "train.steps" not in warning  # It is given.
+    text = commands.output(f"train {back} --dry-run --verbose --change --set train.steps=14")
+    assert "# job of 'rising/checkpoints/step-00000012', resolved\n" in text
     assert json.loads(Path("branch/job.json").read_text())["optimizer"]["lr"] == 0.003
     text = commands.output(command[1])
     assert "going back to step-00000012" in text

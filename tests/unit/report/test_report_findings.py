@@ -248,6 +248,30 @@ def commit(run: Path, step: int) -> Checkpoint:
     return Checkpoint(step, f"a b/checkpoints/{name}", "done")
 
 
+def test_the_way_back_lowers_the_rate_that_is_too_high(tmp_path: Path) -> None:
+    """It goes on to the planned end, on as many ranks."""
+    loss = np.concatenate((np.linspace(5.8, 4.0, 30), np.full(20, 90.0)))
+    began, resumed = launch(), replace(launch(20), ranks=2)
+    job = {**JOB, "train": {"clip": 1.0, "steps": 50}, "optimizer": {"lr": 1.0}}
+    run = make_run(
+        50, job, loss=loss, lr=np.where(np.arange(50) < 20, 2e-4, 1.0), directory=tmp_path,
+        checkpoints=[commit(tmp_path, 20)], launches=[began, resumed],
+    )  # fmt: skip
+    go_on = f"moesaic train --resume {tmp_path}/checkpoints/step-20 --nproc 2 --change --set "
+    words = "optimizer.lr=0.0002 --set train.steps=50"  # The rate had worked.
+    assert text(run, "diverged").endswith(f"{go_on}{words}")
+    warm = replace(run, job={**job, "schedule": {"warmup": 20}})
+    assert text(warm, "diverged").endswith(f"{go_on}optimizer.lr=0.001 --set train.steps=50")
+    clicks = {**job, "kind": "ctr", "optimizer": {"lr": 0.001}, "table": {"lr": 1e300}}
+    found = text(replace(run, job=clicks), "diverged")
+    assert "table.lr = 1e+300 is far above the usual 1e-2 to 1e-1" in found
+    assert found.endswith(f"{go_on}table.lr=0.1 --set train.steps=50")
+    calm = {**clicks, "schedule": {"warmup": 30}, "table": {"lr": 0.05}}
+    found = text(replace(run, job=calm), "diverged")
+    assert "optimizer.lr (now 0.001) or table.lr (now 0.05) is too high" in found
+    assert "optimizer.lr=0.0001 --set table.lr=0.005" in found
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_student_that_diverges_is_named(frozen: bool) -> None:
     """A loss on text that no loss of the student trains is not judged."""
@@ -284,6 +308,8 @@ def test_skipped_steps(rows: list[int], severity: str) -> None:
     )
     assert "it is now 1024" in text(run, "skipped")
     assert find(run)[0].severity == severity
+    none = make_run(40, loss=np.full(40, np.nan), skipped=np.ones(40), loss_scale=scales)
+    assert (find(none)[0].kind, find(none)[0].severity) == ("all_skipped", "problem")
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,17 @@ def test_a_resume_knows_the_losses_of_earlier_starts(tmp_path: Path) -> None:
     assert good.find([Path("step-25"), *paths]) == Path("step-12")
 
 
+def test_the_checkpoint_before_a_failed_step_is_not_good() -> None:
+    good = GoodCheckpoint()
+    for step in range(1, 10):
+        good.add_step(step, {"loss": 2.0})
+        good.begin_save(step)
+        good.add_checkpoint(step, f"step-{step}")
+    assert good.find([Path("step-9"), Path("step-8")]) == Path("step-9")
+    good.add_failure(10)
+    assert good.find([Path("step-9"), Path("step-8")]) == Path("step-8")
+
+
 def test_a_step_that_fp16_skips_says_nothing() -> None:
     good = GoodCheckpoint()
     for step, loss in enumerate([2.0, 2.0, float("inf")], 1):
