@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from moesaic.base import keys
+from moesaic.base import keys, unknown_keys
 from moesaic.base.config import parse
 from moesaic.cli.main import expand_resume, make_app
 from moesaic.facts.cluster.file import resolve_cluster
@@ -90,7 +90,7 @@ def test_commands_are_taken(page: Path) -> None:
             if verb == "train":
                 for item in context.params["sets"] or ():
                     key = item.partition("=")[0]
-                    keys.locate(CtrJob if key.startswith("table.") else Job, key)
+                    unknown_keys.locate(CtrJob if key.startswith("table.") else Job, key)
     inline = re.findall(r"`moesaic ([a-z-]+)", prose(page.read_text()))
     assert set(inline) <= set(getattr(group, "commands"))  # noqa: B009
 

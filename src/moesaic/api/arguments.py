@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from moesaic.base import keys
+from moesaic.base.unknown_keys import by_other_name
 from moesaic.facts.job import Job
 
 P = ParamSpec("P")
@@ -23,7 +23,7 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known:
-                meant = [key.rpartition(".")[2] for key in keys.by_other_name(Job, name)[0]]
+                meant = [key.rpartition(".")[2] for key in by_other_name(Job, name).keys]
                 near = [one for one in meant if one in known] or get_close_matches(name, known, n=1)
                 remedy = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}"
                 where = function.__qualname__.removesuffix(".__init__")

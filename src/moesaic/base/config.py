@@ -2,7 +2,7 @@
 
 A *section* is a frozen pydantic model whose fields carry their documentation. Unknown keys are
 errors that suggest the nearest known key. `--set a.b=c` edits the raw TOML before parsing, so it
-needs no rules of its own. `base.keys` describes the keys.
+needs no rules of its own. `base.keys` describes the keys, `base.unknown_keys` the unknown ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from moesaic.base import keys
+from moesaic.base import keys, unknown_keys
 from moesaic.base.errors import ConfigError, UserError
 
 
@@ -234,12 +234,12 @@ def parse(
     raise ConfigError(list_mistakes(by_key, origin, sets, raw))
 
 
-def _describe_unknown(kind: type[BaseModel], detail: Any) -> list[keys.UnknownKey]:
+def _describe_unknown(kind: type[BaseModel], detail: Any) -> list[unknown_keys.UnknownKey]:
     field, _, key = _locate_error(kind, detail["loc"])
     # A choice that only files use, such as a preset, is left here if its value is unknown.
     if key == keys.dotted_key(detail["loc"]) and field and keys.choices(field.annotation):
-        return [keys.UnknownKey(*_describe_mistake(kind, detail), key, is_known=True)]
-    return keys.unknown_keys(kind, detail["loc"], detail["input"])
+        return [unknown_keys.UnknownKey(*_describe_mistake(kind, detail), key, is_known=True)]
+    return unknown_keys.unknown_keys(kind, detail["loc"], detail["input"])
 
 
 def _is_misspelt(kind: type[BaseModel], key: str, meant: AbstractSet[str]) -> bool:
@@ -247,8 +247,8 @@ def _is_misspelt(kind: type[BaseModel], key: str, meant: AbstractSet[str]) -> bo
     for it, or all that a table requires."""
     plain = _without_indices(key)
     table = plain.rpartition(".")[0]
-    around = keys.section_of(keys.locate(kind, table).annotation) if table else kind
-    inner = keys.section_of(keys.locate(kind, plain).annotation)
+    around = keys.section_of(unknown_keys.locate(kind, table).annotation) if table else kind
+    inner = keys.section_of(unknown_keys.locate(kind, plain).annotation)
     for_files = getattr(around, "file_keys", None)
     others = [] if for_files is None else list(keys.fields(for_files))
     required = {f"{plain}.{name}" for name in (keys.required_keys(inner) if inner else ())}

@@ -1,8 +1,7 @@
 """Key tree of a section: the name, type, default and meaning of every key.
 
-A key has the name that a file uses (`train.steps`, `model.from`). `locate` finds a key or explains
-why it is unknown. `walk` and `explain` describe keys; `describe_type` says which values a key
-takes.
+A key has the name that a file uses (`train.steps`, `model.from`). `walk` and `explain` describe
+keys; `describe_type` says which values a key takes. `base.unknown_keys` finds a key by its name.
 """
 
 from __future__ import annotations
@@ -81,83 +80,37 @@ def _field_docstrings(body: Sequence[ast.stmt], at: str) -> Iterator[tuple[str, 
                     yield f"{at}{one.target.id}", inspect.cleandoc(text)
 
 
-def locate(root: type[BaseModel], key: str) -> FieldInfo:
-    """Return the field of the dotted `key`; raise ConfigError with a suggestion if unknown."""
-    found = _tree(root).fields.get(key)
-    if found is None:
-        parts = key.split(".")
-        raise ConfigError(_unknown_key(root, parts, parts).message)
-    return found
-
-
 def walk(root: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Yield every key of a section and of its subsections, in source order."""
-    for key, field in _walk_fields(root, prefix):
+    for key, field in walk_fields(root, prefix):
         if section_of(field.annotation) is None:
             yield Key(key, describe_type(field), default(field), meaning(field))
         else:
-            yield Key(key, _table_kind(field), "", meaning(field))
+            yield Key(key, table_kind(field), "", meaning(field))
 
 
-def _walk_fields(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def walk_fields(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted path and field of every key of a section and of its subsections."""
     for name, field in fields(root).items():
         yield f"{prefix}{name}", field
         inner = section_of(field.annotation)
         if inner is not None:
-            yield from _walk_fields(inner, f"{prefix}{name}.")
+            yield from walk_fields(inner, f"{prefix}{name}.")
 
 
-class _Tree(NamedTuple):
-    """Keys of a root by what unknown keys are compared with."""
-
-    fields: dict[str, FieldInfo]
-    """Fields by dotted path."""
-    names: dict[str, dict[str, str]]
-    """Paths by table, and by name in it."""
-    tables: dict[str, list[str]]
-    """Tables that have a key of this name."""
-    lists: tuple[str, ...]
-    """Starts of the paths in lists of tables."""
-    other_names: dict[str, str]
-    """Paths by other frameworks' names."""
-    other_ways: dict[str, str]
-    """How to say the same, by other frameworks' names."""
-
-
-@cache
-def _tree(root: type[BaseModel]) -> _Tree:
-    found = dict(_walk_fields(root))
-    names, tables = dict[str, dict[str, str]](), dict[str, list[str]]()
-    for path in found:
-        table, _, name = path.rpartition(".")
-        names.setdefault(table, {})[name] = path
-        tables.setdefault(name, []).append(table)
-    lists = tuple(f"{path}." for path, field in found.items() if _is_list_of_tables(field))
-    others: Mapping[str, str] = getattr(root, "other_names", None) or {}
-    ways: Mapping[str, str] = getattr(root, "other_ways", None) or {}
-    by_name = {_plain(name): key for name, key in others.items() if key in found}
-    return _Tree(
-        found, names, tables, lists, by_name, {_plain(name): way for name, way in ways.items()}
-    )
-
-
-def _table_kind(field: FieldInfo) -> str:
+def table_kind(field: FieldInfo) -> str:
+    """Return `list of tables` or `table` for a field that holds sections."""
     return "list of tables" if typing.get_origin(field.annotation) is list else "table"
 
 
-def _is_list_of_tables(field: FieldInfo) -> bool:
-    return section_of(field.annotation) is not None and _table_kind(field) == "list of tables"
-
-
-def explain(root: type[BaseModel], key: str) -> str:
-    """Return the meaning, type and default of `key` in a few lines; for a table, its keys."""
-    field = locate(root, key)
+def explain(key: str, field: FieldInfo) -> str:
+    """Return the meaning, type and default of a key in a few lines; for a table, its keys."""
     inner = section_of(field.annotation)
     if inner is None:
         lines = [f"{key}: {describe_type(field)}", f"  {meaning(field)}"]
         lines.append("  required" if field.is_required() else f"  default: {default(field)}")
     else:
-        lines = [f"{key}: {_table_kind(field)}", f"  {meaning(field)}"]
+        lines = [f"{key}: {table_kind(field)}", f"  {meaning(field)}"]
         lines += [f"  .{name}: {meaning(child)}" for name, child in fields(inner).items()]
     return "\n".join(lines)
 
@@ -179,7 +132,7 @@ def describe_type(field: FieldInfo) -> str:
     """Return the type of a field in words: `an integer from 1`, `"a", "b" or "c"`."""
     inner = section_of(field.annotation)
     if inner is not None:
-        kind = _table_kind(field)
+        kind = table_kind(field)
         if any(getattr(limit, "min_length", None) == 1 for limit in field.metadata):
             kind = kind.replace("list of", "list of one or more")
         return f"a {kind} with keys {', '.join(fields(inner))}"
@@ -217,161 +170,6 @@ def section_of(annotation: object) -> type[BaseModel] | None:
     for candidate in (annotation, *typing.get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
-    return None
-
-
-class UnknownKey(NamedTuple):
-    """A key that a section lacks."""
-
-    path: str
-    message: str
-    """Sentence with the remedy."""
-    meant: str | None
-    """Key that was probably meant."""
-    is_known: bool
-    """True if the message says what to write instead."""
-
-
-def unknown_keys(
-    root: type[BaseModel], parts: Sequence[str | int], value: object
-) -> list[UnknownKey]:
-    """Return an unknown key, of which only the last part is unknown; for a table of another name,
-    its keys if some of them are known.
-
-    A number among `parts` is an index in a list of tables.
-    """
-    names = [part for part in parts if isinstance(part, str)]
-    this = _unknown_key(root, parts, names)
-    table, own = _table_at(root, this.meant)
-    ends = [table.rpartition(".")[2]] if table else []
-    is_misspelt = bool(difflib.get_close_matches(names[-1], ends, cutoff=0.8))
-    if not isinstance(value, Mapping) or (is_misspelt and set(value) <= set(own)):
-        return [this]
-    above = table.split(".") if table else names
-    inside = [
-        _unknown_key(root, [*parts, name], [*names, name])
-        if any(by_other_name(root, f"{names[-1]}.{name}"))
-        else _unknown_key(root, [*parts, name], [*above, name], own)
-        for name in value
-    ]
-    return inside if any(one.is_known for one in inside) else [this]
-
-
-def _table_at(root: type[BaseModel], key: str | None) -> tuple[str, list[str]]:
-    """Return the table that `key` is or is in, and its keys."""
-    for table in () if key is None else (key, key.rpartition(".")[0]):
-        section = section_of(_tree(root).fields[table].annotation) if table else None
-        if section is not None:
-            return table, list(fields(section))
-    return "", []
-
-
-def _unknown_key(
-    root: type[BaseModel],
-    parts: Sequence[str | int],
-    names: Sequence[str],
-    own: Sequence[str] = (),
-) -> UnknownKey:
-    """Return the unknown key at `parts`, which would be at `names` in a table with keys `own`."""
-    path = dotted_key(parts)
-    found, way = ([".".join(names)], None) if names[-1] in own else _meaning(root, names)
-    meant = found[0] if names[-1] in own else _nearest(root, names, found, way)
-    if way:
-        return UnknownKey(path, f"unknown key '{path}': {way}", meant, is_known=True)
-    if meant:
-        return UnknownKey(path, f"unknown key '{path}': did you mean '{meant}'?", meant, True)
-    return UnknownKey(path, f"unknown key '{path}': {_known_keys(root, names)}", None, False)
-
-
-def _known_keys(root: type[BaseModel], names: Sequence[str]) -> str:
-    """Return a clause about the keys of the table of an unknown key."""
-    tree, above = _tree(root), ".".join(names[:-1])
-    if above in tree.names:
-        where = f"'{above}' has the keys" if above else "the keys at the top are"
-        return f"{where} {', '.join(tree.names[above])}"
-    tables = (".".join(names[:count]) for count in range(1, len(names)))
-    value = next((one for one in tables if one in tree.fields and one not in tree.names), None)
-    return "no table has such a key" if value is None else f"'{value}' is a value, no table"
-
-
-def _meaning(root: type[BaseModel], parts: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the keys that an unknown key means, and how to say it if no key does alone.
-
-    The name in its table comes first, then keys of the same name, then other frameworks' names.
-    Keys in lists of tables come last, and are not meant in a table outside of lists.
-    """
-    *tables, word = parts
-    tree, above = _tree(root), ".".join(tables)
-    same = [tree.names[table][word] for table in tree.tables.get(word, ())]
-    listed = [key for key in same if key.startswith(tree.lists)]
-    readings = (
-        by_other_name(root, ".".join(["", *parts][-2:])),
-        ([key for key in same if key not in listed], None),
-        by_other_name(root, word),
-        ([] if _is_table_outside_lists(tree, above) else listed, None),
-    )
-    found, way = next((one for one in readings if any(one)), readings[-1])
-    # A table of the same name in another one, such as the model of a student, has the key itself.
-    ends = [key.rpartition(".")[0] for key in found]
-    prefix = [above.removesuffix(at) if at and above.endswith(f".{at}") else "" for at in ends]
-    return [f"{outer}{key}" for outer, key in zip(prefix, found, strict=True)], way
-
-
-def _is_table_outside_lists(tree: _Tree, table: str) -> bool:
-    return bool(table) and table in tree.names and not f"{table}.".startswith(tree.lists)
-
-
-def by_other_name(root: type[BaseModel], name: str) -> tuple[list[str], str | None]:
-    """Return the key that another framework gives this name, if any, and how else to say it."""
-    tree, wanted = _tree(root), _plain(name)
-    key = tree.other_names.get(wanted)
-    return [] if key is None else [key], tree.other_ways.get(wanted)
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").replace("-", "").lower()
-
-
-def meant_keys(root: type[BaseModel], parts: Sequence[str]) -> list[str]:
-    """Return the keys that have this name in another table, or in another framework.
-
-    None are meant if a key of the same table is nearly the same word.
-    """
-    return [] if _is_nearly_sibling(root, parts) else _meaning(root, parts)[0]
-
-
-def _is_nearly_sibling(root: type[BaseModel], parts: Sequence[str]) -> bool:
-    siblings = _tree(root).names.get(".".join(parts[:-1]), {})
-    return bool(difflib.get_close_matches(parts[-1], siblings, n=1, cutoff=0.85))
-
-
-def nearest_key(root: type[BaseModel], parts: Sequence[str]) -> str | None:
-    """Return the key that was probably meant: the same name elsewhere, another framework's name, or
-    a similar one."""
-    return _nearest(root, parts, *_meaning(root, parts))
-
-
-def _nearest(
-    root: type[BaseModel], parts: Sequence[str], found: Sequence[str], way: str | None
-) -> str | None:
-    """Return the nearest key to one that means those `found`, or is said by `way`."""
-    *tables, word = parts
-    tree, above = _tree(root), ".".join(tables)
-    meant = [] if _is_nearly_sibling(root, parts) else found
-    if len(meant) == 1 or way:
-        return meant[0] if meant else None
-    elsewhere, listed = dict[str, str](), dict[str, str]()
-    for path, field in tree.fields.items():
-        table, _, name = path.rpartition(".")
-        if table != above and section_of(field.annotation) is None:
-            (listed if path.startswith(tree.lists) else elsewhere).setdefault(name, path)
-    if _is_table_outside_lists(tree, above):
-        listed = {}
-    siblings = tree.names.get(above, {})
-    places = ((siblings, 0.6 if above else 0.7), (elsewhere, 0.8), (listed, 0.8))
-    for paths, cutoff in places:
-        for name in difflib.get_close_matches(word, paths, n=1, cutoff=cutoff):
-            return paths[name]
     return None
 
 

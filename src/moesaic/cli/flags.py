@@ -15,10 +15,11 @@ import typer
 from pydantic import BaseModel
 
 from moesaic.api.cluster import Cluster
-from moesaic.base import keys
+from moesaic.base import keys, unknown_keys
 from moesaic.base.config import SET_FLAG, Section, apply_sets, parse, read_toml
 from moesaic.base.errors import ConfigError, write_error
 from moesaic.base.files import atomic_create
+from moesaic.base.unknown_keys import Meant
 from moesaic.cli import screen
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import PRESETS
@@ -108,18 +109,19 @@ def load_cluster(name: str | None) -> Cluster:
 def print_explanation(kind: type[BaseModel], key: str, as_json: bool) -> None:
     """Print the meaning of `key`, or of all keys.
 
-    A name without its table, or of another framework, stands for the keys that it means.
+    A name without its table, of another framework, or shortened, stands for the keys it means.
     """
     entries = list(keys.walk(kind))
     if key != "all":
         is_known = any(entry.path == key for entry in entries)
-        meant = [key] if is_known else keys.meant_keys(kind, key.split(".")) or [key]
+        found = Meant() if is_known else unknown_keys.meant(kind, key.split("."))
+        shown = [key] if found.is_misspelt else found.keys or [key]
+        explained = [keys.explain(one, unknown_keys.locate(kind, one)) for one in shown]
         if not as_json:
-            screen.print_line("\n".join(keys.explain(kind, one) for one in meant))
+            way = [f"{key} is no key: {found.way}"] if found.way else []
+            screen.print_line("\n".join([*explained, *way]))
             return
-        for one in meant:
-            keys.locate(kind, one)
-        tables = tuple(f"{one}." for one in meant)
+        tables = tuple(f"{one}." for one in shown)
         entries = [entry for entry in entries if f"{entry.path}.".startswith(tables)]
     if as_json:
         screen.print_json([entry._asdict() for entry in entries])
@@ -139,7 +141,9 @@ def print_job_explanation(key: str, as_json: bool, job: Path | None = None) -> N
     if kind == "ctr" or (kind is None and key != "all" and _is_key_of_ctr_alone(key)):
         print_explanation(CtrJob, key, as_json)
         return
-    everywhere = key == "all" or _is_file_key(key) or keys.nearest_key(Job, key.split(".")) is None
+    everywhere = (
+        key == "all" or _is_file_key(key) or not unknown_keys.meant(Job, key.split(".")).keys
+    )
     print_explanation(JobFiles if everywhere else Job, key, as_json)
 
 

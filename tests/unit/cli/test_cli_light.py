@@ -205,10 +205,13 @@ def test_explain_knows_plan_and_cluster_files(capfd: pytest.CaptureFixture[str])
         ("train --explain lr", "optimizer.lr"), ("train --explain ep", "layout.ep"),
         ("train --explain model.experts_per_token", "model.top_k"),
         ("train --explain micro_batch_size", "train.micro_batches"),
-        ("train --explain epochs", "train.steps"),
+        ("train --explain epochs", "train.steps"), ("generate --explain temp", "temperature"),
+        ("train --explain capacity", "routing.capacity_factor"),
     ):  # fmt: skip
         assert run(line, capfd).startswith(f"{key}: ")
         assert json.loads(run(f"{line} --json", capfd))[0]["path"] == key
+    way = "\nmicro_batch_size is no key: give train.micro_batches, their number: train.batch / "
+    assert way in run("train --explain micro_batch_size", capfd)
     for line, words in (
         ("plan --explain cluster.host", "unknown key 'cluster.host': did you mean 'cluster.hosts'"),
         ("train --explain output_dir", "give the directory of the run as a flag, --out DIR"),

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import copy
 import json
-import re
 import tomllib
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -16,7 +14,6 @@ from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset
 from moesaic.facts.job.finetune import AdapterTarget
 from moesaic.facts.job.job import _available_targets, fill_preset
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.job.other_names import OTHER_NAMES, OTHER_WAYS
 from moesaic.facts.workload import count_parameters
 from moesaic.facts.workload.parameters import adapters, describe_trainable
 
@@ -316,108 +313,6 @@ def test_trainable_parameters_are_listed_by_name() -> None:
         (('finetune.method="full"', 'finetune.router="train"'), "every weight"),
     ):
         assert describe_trainable(job(*changes))[0].endswith(f"%): {words}")
-
-
-def test_names_of_other_frameworks_are_known_and_are_no_keys() -> None:
-    known = {entry.path for entry in keys.walk(Job)}
-    assert set(OTHER_NAMES.values()) <= known
-    assert not {f"{key.rpartition('.')[0]}.{name}" for name, key in OTHER_NAMES.items()} & known
-    assert not set(OTHER_WAYS) & known
-    written = set(re.findall(r"\b([a-z]+\.[a-z_]+)\b", " ".join(OTHER_WAYS.values())))
-    assert written <= known, "a key that is no more"
-
-
-MEANT = {
-    "model.top_k": "model.experts_per_token num_experts_per_tok moe_router_topk moe.top_k",
-    "model.experts": "model.num_experts num_local_experts moe.num_experts routing.num_experts",
-    "model.layers": "n_layer num_hidden_layers model.n_layers", "model.heads": "n_head",
-    "model.hidden": "n_embd hidden_size", "model.ffn": "intermediate_size",
-    "model.vocab": "vocab_size", "model.preset": "model.name", "model.from": "base_model",
-    "routing.balance_loss": "moe.aux_loss_coef moe-aux-loss-coeff",
-    "layout.ep": "expert_model_parallel_size parallelism.expert_parallel_degree",
-    "layout.tp": "tensor_parallel_degree parallel.tp", "layout.pp": "pipeline_parallel_degree",
-    "layout.dp_shard": "fsdp layout.zero zero_stage layout.fsdp zero_optimization.stage",
-    "finetune.rank": "finetune.r lora.r lora_r peft.r",
-    "finetune.alpha": "lora_alpha lora.alpha", "finetune.targets": "lora.target_modules",
-    "data.path": "data.name dataset train_file data.train_path training.dataset",
-    "data.sequence": "seq_len max_seq_length training.seq_len block_size",
-    "data.tokenizer": "tokenizer.name tokenizer.path tokenizer_path model.tokenizer_path",
-    "train.steps": "max_iters trainer.max_steps training.steps trainning.steps",
-    "train.batch": "global_batch_size batchsize data_loader.batch_size training.batch_size",
-    "train.micro_batches": "gradient_accumulation_steps", "train.precision": "bf16 fp16 dtype",
-    "train.recompute": "gradient_checkpointing activation_checkpoint.mode",
-    "train.clip": "max_grad_norm training.max_norm", "train.validate_every": "eval_steps",
-    "optimizer.kind": "optimizer.name optimizer.type optim",
-    "optimizer.lr": "lr train.lr optimizer.learning_rate training.lr",
-    "optimizer.betas": "optimizer.momentum adam_beta1 optimizer.beta2",
-    "optimizer.epsilon": "eps optimizer.eps",
-    "optimizer.weight_decay": "weight_decay train.weight_decay",
-    "schedule.kind": "lr_scheduler_type scheduler.type",
-    "schedule.warmup": "warmup_steps lr_scheduler.warmup_steps",
-    "checkpoint.every": "save_steps save_interval checkpoint.interval",
-    "seed": "train.seed", "layout": "parallelism", "train": "training", "model": "modle.preset",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("key", MEANT)
-def test_a_key_of_another_framework_names_the_key(key: str) -> None:
-    for name in MEANT[key].split():
-        assert mistake_in(name).endswith(f": did you mean '{key}'?"), name
-
-
-WAYS = {
-    "--out DIR": "output_dir save_dir logging_dir train.output_dir checkpoint.dir job.dump_folder",
-    "--resume": "resume_from_checkpoint checkpoint.resume",
-    "--nproc N": "nproc_per_node layout.dp dp_degree data_parallel_size trainer.devices",
-    "train.steps": "epochs train.epochs train.num_train_epochs train.max_epochs trainer.epochs",
-    "train.batch": "per_device_train_batch_size",
-    "train.micro_batches": "micro_batch_size",
-    "every step is logged": "train.log_every logging_steps log.interval metrics.log_freq",
-    "name of its directory": "name run_name train.name",
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_name_that_no_key_has_says_what_to_do(way: str) -> None:
-    for name in WAYS[way].split():
-        sentence = mistake_in(name)
-        assert sentence.startswith(f"unknown key '{name}': ")
-        assert way in sentence
-        assert "did you mean" not in sentence
-
-
-NO_NAMES = {
-    "layout": "layout.r layout.name layout.save",
-    "finetune": "finetune.bias finetune.name",
-    "schedule": "schedule.load schedule.bias",
-}
-
-
-@pytest.mark.parametrize("table", NO_NAMES)
-def test_a_short_word_has_its_meaning_in_some_tables_alone(table: str) -> None:
-    for name in NO_NAMES[table].split():
-        assert f"unknown key '{name}': '{table}' has the keys " in mistake_in(name)
-
-
-def test_a_misspelt_table_in_a_table_is_one_mistake() -> None:
-    value = {"kind": "yarn", "factor": 2.0}
-    (found,) = keys.unknown_keys(Job, ["model", "rope_scalling"], value)
-    assert found.meant == "model.rope_scaling"
-
-
-def mistake_in(name: str) -> str:
-    """Return the sentence about a job with this key."""
-    tables: dict[str, Any] = {"model": PRESETS["tiny-olmoe"], "train": {"steps": 1, "batch": 2}}
-    tables = copy.deepcopy({**tables, "data": {"path": "x", "sequence": 8}})
-    with pytest.raises(ConfigError) as caught:
-        parse(Job, apply_sets(tables, [f"{name}=1"]), "job")
-    return str(caught.value).removeprefix("job: ")
-
-
-def test_a_key_in_the_model_of_a_student_is_meant_there() -> None:
-    for name, key in (("num_experts", "experts"), ("n_layer", "layers"), ("hiden", "hidden")):
-        found = keys.nearest_key(Job, ["student", "model", name])
-        assert found == f"student.model.{key}"
 
 
 def test_a_key_is_missing_beside_an_unknown_one_unless_that_means_it() -> None:

@@ -11,7 +11,7 @@ _BY_KEY = {
     "model": "moe architecture_config",
     "model.preset": "model.name model.flavor",
     "model.from": "model_name_or_path pretrained pretrained_model_name_or_path hf_path base_model "
-    "init_from hf_assets_path initial_load_path",
+    "init_from hf_assets_path initial_load_path model_path model_dir",
     "model.family": "model_type architectures architecture",
     "model.vocab": "vocab_size padded_vocab_size",
     "model.hidden": "hidden_size d_model n_embd dim embed_dim hidden_dim model_dim",
@@ -45,12 +45,12 @@ _BY_KEY = {
     "routing.bias_update_rate": "moe_router_bias_update_rate bias_update_speed",
     "layout": "parallelism parallel parallel_dims parallelism_config",
     "layout.ep": "expert_model_parallel_size expert_parallel_size expert_parallel_degree ep_size "
-    "expert_parallel",
-    "layout.etp": "expert_tensor_parallel_size expert_tensor_parallel_degree",
+    "expert_parallel ep_degree",
+    "layout.etp": "expert_tensor_parallel_size expert_tensor_parallel_degree etp_size etp_degree",
     "layout.tp": "tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size "
-    "tensor_parallel",
+    "tensor_parallel tp_degree",
     "layout.pp": "pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree "
-    "pp_size pipeline_parallel",
+    "pp_size pipeline_parallel pp_degree",
     "layout.dp_shard": "fsdp data_parallel_shard_degree zero_stage zero_optimization "
     "sharding_strategy fsdp_size zero fully_shard use_distributed_optimizer dp_shard_degree "
     "fsdp_config zero_optimization.stage",
@@ -64,7 +64,7 @@ _BY_KEY = {
     "finetune.targets": "target_modules lora_target_modules",
     "data": "data_loader dataloader dataset_config",
     "data.path": "dataset dataset_path data_path dataset_name train_file train_data datasets "
-    "data.dataset data.name train_path data.dir train_files",
+    "data.dataset data.name train_path data.dir data_dir train_files",
     "data.text_key": "column text_column text_field dataset_text_field",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_model tokenizer_name_or_path "
     "tokenizer.name tokenizer.path",
@@ -119,8 +119,8 @@ _BY_KEY = {
 
 _BY_WAY = {
     "give the directory of the run as a flag, --out DIR": (
-        "output_dir out_dir save_dir logging_dir run_dir dump_folder ckpt_dir checkpoint_dir "
-        "default_root_dir save_path .save train.save checkpoint.dir checkpoint.path "
+        "output_dir out_dir save_dir logging_dir log_dir run_dir dump_folder ckpt_dir "
+        "checkpoint_dir default_root_dir save_path .save train.save checkpoint.dir checkpoint.path "
         "checkpoint.folder log.dir"
     ),
     "a run has the name of its directory, the flag --out DIR": (
