@@ -84,19 +84,20 @@ def describe_fit(figures: Mapping[str, Any], advice: str = "") -> str:
 
 
 def _reserve_text(figures: Mapping[str, Any]) -> str:
-    """Return how much of a device is kept free, if any."""
+    """Return how much of a device is kept from plans, if any."""
     total = figures["device_memory_bytes"]
     reserved = total - figures["usable_memory_bytes"]
     if not reserved:
         return ""
-    return f" ({format_used_bytes(reserved, total)} stay free for {_RESERVE_USES})"
+    return f" ({format_used_bytes(reserved, total)} are kept for {_RESERVE_USES})"
 
 
-def warn_of_memory(job: Job, plan: Plan) -> list[str]:
+def warn_of_memory(job: Job, plan: Plan, *, is_shown: bool) -> list[str]:
     """Return a warning if the job exceeds the memory that is free on this machine now.
 
-    Raise DoesNotFitError if it exceeds all of its memory. A job with `[memory]` adapts to what is
-    free, and a GPU is not asked: that would take memory from its ranks.
+    Raise DoesNotFitError if it exceeds all of its memory. `is_shown` shows the progress of the
+    search for a remedy on a terminal. A job with `[memory]` adapts to what is free, and a GPU is
+    not asked: that would take memory from its ranks.
     """
     if job.memory is not None or _may_use_gpu(job):
         return []
@@ -106,7 +107,7 @@ def warn_of_memory(job: Job, plan: Plan) -> list[str]:
     costs = JobCosts.from_job(job, plan, _cluster_here(job, plan))
     if tightest_rank(costs).used_fraction <= 1:
         return []
-    text = describe_fit(memory_here(job, plan, None)[1])
+    text = describe_fit(memory_here(job, plan, None, is_shown=is_shown)[1])
     room = memory_limit_bytes() // _ranks_here(plan)
     if mean_peak_bytes(costs) > room:
         raise DoesNotFitError(text)

@@ -84,7 +84,8 @@ class PreparedRun:
             return []
         from moesaic.api.memory_here import warn_of_memory
 
-        return warn_of_memory(self.config, self.plan)
+        is_shown = self.task.output is not None and is_leader()
+        return warn_of_memory(self.config, self.plan, is_shown=is_shown)
 
     def check_data(self) -> list[str]:
         """Read the data as the start of training would, or their first part, and compare a resumed

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 
 _MINUTES_S, _LONG_S = 180.0, 2 * 3600.0
+_ONE_UNIT = 100
+"""Ratio of two sizes up to which both are given in the unit of one."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -15,10 +17,18 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def about_bytes(num_bytes: float) -> str:
+    """Return bytes as text with three significant digits: 454 GiB."""
+    value, unit = _scale_bytes(num_bytes)
+    return f"{round_text(value, 3)} {unit}"
+
+
 def format_used_bytes(used: float, total: float) -> str:
-    """Return used and available bytes as text, in the unit of the latter: 12.1 of 24 GiB,
-    24,700 of 6.59 GiB."""
+    """Return used and available bytes as text: 12.1 of 24 GiB. Sizes that differ more than
+    `_ONE_UNIT` times have units of their own: 1.55 MiB of 22.8 GiB."""
     limit, unit = _scale_bytes(total)
+    if used and not total / _ONE_UNIT <= used <= total * _ONE_UNIT:
+        return f"{about_bytes(used)} of {about_bytes(total)}"
     some = used * limit / total if total else used
     return f"{round_text(some, 3)} of {round_text(limit, 3)} {unit}"
 

@@ -159,13 +159,18 @@ def _describe_comparison(names: Sequence[str], facts: Mapping[str, Any]) -> str:
 
 
 def _nearer(names: Sequence[str], facts: Mapping[str, Any]) -> str:
-    """Return which of two plans that do not fit comes nearer, and its remedy."""
+    """Return which of two plans that do not fit comes nearer, and its remedy. One with a remedy
+    that fits comes before one without."""
     from moesaic.policy.plan.remedy import remedy_text
 
     sizes = zip(facts["peak_bytes"], facts["usable_memory_bytes"], strict=True)
-    used = [peak / usable for peak, usable in sizes]
-    at = used.index(min(used))
-    return f"nearer is {names[at]}: {remedy_text(facts['remedy'][at])}"
+    remedies = facts["remedy"]
+    ranked = [
+        (not (remedy and remedy["fits"]), peak / usable)
+        for remedy, (peak, usable) in zip(remedies, sizes, strict=True)
+    ]
+    at = ranked.index(min(ranked))
+    return f"nearer is {names[at]}; {remedy_text(remedies[at])}"
 
 
 def _or_dash(value: float | None, text: Callable[[float], str]) -> str:

@@ -40,8 +40,10 @@ def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> Non
     """
     if loaded.missing:
         words = [f"{key} ({UNPLANNED_KEYS[key]})" for key in loaded.missing]
-        text, verb = keys.join_words(words, "and"), "is" if len(words) == 1 else "are"
-        raise ConfigError(f"{loaded.origin}: {text} {verb} missing: only plans do without")
+        raise ConfigError(
+            f"{loaded.origin}: training needs {keys.join_words(words, 'and')}, and only plans do "
+            f"without: add {'it' if len(words) == 1 else 'them'} to the job"
+        )
     mistakes = _mistakes(loaded.job)
     if run is not None:
         job = loaded.job.model_dump(mode="json")

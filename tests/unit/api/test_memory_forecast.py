@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commands import Commands
 from moesaic import Cluster, ConfigError, Job
-from moesaic.api import memory_here, memory_replay
+from moesaic.api import memory_here, memory_replay, plan_search
 from moesaic.base.errors import DoesNotFitError
 from moesaic.testing.jobs import RUN_JOB
 
@@ -195,7 +198,7 @@ def test_groups_that_repeat_are_skipped_to_the_same_figures(
 
 
 def test_training_refuses_what_exceeds_the_machine_and_warns_of_what_exceeds_its_rest(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("job.toml").write_text(RUN_JOB)
     Path("text.txt").write_text("words and more words " * 40)
@@ -209,6 +212,19 @@ def test_training_refuses_what_exceeds_the_machine_and_warns_of_what_exceeds_its
         assert not Path("run").exists()
         with pytest.raises(DoesNotFitError):
             Job.load("job.toml").train(out="run", output=None)
+    with monkeypatch.context() as patch:  # Every line of progress is due, on a terminal.
+        clock = SimpleNamespace(monotonic=partial(next, itertools.count(1e9, 1e3)))
+        patch.setattr(plan_search, "time", clock)
+        patch.setattr(memory_here, "memory_limit_bytes", lambda: 2**16)
+        words = "searching for a change that fits: "
+        assert words not in commands.run(line, status=3).err
+        patch.setenv("FORCE_COLOR", "1")
+        shown = commands.run(line, status=3)
+        assert words in shown.err
+        assert words not in shown.out
+        with pytest.raises(DoesNotFitError):
+            Job.load("job.toml").train(out="run", output=None)
+        assert words not in capfd.readouterr().err
     assert f"warning: {verdict}. Training starts" in commands.run(line).err
     with monkeypatch.context() as patch:
         patch.setattr(memory_here, "memory_limit_bytes", lambda: 2**16)

@@ -34,13 +34,18 @@ def test_a_larger_size_reads_back_as_enough(num_bytes: int) -> None:
     ("used", "total", "text"),
     [
         (12.1 * 2**30, 24 * 2**30, "12.1 of 24 GiB"),
-        (35.2 * 2**20, 7.45 * 2**30, "0.0344 of 7.45 GiB"),
-        (24.1 * 2**40, 6.59 * 2**30, "24,700 of 6.59 GiB"),
+        (1.55 * 2**20, 22.8 * 2**30, "1.55 MiB of 22.8 GiB"),
+        (0.01 * 22.8 * 2**30, 22.8 * 2**30, "0.228 of 22.8 GiB"),
+        (0.0099 * 22.8 * 2**30, 22.8 * 2**30, "231 MiB of 22.8 GiB"),
+        (3.5 * 2**40, 354 * 2**20, "3.5 TiB of 354 MiB"),
+        (35_400 * 2**20, 354 * 2**20, "35,400 of 354 MiB"),
         (964 * 2**30, 1.38 * 2**40, "0.941 of 1.38 TiB"),
         (0, 100, "0 of 100 B"),
     ],
 )
-def test_used_bytes_have_the_unit_of_the_room(used: float, total: float, text: str) -> None:
+def test_used_bytes_have_the_unit_of_the_room_if_both_read_well(
+    used: float, total: float, text: str
+) -> None:
     assert format_used_bytes(used, total) == text
 
 

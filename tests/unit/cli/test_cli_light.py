@@ -335,7 +335,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     for kind in ("parameters", "gradients", "moments", "activations"):
         assert f"  {kind}" in text
     verdict = text.partition("\n")[0]
-    assert re.fullmatch(r"fits: [0-9.]+ of [0-9.]+ [GT]iB free per rank", verdict)
+    assert re.fullmatch(r"fits: [0-9.]+ MiB of [0-9.]+ [GT]iB free per rank", verdict)
     shown = run(f"{line} --verbose", capfd)
     resolved = shown.partition("\n")[2].partition("parameters  ")[0]
     assert resolved.startswith("# job.toml, resolved\n")

@@ -50,7 +50,7 @@ bandwidth = 4e11
 """
 
 USABLE = (
-    r"of 68.8 GiB per rank \(5.73 of 74.5 GiB stay free for driver, collectives and "
+    r"of 68.8 GiB per rank \(5.73 of 74.5 GiB are kept for driver, collectives and "
     r"fragmentation\)"
 )
 
@@ -345,7 +345,8 @@ def test_a_job_that_does_not_fit_gets_a_remedy(commands: Commands) -> None:
     assert not facts["fits"]
     speeds = ("step_s", "phases_s", "tokens_per_s", "price", "price_per_million_tokens")
     assert [facts[name] for name in speeds] == [None] * 5
-    assert facts["bottleneck"].startswith("memory: rank 0 needs ")
+    words = r"memory: rank 0 needs [0-9.]+ GiB, and may use 68\.8 GiB of its NVIDIA H100[^;]*; "
+    assert re.match(words, facts["bottleneck"])
     assert captured.err == f"warning: the plan does not fit: {facts['bottleneck']}\n"
     remedy = facts["remedy"]
     assert remedy["fits"]
@@ -379,7 +380,7 @@ def test_a_plan_that_needs_the_reserve_does_not_fit(place: Path, commands: Comma
         (place / "cluster.toml").write_text(own)
         text = commands.run(line, status=0 if fits else 3).out
         assert text.startswith("fits, barely: " if fits else "DOES NOT FIT: ")
-        assert " stay free for driver" in text.splitlines()[0]
+        assert " are kept for driver" in text.splitlines()[0]
 
 
 def plan_within(memory: float, *sets: str, plan: Path | None = None) -> PlannedJob:
@@ -448,8 +449,8 @@ def test_a_plan_needs_no_data_and_names_every_mistake(place: Path, commands: Com
         "number: --set train.steps=N\n"
     )
     words = (
-        "data.path (the training text), data.sequence (tokens per sample) and train.steps (steps "
-        "of the whole run) are missing"
+        "training needs data.path (the training text), data.sequence (tokens per sample) and "
+        "train.steps (steps of the whole run), and only plans do without: add them to the job"
     )
     with pytest.raises(ConfigError, match=re.escape(words)):
         Job.load("job.toml", sets=["layout.ep=1"]).train(nproc=1)
@@ -464,6 +465,23 @@ def test_a_plan_needs_no_data_and_names_every_mistake(place: Path, commands: Com
         "'model.top_k'?",
         '  train.steps=x: train.steps = "x": give an integer from 1 and below 2^31',
     ]
+
+
+def test_assumed_steps_hold_those_that_the_job_writes(place: Path) -> None:
+    """A number that the job does not have is in no mistake."""
+    (place / "job.toml").write_text(JOB.replace("steps = 10\n", ""))
+    cases = {"schedule.warmup": 200_000, "checkpoint.every": 300_000, "schedule.kind": None}
+    for key, steps in cases.items():
+        job = Job.load("job.toml", sets=[] if steps is None else [f"{key}={steps}"])
+        assert job.config.train.steps == (steps or 100_000)
+        assert [one for one in job.warnings if "train.steps" in one] == [
+            f"job.toml has no train.steps: {steps or 100_000:,} are assumed for the whole run; for "
+            "another number: --set train.steps=N"
+        ]
+    never = Job.load("job.toml", sets=["checkpoint.every=9999999999"])
+    assert never.config.train.steps == 2**31 - 1
+    with pytest.raises(ConfigError, match=r'schedule.warmup = "x": give an integer'):
+        Job.load("job.toml", sets=["schedule.warmup=x"])
 
 
 def test_implausible_units_cause_warnings(place: Path, commands: Commands) -> None:

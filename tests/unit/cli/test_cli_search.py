@@ -16,6 +16,7 @@ from commands import Commands
 from moesaic import Cluster, ConfigError, Job, Run
 from moesaic.api import plan_search
 from moesaic.base.events import read_events
+from moesaic.cli import searched
 from moesaic.facts.plan import load_plan
 from moesaic.kernels import device as devices
 from moesaic.policy.plan.remedy import remedy_text
@@ -209,8 +210,13 @@ def test_layouts_that_do_not_fit_are_compared_by_memory(commands: Commands) -> N
     told = commands.run(line, status=3).out
     both = json.loads(commands.run([*line, "--json"], status=3).out)
     at = both["peak_bytes"].index(min(both["peak_bytes"]))
-    words = f"nearer is {both['names'][at]}: {remedy_text(both['remedy'][at])}"
+    words = f"nearer is {both['names'][at]}; {remedy_text(both['remedy'][at])}"
     assert told.startswith(f"DOES NOT FIT: ep=2 and dp_shard=2; {words}\n")
+    for fits in (True, False):  # A remedy that fits counts more than memory.
+        remedies = list(both["remedy"])
+        remedies[at] = {**remedies[at], "fits": fits}
+        words = searched._nearer(both["names"], {**both, "remedy": remedies})
+        assert words.startswith(f"nearer is {both['names'][at if fits else 1 - at]}; ")
     changes = [f"--set={key}={value}" for key, value in both["remedy"][at]["changes"].items()]
     own = "layout.ep=2" if at == 0 else "layout.dp_shard=2"
     commands.run([*line[: line.index("--compare")], f"--set={own}", *changes])
@@ -336,7 +342,9 @@ def test_a_run_searches_and_keeps_its_plan(commands: Commands) -> None:
     said = [line for line in text.splitlines() if line.startswith("plan: ")]
     assert said[0].startswith("plan: chosen ")
     step = r"plan: predicted step [0-9.]+ m?s \(not calibrated: may be off by 2x\), "
-    assert re.match(rf"{step}[1-9][0-9],?[0-9]?0*,?0* tokens/s, [0-9.]+ of 1.86 GiB per", said[1])
+    assert re.match(
+        rf"{step}[1-9][0-9],?[0-9]?0*,?0* tokens/s, [0-9.]+ MiB of 1.86 GiB per", said[1]
+    )
     assert "; next " in said[2]
     assert "  predicted " in text
     assert " a step, measured " in text

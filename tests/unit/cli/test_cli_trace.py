@@ -88,7 +88,7 @@ def test_a_model_becomes_a_file_and_the_file_a_prediction(place: Path, commands:
     assert facts["memory_per_rank"]["moments_bytes"] == 2 * 9610 * 4
     text = commands.output(line)
     verdict, opening, *_ = text.splitlines()
-    assert verdict.startswith("fits: 0.000166 of 68.8 GiB per rank (5.73 of 74.5 GiB stay free ")
+    assert verdict.startswith("fits: 174 KiB of 68.8 GiB per rank (5.73 of 74.5 GiB are kept ")
     assert opening.startswith("Sequential, a replica on each of 8 ranks on a node (NVIDIA H100")
     assert "blocks " in text
 

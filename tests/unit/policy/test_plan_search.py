@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +15,7 @@ from benchmarks.plan_instances import CachedEstimates, cluster, instance, job
 
 from moesaic.base.config import parse
 from moesaic.base.decisions import Decision, decide
-from moesaic.base.errors import ClusterError
+from moesaic.base.errors import ClusterError, ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, check_plan, job_under_plan
 from moesaic.facts.plan.search import SEARCH_KEYS, PlanEstimate, SearchFacts, SearchResult
@@ -182,6 +184,17 @@ def test_search_with_cuts_of_highs_is_not_faster() -> None:
     assert best.estimate.step_s <= other.estimate.step_s
 
 
+def test_milp_without_scipy_is_refused_before_the_first_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where no layout has stages."""
+    facts = search_facts(job(layers=2, pp=1), cluster([1e12], 2))
+    assert search(facts, method="milp").best is not None
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ConfigError, match='method "milp" needs scipy: pip install scipy, or'):
+        search(facts, method="milp")
+
+
 def test_written_keys_are_pins_even_with_default_values() -> None:
     assert search_facts(job(), cluster([1e12], 2)).pins == ["train.micro_batches"]
     written = job(ep=1, schedule="1f1b", dispatch="auto", train={"recompute": False})
@@ -342,7 +355,10 @@ def test_a_plan_that_a_method_left_untried_is_no_shortfall() -> None:
     assert limited.shortfall is not None
     assert not limited.is_proven
     text = shortfall_text(limited, limited.shortfall)
-    assert text.startswith("memory: no layout was found that fits, though some were not tried: ")
+    assert re.match(
+        "memory: no layout was found that fits, though some were not tried: the nearest one needs "
+        r"[0-9.]+ MiB, and rank \d may use 12\.7 MiB of its [^;:]+; ", text,
+    ), text  # fmt: skip
 
 
 def test_shortfall_names_the_missing_bytes_and_a_change_that_is_true() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 
 import pytest
 
-from moesaic.base.errors import ConfigError
 from moesaic.policy.plan.cuts import best_cuts, cuts_seconds
 from moesaic.policy.plan.cuts_milp import solve_cuts
 
@@ -50,12 +48,6 @@ def test_cuts_equal_the_best_of_all(seed: int) -> None:
         solved = solve_cuts(seconds, micro_batches, fits)
         assert solved is not None
         assert solved.seconds == pytest.approx(found.seconds, rel=1e-6)
-
-
-def test_milp_without_scipy_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ConfigError, match='method "milp" needs scipy: pip install scipy, or'):
-        solve_cuts([[1.0, 2.0], [1.0, 2.0]], 2)
 
 
 def test_cuts_beat_even_ones_on_skewed_costs() -> None:

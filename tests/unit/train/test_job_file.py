@@ -299,7 +299,10 @@ def test_all_missing_tables_are_named_at_once(text: str) -> None:
 
 def test_a_job_of_a_plan_is_refused_for_training() -> None:
     Path("job.toml").write_text(JOB.format(model='preset = "tiny-olmoe"').replace("path =", "#"))
-    with pytest.raises(ConfigError, match=r"job.toml: data.path .* is missing: only plans"):
+    with pytest.raises(
+        ConfigError,
+        match=r"job.toml: training needs data.path .*, and only plans do without: add it",
+    ):
         check_inputs(load_job(Path("job.toml")))
 
 

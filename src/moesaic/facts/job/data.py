@@ -13,7 +13,11 @@ from moesaic.base.config import Section
 PLANNED_SEQUENCE = 4096
 """Tokens of a sample that a plan assumes, at most, if the job does not say."""
 PLANNED_STEPS = 100_000
-"""Steps of the whole run that a plan assumes if the job does not say."""
+"""Steps of the whole run that a plan assumes, at least, if the job does not say."""
+_MAX_STEPS = (1 << 31) - 1
+"""Largest `train.steps`."""
+_WITHIN_STEPS = (("schedule", "warmup"), ("checkpoint", "every"))
+"""Tables and names of the numbers of steps that fit into the whole run."""
 NO_TEXT = "no text"
 """Path of the text of a job that is only planned."""
 UNPLANNED_KEYS = {
@@ -118,8 +122,15 @@ def fill_for_plan(raw: dict[str, Any]) -> dict[str, Any]:
     filled, model = dict(raw), raw.get("model")
     positions = model.get("max_positions") if isinstance(model, dict) else None
     length = min(positions, PLANNED_SEQUENCE) if isinstance(positions, int) else PLANNED_SEQUENCE
-    assumed = {"data.path": NO_TEXT, "data.sequence": length, "train.steps": PLANNED_STEPS}
+    steps = max(PLANNED_STEPS, *(_written_steps(raw, *key) for key in _WITHIN_STEPS))
+    assumed = {"data.path": NO_TEXT, "data.sequence": length, "train.steps": steps}
     for key in missing_keys(raw):
         table, _, name = key.partition(".")
         filled[table] = {name: assumed[key], **filled.get(table, {})}
     return filled
+
+
+def _written_steps(raw: Mapping[str, Any], table: str, name: str) -> int:
+    """Return a number of steps that the job writes, at most the largest valid one, or 0."""
+    value = raw[table].get(name) if isinstance(raw.get(table), dict) else None
+    return min(value, _MAX_STEPS) if isinstance(value, int) else 0

@@ -5,12 +5,19 @@ It needs scipy, which is imported on use.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import numpy as np
 
 from moesaic.base.errors import ConfigError
 from moesaic.policy.plan.cuts import Fits, StageCuts, cuts_seconds
+
+
+def check_scipy() -> None:
+    """Raise without scipy, before a search that needs it begins."""
+    if importlib.util.find_spec("scipy") is None:
+        raise ConfigError('method "milp" needs scipy: pip install scipy, or use another method')
 
 
 def solve_cuts(
@@ -23,12 +30,7 @@ def solve_cuts(
     A binary variable tells whether a stage has the blocks from one index to another. Every block is
     in one stage, every stage has one range of blocks, and the slowest stage bounds all others.
     """
-    try:
-        from scipy import optimize, sparse
-    except ImportError:
-        raise ConfigError(
-            'method "milp" needs scipy: pip install scipy, or use another method'
-        ) from None
+    from scipy import optimize, sparse
 
     num_stages, num_blocks = len(block_seconds), len(block_seconds[0])
     ranges = [

@@ -11,7 +11,7 @@ import numpy as np
 from moesaic.base.decisions import Decision, decide
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import join_words, toml
-from moesaic.base.units import about_seconds, format_used_bytes, plural, round_text
+from moesaic.base.units import about_bytes, about_seconds, format_used_bytes, plural, round_text
 from moesaic.facts.cluster import Cluster, describe_step, place_ranks
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -220,8 +220,8 @@ def shortfall_text(result: SearchResult, shortfall: Shortfall) -> str:
         else "no layout was found that fits, though some were not tried: the nearest one"
     )
     return (
-        f"memory: {nearest} needs {format_used_bytes(need.peak_bytes, need.usable_bytes)} that "
-        f"rank {need.rank} may use of {need.device}; "
+        f"memory: {nearest} needs {about_bytes(need.peak_bytes)}, and rank {need.rank} may use "
+        f"{about_bytes(need.usable_bytes)} of its {need.device}; "
         f"{remedy_text(describe_remedy(shortfall.remedy))}"
     )
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from moesaic.base.errors import ConfigError
-from moesaic.base.units import format_bytes, format_seconds, format_used_bytes
+from moesaic.base.units import about_bytes, format_bytes, format_seconds
 from moesaic.facts.cluster import (
     Cluster,
     Device,
@@ -399,5 +399,8 @@ def _bottleneck(seconds_by_kind: dict[str, float], step_s: float, drive: DriveTi
 
 def _missing_memory(memory: RankMemory) -> str:
     """Return which rank lacks memory."""
-    sizes = format_used_bytes(memory.memory.peak_bytes, memory.device.usable_bytes)
-    return f"memory: rank {memory.rank} needs {sizes} that it may use of {memory.device.model}"
+    device = memory.device
+    return (
+        f"memory: rank {memory.rank} needs {about_bytes(memory.memory.peak_bytes)}, and may use "
+        f"{about_bytes(device.usable_bytes)} of its {device.model}"
+    )

@@ -20,6 +20,7 @@ from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
 from moesaic.facts.plan.search import RankNeed, SearchFacts, SearchResult, written_keys
 from moesaic.policy.plan import search_methods
+from moesaic.policy.plan.cuts_milp import check_scipy
 from moesaic.policy.plan.estimates import Estimates
 from moesaic.policy.plan.mapping import hosts_without_speed, max_ranks, only_hosts
 from moesaic.policy.plan.remedy import shortfall
@@ -80,6 +81,8 @@ def search_plans(facts: SearchFacts, estimates: Estimates) -> SearchResult:
 
     The same facts give the same result on every machine.
     """
+    if facts.method == "milp":
+        check_scipy()
     trials, is_proven, bound_s = _run(facts, estimates)
     result = trials.result(is_proven=is_proven, bound_s=bound_s)
     explains = facts.explains_shortfall and trials.space.has_plans
