@@ -171,7 +171,7 @@ def test_a_kill_at_a_random_moment_never_costs_the_previous_one(
     tmp_path: Path, fork_context: Any
 ) -> None:
     chance = random.Random(1)
-    newest, moments = 0, set()
+    newest, moments, longest_s = 0, set(), 0.15
     for _ in range(NUM_RANDOM_KILLS):
         ours, theirs = fork_context.Pipe(duplex=False)
         process = fork_context.Process(
@@ -180,7 +180,7 @@ def test_a_kill_at_a_random_moment_never_costs_the_previous_one(
         process.start()
         theirs.close()
         assert ours.recv() == 0
-        time.sleep(chance.uniform(0.0, 0.15))
+        time.sleep(chance.uniform(0.0, longest_s))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -192,7 +192,9 @@ def test_a_kill_at_a_random_moment_never_costs_the_previous_one(
             pass
         left = {path.name for path in tmp_path.iterdir()}
         moments.add(len(left) - len(list_committed(tmp_path)))
-        newest = find_state(tmp_path)
+        before, newest = newest, find_state(tmp_path)
+        if newest == before:
+            longest_s *= 1.1  # A busy machine saves slowly.
         # A reported step is committed; a committed one may not be reported yet.
         assert reported <= newest <= reported + 1
         assert len(list_committed(tmp_path)) >= min(2, newest)

@@ -53,10 +53,11 @@ def round_text(value: float, digits: int = 2) -> str:
     return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
 
 
-def about_seconds(seconds: float) -> str:
-    """Return predicted seconds as text with two significant digits: 12 ms, 3.5 hours."""
+def about_seconds(seconds: float, digits: int = 2) -> str:
+    """Return seconds as text with as many significant digits, two for predictions: 12 ms, 3.5
+    hours."""
     unit_s, unit = _unit_of_seconds(seconds)
-    return f"{round_text(seconds / unit_s)} {unit}"
+    return f"{round_text(seconds / unit_s, digits)} {unit}"
 
 
 def about_range(seconds: float, ratios: Sequence[float]) -> str:

@@ -292,7 +292,7 @@ def _describe_replicas(figures: Mapping[str, Any]) -> str | None:
     replicas = figures["balance"]
     if replicas is None:
         return None
-    tokens = f"{replicas['replica_tokens']:,.0f}"
+    tokens = round_text(replicas["replica_tokens"])
     text = f"{replicas['policy']}; a replica costs as much as computing {tokens} routed tokens"
     if replicas["max_bytes"] is not None:
         size = format_bytes(replicas["max_bytes"])

@@ -17,6 +17,9 @@ _EXPLODED = 2.0
 """Multiple of the loss of the first steps that the last ones exceed if it exploded ..."""
 _EXPLODED_AT_ONCE = 3.0
 """... or multiple of the very first loss, if the next ones are high too."""
+_TAIL = 5
+"""Most last losses whose median is the loss at the end, so that a short bad end of a long run
+counts."""
 _ONSET = 1.5
 """Multiple of the loss at the start from which on an exploded loss is wrong."""
 _HIGHER = 1.1
@@ -94,7 +97,7 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
     if len(loss) < _FEWEST_STEPS:
         return _find_explosion(loss, numbers)
     first, start = float(loss[0]), float(np.median(loss[:3]))
-    end = float(np.median(loss[-max(3, len(loss) // 10) :]))
+    end = float(np.median(loss[-_tail(loss) :]))
     usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, _WINDOW), axis=1)
     is_high = end > _EXPLODED * start or end > _EXPLODED_AT_ONCE * first
     if is_high or _stays_high(loss):
@@ -142,5 +145,12 @@ def _onset(loss: Floats, usual: Floats, limit: float) -> int:
     above = np.flatnonzero((loss[: len(usual)] > limit) & (usual > limit))
     if len(above):
         return int(above[0])
-    late = np.flatnonzero(loss > limit)
-    return int(late[0]) if len(late) else len(loss) - 1
+    first = len(loss) - _tail(loss) + int((loss[-_tail(loss) :] > limit).argmax())
+    while first > 0 and loss[first - 1] > limit:
+        first -= 1
+    return first
+
+
+def _tail(loss: Floats) -> int:
+    """Return the number of losses at the end."""
+    return min(_TAIL, max(3, len(loss) // 10))

@@ -12,9 +12,9 @@ import numpy as np
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
+from moesaic.base.units import about_seconds
 from moesaic.facts.plan import Predictions
 from moesaic.report.log import Launch, RankStats, Steps
-from moesaic.report.wording import duration
 
 WARMUP_STEPS = 3
 """First steps of a launch, which medians leave out."""
@@ -89,7 +89,7 @@ class Prediction:
 
     def describe(self) -> str:
         """Return as a clause how far the prediction was off, and why."""
-        both = duration(self.predicted.step_s), duration(self.measured.step_s)
+        both = about_seconds(self.predicted.step_s), about_seconds(self.measured.step_s, 3)
         text = f"predicted {both[0]} a step, measured {both[1]} ({self.ratio:.2f}x)"
         machine, model = self.machine_ratio, self.model_ratio
         phase, is_waiting = self._most_wrong_phase(), self.wait_ratio > 1.0

@@ -227,7 +227,7 @@ def test_a_loss_that_explodes_or_is_lost_again_diverged(tmp_path: Path) -> None:
     assert "5.78 at the start, 13.2 at the end" in text(make_run(8, loss=settling), "diverged")
     assert find(make_run(8, loss=np.array([5.8, 6.1, 9.0, 5.9, 5.7, 8.0, 5.6, 5.5]))) == []
     sinking = np.concatenate(([5.8], 1300.0 * 0.91 ** np.arange(59)))  # The learning rate decays.
-    assert "from step 2 on: 5.80 at the start, 6.9" in text(make_run(60, loss=sinking), "diverged")
+    assert "from step 2 on: 5.80 at the start, 6.6" in text(make_run(60, loss=sinking), "diverged")
     warm = {**JOB, "schedule": {"warmup": 9}}
     for job, words in (
         ({**warm, "train": {"clip": 0}}, "train.clip = 0, so a single batch"),
@@ -246,6 +246,22 @@ def commit(run: Path, step: int) -> Checkpoint:
     (run / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
     (run / "checkpoints" / name / "COMMIT").touch()
     return Checkpoint(step, f"a b/checkpoints/{name}", "done")
+
+
+@pytest.mark.parametrize(
+    ("size", "bad", "is_lost"), [(400, 20, False), (1500, 60, True), (1500, 5, True)]
+)
+def test_a_short_bad_end_of_a_long_run_diverged(size: int, bad: int, is_lost: bool) -> None:
+    """Such as the first steps of a resume with another learning rate."""
+    loss = noisy_loss(size + bad)
+    loss[size:] = 5.0 if is_lost else 900.0
+    found = make_run(len(loss), loss=loss).divergence
+    assert found is not None
+    assert (found.kind, found.step) == ("lost" if is_lost else "exploded", size + 1)
+    for begin, end in ((200, 204), (size + bad - 2, size + bad)):  # A spike, or hardly an end.
+        loss = noisy_loss(size + bad)
+        loss[begin:end] = 900.0
+        assert make_run(len(loss), loss=loss).divergence is None
 
 
 def test_the_way_back_lowers_the_rate_that_is_too_high(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_slower_machine_and_the_model_share_the_error() -> None:
     assert found.machine_ratio == pytest.approx(1.2)
     assert found.model_ratio == pytest.approx(1.25)
     assert found.describe() == (
-        "predicted 100.00 ms a step, measured 150.00 ms (1.50x): the machine was 1.20x slower "
+        "predicted 100 ms a step, measured 150 ms (1.50x): the machine was 1.20x slower "
         "during the run than in the probe; the rest, 1.25x, is the error of the model, mostly in "
         "backward"
     )
@@ -46,7 +46,7 @@ def test_waits_for_a_processor_are_named_first() -> None:
     assert (busy.ratio, busy.wait_ratio) == (pytest.approx(2.0), pytest.approx(4 / 3))
     assert busy.model_ratio == pytest.approx(2.0 / (1.2 * 4 / 3))
     assert busy.describe() == (
-        "predicted 100.00 ms a step, measured 200.00 ms (2.00x): ranks waited 25% of a step for a "
+        "predicted 100 ms a step, measured 200 ms (2.00x): ranks waited 25% of a step for a "
         "busy processor (1.33x), the machine was 1.20x slower during the run than in the probe; "
         "the rest, 1.25x, is the error of the model, mostly in backward"
     )

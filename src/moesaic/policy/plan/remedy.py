@@ -50,7 +50,7 @@ _MOMENTS = "optimizer.moments"
 _NOTES = {
     MICRO_BATCHES: "; auxiliary losses are then taken over smaller micro-batches",
     _MOMENTS: "; the optimizer's state is then rounded to 8 bits, which changes results",
-    "nproc": "; more ranks need more hosts or devices like the last",
+    "nproc": "; ranks beyond the devices of the cluster need more of them",
 }
 """Effects of a change beside memory, by its key."""
 _TRIES_SHARE = 0.8
