@@ -82,11 +82,9 @@ LINES = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(120)
-def test_an_interrupt_ends_every_verb_with_one_line(tmp_path: Path) -> None:
-    """Each verb is interrupted while it waits for a pipe: as a file that it reads, or in the import
-    of torch."""
-    assert {line.split()[0] for line in LINES} == set(VERBS)
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Directory with the files of `LINES`; its torch waits for the pipe PIPE."""
     for name in ("torch", "run/events", "run/checkpoints/step-00000002"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "torch" / "__init__.py").write_text("import os; open(os.environ['PIPE']).read()")
@@ -98,23 +96,34 @@ def test_an_interrupt_ends_every_verb_with_one_line(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     for name in ("run/plan.json", "run/versions.json", "run/checkpoints/step-00000002/COMMIT"):
         (tmp_path / name).write_text("{}")
-    started = []
-    for number, line in enumerate(LINES):
-        place, pipe = tmp_path / f"place-{number}", tmp_path / f"pipe-{number}"
-        os.mkfifo(pipe)
-        shutil.copytree(tmp_path / "run", place / "run")
-        for name in ("job.toml", "text.txt", "nets.py", "x"):
-            (place / name).symlink_to(tmp_path / name)
-        for name in ("run/job.json", "wait.toml", "cluster.toml"):
-            (place / name).symlink_to(pipe)
-        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        process = subprocess.Popen(
-            [sys.executable, "-m", "moesaic", *line.split()],
-            cwd=place, env={**os.environ, "PIPE": str(pipe), "PYTHONPATH": path},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append((line, process, pipe))
+    return tmp_path
+
+
+def start_verb(files: Path, line: str) -> tuple[subprocess.Popen[str], Path]:
+    """Start a verb that will wait for a pipe: as a file that it reads, or in the import of torch;
+    return both."""
+    verb = line.split()[0]
+    place, pipe = files / f"place-{verb}", files / f"pipe-{verb}"
+    os.mkfifo(pipe)
+    shutil.copytree(files / "run", place / "run")
+    for name in ("job.toml", "text.txt", "nets.py", "x"):
+        (place / name).symlink_to(files / name)
+    for name in ("run/job.json", "wait.toml", "cluster.toml"):
+        (place / name).symlink_to(pipe)
+    path = os.pathsep.join([str(files), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moesaic", *line.split()],
+        cwd=place, env={**os.environ, "PIPE": str(pipe), "PYTHONPATH": path},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return process, pipe
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_ends_every_verb_with_one_line(files: Path) -> None:
+    assert {line.split()[0] for line in LINES} == set(VERBS)
+    started = [(line, *start_verb(files, line)) for line in LINES]
     for line, process, pipe in started:
         try:
             with hold_open(pipe, process):
@@ -123,6 +132,55 @@ def test_an_interrupt_ends_every_verb_with_one_line(tmp_path: Path) -> None:
             process.kill()
         assert (process.returncode, stderr) == (130, "interrupted\n"), line
         wait_for(lambda group=process.pid: not list(living(group)), 20)
+
+
+def test_sigterm_ends_a_server_that_loads_as_one_that_serves(files: Path) -> None:
+    process, pipe = start_verb(files, "serve run --set port=0")
+    try:
+        with hold_open(pipe, process):
+            process.send_signal(signal.SIGTERM)
+            out, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out, stderr) == (0, "", "ended by SIGTERM\n")
+
+
+AROUND_IMPORTS = """
+import signal, sys, time
+from moesaic.api.start import exit_on_interrupt
+
+moment, count = int(sys.argv[1]), 0
+
+def interrupt_before(call):
+    def called(*arguments, **named):
+        global count
+        if count == moment:
+            signal.raise_signal(signal.SIGINT)
+        count += 1
+        return call(*arguments, **named)
+    return called
+
+signal.signal = interrupt_before(signal.signal)
+signal.set_wakeup_fd = interrupt_before(signal.set_wakeup_fd)
+try:
+    with exit_on_interrupt(), exit_on_interrupt():
+        if moment == 4:
+            signal.raise_signal(signal.SIGINT)
+    assert count == 4
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.stderr.write("interrupted\\n")
+    sys.exit(130)
+"""
+"""Program that SIGINT hits before one of the four calls that change its effect, or at moment 4
+between them."""
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_an_interrupt_counts_while_its_effect_changes(moment: int) -> None:
+    command = [sys.executable, "-c", AROUND_IMPORTS, str(moment)]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
 @contextmanager

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-_INTERRUPTED, _ENDED = 130, 75
-"""Exit statuses after SIGINT and SIGTERM."""
+_INTERRUPTED = 130
+"""Exit status after SIGINT."""
 SAME_COMMAND = (
     "ended by SIGTERM before the first step: nothing was saved, the same command starts anew"
 )
@@ -74,38 +75,38 @@ def exit_on_interrupt() -> Iterator[None]:
     """Let SIGINT end this process, since imports and waiting for other ranks may swallow it.
 
     A thread does it, because the main one may be in a library that waits. Only the main thread gets
-    interrupts, so other threads change nothing.
+    interrupts, so other threads change nothing. A block inside another one changes nothing either.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    before = signal.getsignal(signal.SIGINT)
+    is_inner = isinstance(before, partial) and before.func is _pass_on
+    if not is_main or is_inner or before is signal.SIG_IGN:
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     threading.Thread(target=_exit_at_interrupt, args=(reader,), daemon=True).start()
-    handler = signal.signal(signal.SIGINT, lambda _signal, _frame: None)
+    # Between the calls garbage collection may take a fifth of a second, so the handler counts too.
+    signal.signal(signal.SIGINT, partial(_pass_on, writer))
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, before)
         os.close(writer)
 
 
 @contextmanager
-def exit_on_sigterm(text: str) -> Iterator[None]:
-    """Let SIGTERM end this process with status 75 and a line, `text`, and ranks silently; leave
-    it to the system afterwards.
+def exit_on_sigterm(line: str, status: int = 75) -> Iterator[None]:
+    """Let SIGTERM end this process with a line and a status, and ranks silently; leave it to the
+    system afterwards.
 
     Nothing is unwound, since imports may swallow an error: no rank and no file may be open yet.
     """
 
     def end(_signal: int, _frame: FrameType | None) -> None:
-        if "LOCAL_WORLD_SIZE" not in os.environ:
-            with suppress(OSError):
-                os.write(2, f"error: {text}\n".encode())
-        os._exit(_ENDED)
+        _end(line, status)
 
     signal.signal(signal.SIGTERM, end)
     try:
@@ -114,16 +115,26 @@ def exit_on_sigterm(text: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def _pass_on(writer: int, number: int, _frame: FrameType | None) -> None:
+    """Tell the thread of `exit_on_interrupt` about a signal, as the wakeup descriptor does."""
+    os.write(writer, bytes([number]))
+
+
 def _exit_at_interrupt(reader: int) -> None:
-    """End the process with one line once the pipe has the number of SIGINT; ranks end silently."""
+    """End the process once the pipe has the number of SIGINT."""
     while number := os.read(reader, 1):
         if number[0] == signal.SIGINT:
-            if "LOCAL_WORLD_SIZE" not in os.environ:
-                with suppress(OSError):
-                    # A progress bar hides the cursor.
-                    os.write(2, b"\r\x1b[2K\x1b[?25h" * os.isatty(2) + b"interrupted\n")
-            os._exit(_INTERRUPTED)
+            _end("interrupted", _INTERRUPTED)
     os.close(reader)
+
+
+def _end(line: str, status: int) -> NoReturn:
+    """End the process without unwinding; a rank prints no line."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        with suppress(OSError):
+            # A progress bar hides the cursor.
+            os.write(2, b"\r\x1b[2K\x1b[?25h" * os.isatty(2) + f"{line}\n".encode())
+    os._exit(status)
 
 
 @contextmanager

@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_usage_error(error, given[0])
         return EXIT_USER_ERROR
     except RunInterrupted as error:
-        if is_leader() or not error.is_saved:  # After a save all ranks have ended alike.
+        # All ranks end alike after a save, or by an interrupt from the terminal.
+        if is_leader() or not (error.is_saved or error.status == EXIT_INTERRUPTED):
             _print_end(error)
         return error.status
     except RankFailed as error:

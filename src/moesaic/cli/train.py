@@ -118,7 +118,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         run = resumed_run(None if out is None else str(out), resume)
     resumes = run is not None and (holds_checkpoint(run) or run_of(run) != run)
     again = f" before the first step{_RESUMES}" if resumes else _STARTS_ANEW
-    with exit_on_sigterm(f"{ENDED_BY_SIGTERM}{again}"):
+    with exit_on_sigterm(f"error: {ENDED_BY_SIGTERM}{again}"):
         with exit_on_interrupt(), said_once():
             prepared = Job.load(job, sets=sets or (), run=run, needs_data=True).prepare(
                 out=out, nproc=nproc, resume=resume, change=change, plan=plan,

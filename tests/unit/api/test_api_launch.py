@@ -157,6 +157,29 @@ def test_every_failure_has_an_exit_status(
     assert capfd.readouterr().err.splitlines()[-1] == last
 
 
+@pytest.mark.parametrize(
+    ("rank", "failure", "told"),
+    [
+        ("0", RunInterrupted("interrupted; go on", 130), "interrupted; go on\n"),
+        ("1", RunInterrupted("interrupted; go on", 130), ""),
+        ("1", RunInterrupted("ended", is_saved=True), ""),
+        ("1", RunInterrupted("ended"), "error: rank 1: ended\n"),
+    ],
+)
+def test_an_end_that_all_ranks_share_is_told_once(
+    rank: str, failure: RunInterrupted, told: str, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def train() -> None:
+        raise failure
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("moesaic.cli.train.train", train)
+    assert main(["train"]) == failure.status
+    assert capfd.readouterr() == ("", told)
+
+
 def test_a_rank_without_its_parent_ends_at_once(tmp_path: Path) -> None:
     """An interrupt may kill the parent while it starts a rank; no process would end that rank."""
     line = [
