@@ -160,6 +160,7 @@ def interrupt_before(call):
         return call(*arguments, **named)
     return called
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A background process ignores it.
 signal.signal = interrupt_before(signal.signal)
 signal.set_wakeup_fd = interrupt_before(signal.set_wakeup_fd)
 try:

@@ -163,13 +163,16 @@ def test_a_rank_that_the_kernel_kills_for_memory_names_the_remedy(
     Path(f"/proc/{ranks_of(process.pid)[1]}/oom_score_adj").write_text("1000")
     used = int((memory_group / "memory.usage_in_bytes").read_text())
     limit.write_text(str(used + (32 << 20)))
-    spare = "open('/proc/self/oom_score_adj', 'w').write('-1000')"
-    enter = f"open('{group}', 'w').write(str(os.getpid()))"
-    take = f"taken = b'1' * {48 << 20}; sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", "; ".join(["import os, sys", spare, enter, take])],
-        stdin=subprocess.PIPE,
-    ) as other:
+    take = f"""
+import os, sys
+open('/proc/self/oom_score_adj', 'w').write('-1000')
+open('{group}', 'w').write(str(os.getpid()))
+taken = []
+while 'oom_kill 0' in open('{memory_group}/memory.oom_control').read():  # Until the first kill.
+    taken.append(b'1' * {1 << 18})
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", take], stdin=subprocess.PIPE) as other:
         _, err = process.communicate(timeout=60)
         other.communicate()
     assert process.returncode == 3, err  # Not 75: a new start would end alike.
