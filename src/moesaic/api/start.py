@@ -31,16 +31,19 @@ SPIN_COUNT = "50000"
 """OpenMP's spins before an idle thread sleeps: about a quarter of a millisecond."""
 
 
-def run_main(module: str, *, interrupts_blocked: bool = False) -> int:
+def run_main(module: str, *, interrupts_blocked: bool = False, handler: Any = None) -> int:
     """Import `module`, run its `main` and return the exit status.
 
-    With `interrupts_blocked` the parent has blocked SIGINT (`block_interrupts`); unblock it.
+    With `interrupts_blocked` the parent has blocked SIGINT (`block_interrupts`); unblock it. `main`
+    runs under `handler` of SIGINT; None: the one that is set.
     """
     with exit_on_interrupt():
         set_spin_count()
         if interrupts_blocked:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         main = import_module(module).main
+    if handler is not None:
+        signal.signal(signal.SIGINT, handler)
     status: int = main()
     return status
 

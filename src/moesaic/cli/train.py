@@ -28,7 +28,7 @@ from moesaic.api.start import SAME_COMMAND, exit_on_interrupt, exit_on_sigterm, 
 from moesaic.api.train_worker import resumed_run, stop_on_sigterm
 from moesaic.base.errors import DivergedError
 from moesaic.base.events import RUN_LOG
-from moesaic.base.units import format_bytes, format_clock
+from moesaic.base.units import format_bytes, format_clock, format_used_bytes
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
 from moesaic.facts.job import CtrJob
@@ -332,11 +332,12 @@ def _describe_language_model(
         ],
     }
     share = f"{counts.active / counts.total:.0%}"
+    used = format_used_bytes(memory.peak_bytes, room["usable_memory_bytes"])
     lines = [
         f"parameters       {counts.total:,} in total, {counts.active:,} active ({share})",
         *(describe_trainable(job) if job.finetune is not None else ()),
         f"plan             {describe_plan(plan)}",
-        f"memory per rank  peak {format_bytes(memory.peak_bytes)}, of which",
+        f"memory per rank  peak {used}, of which",
     ]
     by_kind = {kind: num_bytes for kind, num_bytes in memory.by_kind().items() if num_bytes}
     for kind, num_bytes in by_kind.items():

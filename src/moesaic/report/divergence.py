@@ -20,6 +20,11 @@ _EXPLODED_AT_ONCE = 3.0
 _TAIL = 5
 """Most last losses whose median is the loss at the end, so that a short bad end of a long run
 counts."""
+_PEAK = 10.0
+"""Multiple of the loss of the first steps above which a peak ruins a model that is no better
+afterwards ..."""
+_NO_BETTER = 0.95
+"""... which is at least this part of the loss of the first steps."""
 _ONSET = 1.5
 """Multiple of the loss at the start from which on an exploded loss is wrong."""
 _HIGHER = 1.1
@@ -52,6 +57,8 @@ class Divergence:
     of the next step."""
     not_finite_step: int = 0
     """First step without a finite loss or gradient; 0 if all are finite."""
+    peak: float = np.nan
+    """Highest loss; NaN if it is not finite."""
     student: str = ""
     """Name of the student that diverged; empty for the job's own model."""
 
@@ -100,9 +107,13 @@ def _find_rise(loss: Floats, numbers: Floats) -> Divergence | None:
     end = float(np.median(loss[-_tail(loss) :]))
     usual = np.median(np.lib.stride_tricks.sliding_window_view(loss, _WINDOW), axis=1)
     is_high = end > _EXPLODED * start or end > _EXPLODED_AT_ONCE * first
-    if is_high or _stays_high(loss):
-        onset = _onset(loss, usual, _ONSET * min(first, start))
-        return _risen("exploded", int(numbers[onset]), first, end)
+    least = min(first, start)
+    is_ruined = loss.max() > _PEAK * least and end > _NO_BETTER * least
+    if is_high or is_ruined or _stays_high(loss):
+        limit = _ONSET * least
+        onset = _onset(loss, usual, limit) if is_high else int((loss > limit).argmax())
+        found = _risen("exploded", int(numbers[onset]), first, end)
+        return replace(found, peak=float(loss.max()))
     low, lowest = float(usual.min()), int(usual.argmin())
     fallen = start - low
     noise = float(np.median(np.abs(np.diff(loss)))) * 1.4826 / np.sqrt(2)

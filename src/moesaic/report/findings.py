@@ -134,6 +134,8 @@ def _diverged(run: RunStats) -> Finding | None:
             f"{loss_of} diverged from step {found.step:,} on: {digits(found.before)} at the "
             f"start, {digits(found.after)} at the end"
         )
+        if found.peak > 2 * found.after:
+            title += f", {digits(found.peak)} at worst"
         what = "The weights are worse than at the start. "
     else:
         title = (

@@ -248,6 +248,15 @@ def commit(run: Path, step: int) -> Checkpoint:
     return Checkpoint(step, f"a b/checkpoints/{name}", "done")
 
 
+def test_a_model_that_a_peak_has_ruined_ends_flat() -> None:
+    peak = np.concatenate(([5.72, 595.0, 4526.0, 759698.0], np.full(36, 5.7683)))
+    found = text(make_run(40, loss=peak), "diverged")
+    assert "from step 2 on: 5.72 at the start, 5.77 at the end, 7" in found
+    assert " at worst. The weights" in found
+    learns = np.concatenate((peak[:4], np.full(36, 5.0)))
+    assert make_run(40, loss=learns).divergence is None
+
+
 @pytest.mark.parametrize(
     ("size", "bad", "is_lost"), [(400, 20, False), (1500, 60, True), (1500, 5, True)]
 )
