@@ -184,6 +184,34 @@ def test_an_interrupt_counts_while_its_effect_changes(moment: int) -> None:
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
+SWALLOWING = """
+import signal, sys, time
+from moesaic.cli import plan
+from moesaic.cli.main import main
+
+def swallow(*_, **__):
+    try:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
+    except BaseException:
+        raise ValueError("as a library makes of an interrupt") from None
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+plan.Question.predict = swallow
+sys.exit(main(["plan", "job.toml", "--cluster", "h100-8"]))
+"""
+"""Program whose library swallows an interrupt."""
+
+
+def test_a_library_cannot_swallow_an_interrupt_of_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    command = [sys.executable, "-c", SWALLOWING]
+    ended = subprocess.run(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
 @contextmanager
 def hold_open(pipe: Path, process: subprocess.Popen[str]) -> Iterator[None]:
     """Wait until the process reads the pipe, and let it wait for words meanwhile."""

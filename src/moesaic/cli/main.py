@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated
 
 import typer
@@ -46,6 +46,9 @@ _VERBS_WITH_SETTINGS = (
     "plan",
     "bench",
 )
+_VERBS_THAT_COMPUTE = ("inspect", "report", "replay", "plan", "calibrate", "trace")
+"""Verbs that leave nothing behind until they end, so that SIGINT ends them without unwinding: a
+library that they call or import may swallow an error."""
 MEMORY_HINTS = {
     "train": MEMORY_HINT, "generate": "lower cache_tokens or tokens_per_pass",
     "serve": "lower cache_tokens or tokens_per_pass",
@@ -57,11 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; bugs propagate as exceptions."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     screen.replace_unencodable()
+    computes = given[0] in _VERBS_THAT_COMPUTE
     try:
-        status = make_app(given[0])(
-            args=expand_resume(given), prog_name="moesaic", standalone_mode=False
-        )
-        flush_stdout()
+        with start.exit_on_interrupt() if computes else nullcontext():
+            status = make_app(given[0])(
+                args=expand_resume(given), prog_name="moesaic", standalone_mode=False
+            )
+            flush_stdout()
     except UserError as error:
         screen.print_error(f"{message_prefix()}{error}")
         return _status_of(error)
