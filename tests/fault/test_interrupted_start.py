@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from moesaic.testing.jobs import RUN_JOB
 JOB = RUN_JOB.replace("steps = 4", "steps = 1000000")
 
 
-def start(place: Path, *flags: str) -> subprocess.Popen[str]:
+def start(place: Path, *flags: str, env: Mapping[str, str] = {}) -> subprocess.Popen[str]:
     """Start a run and return once it has begun to import."""
     place.mkdir()
     (place / "tmp").mkdir()
@@ -29,7 +29,8 @@ def start(place: Path, *flags: str) -> subprocess.Popen[str]:
     (place / "job.toml").write_text(JOB)
     process = subprocess.Popen(
         [sys.executable, "-m", "moesaic", "train", "job.toml", "--out", "run", *flags],
-        cwd=place, env={**os.environ, "TMPDIR": str(place / "tmp")}, start_new_session=True,
+        cwd=place, env={**os.environ, "TMPDIR": str(place / "tmp"), **env},
+        start_new_session=True,
         # Background processes and their children may ignore interrupts by inheritance.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -296,3 +297,28 @@ def test_sigterm_before_the_first_step_says_what_to_do(
         assert stderr.endswith(line) if flags else stderr == line, (index, stderr)
         wait_for(lambda group=process.pid: not list(living(group)), 20)
         assert not (tmp_path / str(index) / "run" / "LOCK").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_ranks_that_compile(number: int, tmp_path: Path) -> None:
+    for tenths in range(0, 60, 5):
+        place = tmp_path / str(tenths)
+        process = start(
+            place, "--nproc", "2", "--set", "layout.ep=2", "--set", "balance.min_replica_tokens=1",
+            env={"NUMBA_CACHE_DIR": str(place / "compiled")},
+        )  # fmt: skip
+        notice = "compiling the balance policy, once for this installation"
+        assert process.stdout is not None
+        assert any(line.startswith(notice) for line in process.stdout)
+        time.sleep(tenths / 10)
+        os.killpg(process.pid, number)
+        _, stderr = process.communicate(timeout=30)
+        anew = "nothing was saved, the same command starts anew\n"
+        line = "interrupted: " if number == signal.SIGINT else "error: ended by SIGTERM before"
+        assert stderr.startswith(line), (tenths, stderr)
+        assert stderr.endswith(anew), (tenths, stderr)
+        assert stderr.count("\n") == 1, (tenths, stderr)
+        wait_for(lambda group=process.pid: not list(living(group)), 20)
+        assert not (place / "run").exists()

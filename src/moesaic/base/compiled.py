@@ -4,8 +4,11 @@ Importing numba takes long, so callers import this module where they use it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -26,9 +29,31 @@ def cached_njit(function: Any = None, **options: Any) -> Any:
         return lambda decorated: cached_njit(decorated, **options)
     options = {"nogil": True, **options}
     try:
-        return njit(cache=True, **options)(function)
+        compiled = njit(cache=True, **options)(function)
     except RuntimeError:  # Neither the source's directory nor the user's cache is writable.
-        return njit(**options)(function)
+        compiled = njit(**options)(function)
+    compiled.compile = partial(_on_other_thread, compiled.compile)
+    return compiled
+
+
+def _on_other_thread(compile_for: Callable[[Any], Any], signature: Any) -> Any:
+    """Compile for a signature while the main thread waits.
+
+    Signal handlers run on the main thread. An error that one raises inside numba or llvmlite may be
+    swallowed, replaced or printed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return compile_for(signature)
+    done = Future[Any]()
+
+    def work() -> None:
+        try:
+            done.set_result(compile_for(signature))
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return done.result()
 
 
 def cached_loop(function: Any) -> Any:
