@@ -250,7 +250,11 @@ def _next_command(run: Run) -> str:
 
 
 def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
-    text = f"trained {facts['step']:,} steps in {format_clock(facts['seconds'] or 0.0)}"
+    first = facts["first_step"] or 1  # A run may go on from a checkpoint of another one.
+    steps = f"{facts['step']:,} steps" if first == 1 else f"steps {first:,} to {facts['step']:,}"
+    text = f"trained {steps} in {format_clock(facts['seconds'] or 0.0)}"
+    if facts["resumes"]:
+        text += f" over {facts['resumes'] + 1} starts"
     if facts["skipped"]:
         text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped because fp16 overflowed"
     if facts["loss"] is not None:

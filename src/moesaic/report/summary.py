@@ -31,6 +31,7 @@ def summary(run: RunStats) -> dict[str, Any]:
         "directory": str(run.directory),
         "status": run.status,
         "unit": run.unit,
+        "first_step": int(run.steps.step[0]) if len(run.steps) else None,
         "step": run.last_step,
         "planned_steps": run.planned_steps,
         **_losses(run),
