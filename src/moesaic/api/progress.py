@@ -128,15 +128,16 @@ class RunProgress:
             per_step = (now - self._started_s) / max(step - self._first_step, 1)
             left = format_clock(per_step * (self._total - step))
             rest = f", {left} left" if step < self._total else ""
-            text = format_figures(self._without_shown_validation(figures))
+            text = format_figures(self._without_old_validation(figures, step))
             self._console.print(f"step {step}/{self._total}: {text}{rest}")
 
-    def _without_shown_validation(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures without the loss of a validation that an earlier line has shown."""
+    def _without_old_validation(self, figures: Mapping[str, float], step: int) -> dict[str, float]:
+        """Return the figures without the loss of a validation that an earlier line has shown, or
+        that the last one of the run follows at once."""
         shown, self._validation_loss = self._validation_loss, figures.get("validation_loss")
-        is_shown = shown == self._validation_loss
+        is_old = shown == self._validation_loss or step >= self._total
         return {
-            name: one for name, one in figures.items() if name != "validation_loss" or not is_shown
+            name: one for name, one in figures.items() if name != "validation_loss" or not is_old
         }
 
     def _is_due(self, step: int, now_s: float) -> bool:

@@ -61,12 +61,12 @@ def test_the_lines_of_a_long_run_are_few_unless_all_are_wanted(
 
 
 def test_a_line_shows_a_validation_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps have the loss of the last validation until the next one."""
+    """Steps have the loss of the last validation until the next one, which follows the last step."""
     file = io.StringIO()
     monkeypatch.setattr(progress, "make_console", lambda _: Console(file=file, width=100))
     watched = RunProgress("stdout", 0.0, is_verbose=True)
     watched.start(5, 0)
-    for step, loss in enumerate((None, 2.5, 2.5, 2.25, 2.25), 1):
+    for step, loss in enumerate((None, 2.5, 2.5, 2.25, 2.0), 1):
         figures = {"step": step, "loss": 3.0, "tokens_per_s": 10.0}
         watched.step(figures if loss is None else {**figures, "validation_loss": loss})
     shown = [line.partition("validation ")[2][:6] for line in file.getvalue().splitlines()]
