@@ -61,7 +61,7 @@ def test_the_lines_of_a_long_run_are_few_unless_all_are_wanted(
 
 
 def test_a_line_shows_a_validation_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps have the loss of the last validation until the next one, which follows the last step."""
+    """Steps have the loss of the last validation; the final one follows the last step."""
     file = io.StringIO()
     monkeypatch.setattr(progress, "make_console", lambda _: Console(file=file, width=100))
     watched = RunProgress("stdout", 0.0, is_verbose=True)
