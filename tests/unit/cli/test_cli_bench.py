@@ -13,7 +13,7 @@ from moesaic.facts.job.model import PRESETS
 from moesaic.models.expert_benchmark import DeviceLimit, ExpertLayerBenchmark
 from moesaic.models.hf.config import config_text
 
-LINE = ["bench", "layer", "--set", "model.preset=tiny-mixtral", "--set", "seconds=5"]
+LINE = ["bench", "layer", "--set", "model.preset=tiny-mixtral", "--set", "seconds=20"]
 FEW = ["--set", "tokens=[1, 40]", "--set", 'dtypes=["fp32"]']
 
 
