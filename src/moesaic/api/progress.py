@@ -133,7 +133,7 @@ class RunProgress:
 
     def _without_old_validation(self, figures: Mapping[str, float], step: int) -> dict[str, float]:
         """Return the figures without the loss of a validation that an earlier line has shown, or
-        that the last one of the run follows at once."""
+        that the last validation follows."""
         shown, self._validation_loss = self._validation_loss, figures.get("validation_loss")
         is_old = shown == self._validation_loss or step >= self._total
         return {

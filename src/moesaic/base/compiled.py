@@ -13,6 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.event import Event, Listener, install_listener
 from numba.extending import intrinsic
 
@@ -42,7 +43,8 @@ def _on_other_thread(compile_for: Callable[[Any], Any], signature: Any) -> Any:
     Signal handlers run on the main thread. An error that one raises inside numba or llvmlite may be
     swallowed, replaced or printed.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or global_compiler_lock.is_locked():  # Another function's compilation is here.
         return compile_for(signature)
     done = Future[Any]()
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from moesaic.base import keys, unknown_keys
@@ -42,6 +42,16 @@ class Section(BaseModel):
     resolved_keys: ClassVar[frozenset[str]] = frozenset()
     """Fields that the resolution fills in; no file may use them."""
 
+    def conflicts(self) -> Iterator[str]:
+        """Yield a sentence with a remedy for each set of keys that do not go together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check_conflicts(self, info: ValidationInfo) -> Self:
+        for sentence in () if info.context == _WITH_CONFLICTS else self.conflicts():
+            raise ValueError(sentence)
+        return self
+
     @property
     def non_default_fields(self) -> frozenset[str]:
         """Fields that were set to a value other than their default."""
@@ -64,6 +74,8 @@ class Section(BaseModel):
 
 S = TypeVar("S", bound=Section)
 
+_WITH_CONFLICTS = "with conflicts"
+"""Context of a validation that accepts keys that do not go together."""
 SET_FLAG = "--set"
 """Origin of settings that have no file: `--set` is their only source."""
 
@@ -212,13 +224,16 @@ def parse(
     `origin` (such as a file), or with the item of `sets` that set the key. `found` has sentences
     about keys that the caller could not resolve; their tables are incomplete for that reason.
     """
-    by_key = dict(found or {})
+    by_key, conflicts = dict(found or {}), list[tuple[str, str]]()
     try:
         section = kind.model_validate(dict(raw), by_alias=True, by_name=False)
         if not by_key:
             return section
     except ValidationError as error:
         details = error.errors(include_url=False)
+        if all(detail["type"] == "value_error" for detail in details):
+            conflicts = _find_conflicts(kind, raw)
+            details = [] if conflicts else details
         meant = set(map(_without_indices, by_key))
         for detail in details:
             if detail["type"] == "extra_forbidden":
@@ -231,7 +246,33 @@ def parse(
                 key, sentence = _describe_mistake(kind, detail)
                 if detail["type"] != "missing" or not _is_misspelt(kind, key, meant):
                     by_key.setdefault(key, sentence)
-    raise ConfigError(list_mistakes(by_key, origin, sets, raw))
+    raise ConfigError(list_mistakes([*by_key.items(), *conflicts], origin, sets, raw))
+
+
+def _find_conflicts(kind: type[Section], raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the path of a table and a sentence for all keys that do not go together; none if a
+    value is wrong by itself."""
+    try:
+        section = kind.model_validate(
+            dict(raw), context=_WITH_CONFLICTS, by_alias=True, by_name=False
+        )
+    except ValidationError:
+        return []
+    return list(_conflicts_inside(section, ""))
+
+
+def _conflicts_inside(section: Section, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the sentence of each conflict of a section and of those inside it."""
+    for name, field in _own_fields(section):
+        value, key = getattr(section, name), keys.dotted_key([field.alias or name])
+        inner = f"{path}.{key}" if path else key
+        for index, one in enumerate(_subsections(value)):
+            yield from _conflicts_inside(
+                one, f"{inner}[{index}]" * isinstance(value, list) or inner
+            )
+    for sentence in section.conflicts():
+        # A table in a list cannot name its own index.
+        yield path, f"{path}: {sentence}" if "[" in path else sentence
 
 
 def _describe_unknown(kind: type[BaseModel], detail: Any) -> list[unknown_keys.UnknownKey]:
@@ -270,11 +311,13 @@ def noted(found: dict[str, str], key: str, origin: str = "") -> Iterator[None]:
 
 
 def list_mistakes(
-    by_key: Mapping[str, str], origin: str, sets: Sequence[str], raw: Mapping[str, Any]
+    mistakes: Iterable[tuple[str, str]], origin: str, sets: Sequence[str], raw: Mapping[str, Any]
 ) -> str:
-    """Return one sentence for a single mistake, else a heading with a line for each one."""
+    """Return one sentence for a single mistake, else a heading with a line for each one.
+
+    Mistakes are pairs of a key and a sentence."""
     lines = list[str]()
-    for key, sentence in by_key.items():
+    for key, sentence in mistakes:
         spellings = (key, _name_tables(key, raw))
         culprits = [item for item in sets if any(sets_key(item, one) for one in spellings)]
         where = culprits[-1] if culprits else error_origin(origin, sets, sentence)

@@ -50,7 +50,7 @@ def check_inputs(loaded: LoadedJob[TrainingJob], run: Path | None = None) -> Non
         for key in _PATHS & mistakes.keys():
             mistakes[key] += place_of_path(run, job, key)
     if mistakes:
-        raise ConfigError(list_mistakes(mistakes, loaded.origin, loaded.sets, {}))
+        raise ConfigError(list_mistakes(mistakes.items(), loaded.origin, loaded.sets, {}))
 
 
 def _mistakes(job: TrainingJob) -> dict[str, str]:

@@ -150,6 +150,33 @@ def test_impossible_job_is_reported_in_one_sentence(sets: list[str], sentence: s
     assert message == sentence
 
 
+def test_all_keys_that_do_not_go_together_are_named() -> None:
+    """Those inside one table, and those of several."""
+    with pytest.raises(ConfigError) as caught:
+        job("model.heads=6", "train.micro_batches=3", "schedule.warmup=11", "data.sequence=4097")
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == "job.toml: 4 mistakes"
+    starts = (
+        "model.kv_heads = 4 does",
+        "train.batch = 8 is",
+        "schedule.warmup = ",
+        "data.sequence",
+    )
+    for line, start in zip(lines, starts, strict=True):
+        assert start in line
+
+
+def test_keys_of_a_student_that_do_not_go_together_are_named_with_its_place() -> None:
+    students = """[{name = "a", model = {preset = "tiny-dense", heads = 3}},
+        {name = "b", model = {preset = "tiny-dense"}, interval = 2, losses = {logits = 1.0}}]"""
+    with pytest.raises(ConfigError) as caught:
+        job(f"student={students}", "schedule.warmup=11")
+    message = str(caught.value)
+    assert "student[0].model: model.kv_heads = 4 does not divide model.heads = 3" in message
+    assert "student[1]: interval = 2 with losses.text = 0 leaves steps without" in message
+    assert "schedule.warmup = 11 is longer" in message
+
+
 @pytest.mark.parametrize(
     "sets",
     [

@@ -137,6 +137,21 @@ def test_embedding_columns_that_do_not_divide(
             fails()
 
 
+def test_everything_that_does_not_fit_the_ranks_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_from_job(tiny_job(layout={"pp": 5, "tp": 3, "ep": 7}), 8, "job.toml")
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == "job.toml: 3 mistakes"
+    for line, group in zip(lines, ("pp = 5", "tp = 3", "ep = 7"), strict=True):
+        assert line.startswith(f"  layout.{group} does not divide 8 ranks: use 1, 2, 4 or 8, or ")
+    with pytest.raises(ConfigError) as caught:
+        plan_from_job(tiny_job(layout={"pp": 4, "tp": 2}), 8, "job.toml")
+    heading, tensor, pipeline = str(caught.value).splitlines()
+    assert heading == "job.toml: 2 mistakes"
+    assert tensor.startswith("  layout.tp = 2 does not divide model.vocab = 61, which these ranks")
+    assert pipeline.startswith("  layout.pp = 4 with layout.schedule")
+
+
 def test_layers_are_split_evenly() -> None:
     model = MODEL.model_copy(update={"layers": 5})
     layout = LayoutConfig(pp=2, schedule="interleaved")
@@ -275,7 +290,10 @@ def predictions(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"ep": 3}, "ep = 3 does not divide 4 ranks: use 1, 2 or 4, or another number of ranks"),
+        (
+            {"ep": 3, "experts": 6},
+            "ep = 3 does not divide 4 ranks: use 1, 2 or 4, or another number of ranks",
+        ),
         ({"dp_shard": 8}, "dp_shard = 8 does not divide 4 ranks: use 1, 2 or 4, or another"),
         ({"etp": 2}, "etp = 2 does not divide tp = 1, whose ranks split the experts"),
         ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide 4 ranks: use 1, 2 or 4"),
@@ -393,7 +411,7 @@ def test_expert_placement_is_obeyed() -> None:
             "stages has block 'embed' where block 'layers.0' comes next",
         ),
         (
-            {"pp": 2, "stages": [["embed", "layers.1"], ["layers.0", "head"]]},
+            {"pp": 2, "schedule": "gpipe", "stages": [["embed", "layers.1"], ["layers.0", "head"]]},
             "stages has block 'layers.1' where block 'layers.0' comes next",
         ),
         (
@@ -401,7 +419,11 @@ def test_expert_placement_is_obeyed() -> None:
             "stages has block 'x' where no block comes next",
         ),
         (
-            {"pp": 2, "stages": [["embed", "layers.0", "layers.1", "head"], []]},
+            {
+                "pp": 2,
+                "schedule": "gpipe",
+                "stages": [["embed", "layers.0", "layers.1", "head"], []],
+            },
             "stages[1] is empty: give it a block, or lower pp",
         ),
         ({"tp": 2}, "tp = 2 does not divide model.vocab = 61, which these ranks split: use 1"),

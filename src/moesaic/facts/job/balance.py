@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base.config import Section
 
@@ -138,33 +138,27 @@ class BalanceConfig(Section):
     An expert moves only if that saves more than it costs until the next migration. It works with
     every `policy`."""
 
-    @model_validator(mode="after")
-    def _check_memory_limits(self) -> BalanceConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield limits that the policy lacks, and plans that it cannot keep."""
         at = self.key_prefix
         for name in ("max_replicas", "max_replicas_sent"):
             limit = getattr(self, name)
             if limit is not None and not _TRAITS[self.policy].limits_replicas:
-                raise ValueError(
+                yield (
                     f'{at}{name} = {limit} with {at}policy = "{self.policy}", which has '
                     "no such limit: remove it, or use a policy that has one (quota, eplb)"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_replanning(self) -> BalanceConfig:
-        at = self.key_prefix
         if self.replan_drift is not None and self.replan_every == 1:
-            raise ValueError(
+            yield (
                 f"{at}replan_drift = {self.replan_drift} with {at}replan_every = 1, which always "
                 f"plans anew: remove it, or raise {at}replan_every"
             )
         if self.replan_every > 1 and self.policy != "none" and not self.uses_past_loads:
-            raise ValueError(
+            yield (
                 f'{at}replan_every = {self.replan_every} with {at}policy = "{self.policy}", which '
                 "plans by current loads: remove it, use a policy that plans by earlier loads "
                 f"(pro-prophet, eplb), or set {at}prefetch = true"
             )
-        return self
 
     def ineffective_settings(self) -> list[str]:
         """Return one sentence for each setting that is not a default and has no effect."""

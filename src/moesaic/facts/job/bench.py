@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base import keys
 from moesaic.base.config import Section
@@ -37,21 +38,14 @@ class BenchConfig(Section):
     """Approximate duration, in seconds. Batches that need longer are skipped. Measuring the peak of
     the device takes a few seconds in any case."""
 
-    @model_validator(mode="after")
-    def _check_unique(self) -> BenchConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield values that stand twice, and a model without experts."""
         for key, values in (("dtypes", self.dtypes), ("tokens", self.tokens)):
             duplicates = [value for index, value in enumerate(values) if value in values[:index]]
             if duplicates:
-                raise ValueError(
+                yield (
                     f"{key} has {keys.show(duplicates[0])} more than once: leave all but one "
                     "of them out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_experts(self) -> BenchConfig:
         if not self.model.experts:
-            raise ValueError(
-                "model.experts = 0: a dense model has no expert layer, choose a model with experts"
-            )
-        return self
+            yield "model.experts = 0: a dense model has no expert layer, choose one with experts"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base.config import Section
 
@@ -70,36 +71,37 @@ class ClicksConfig(Section):
     stream: StreamConfig | None = None
     """Built-in stream, in place of files."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ClicksConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings that contradict the source of the samples, or have no effect with it."""
         if (self.path is None) == (self.stream is None):
             both = self.path is not None
-            raise ValueError(
+            yield (
                 f'data.path = "{self.path}" and [data.stream] exclude each other: remove one'
                 if both
                 else "data names no samples: set data.path to files, or add [data.stream]"
             )
-        if self.stream is not None:
-            self._check_unused(type(self).model_fields.keys() - {"stream", "shuffle", "cache"})
+        elif self.stream is not None:
+            yield from self._unused_conflicts(
+                type(self).model_fields.keys() - {"stream", "shuffle", "cache"}
+            )
         elif self.is_parquet and not self.slots:
-            raise ValueError(
+            yield (
                 f'data.path = "{self.path}" is Parquet, and data.slots names no columns: list the '
                 "columns of keys"
             )
         elif not self.is_parquet:
-            self._check_unused({"label", "dense", "slots", "weight", "user"})
-        return self
+            yield from self._unused_conflicts({"label", "dense", "slots", "weight", "user"})
 
-    def _check_unused(self, names: set[str]) -> None:
-        found = sorted(self.non_default_fields & names)
-        if found:
+    def _unused_conflicts(self, names: set[str]) -> Iterator[str]:
+        """Yield given settings among `names` that have no effect with the source of the samples."""
+        for name in sorted(self.non_default_fields & names):
             if self.stream is not None:
-                raise ValueError(f"data.{found[0]} has no effect with [data.stream]: remove it")
-            why = (
-                "" if self.format == "criteo" else f', and data.path = "{self.path}" is no Parquet'
-            )
-            raise ValueError(
-                f"data.{found[0]} has no effect with Criteo TSV{why}: remove it, or set "
+                yield f"data.{name} has no effect with [data.stream]: remove it"
+                continue
+            is_known = self.format == "criteo"
+            why = "" if is_known else f', and data.path = "{self.path}" is no Parquet'
+            yield (
+                f"data.{name} has no effect with Criteo TSV{why}: remove it, or set "
                 'data.format = "parquet"'
             )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Iterator
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base import keys
 from moesaic.base.config import Section
@@ -45,10 +45,10 @@ class ControlConfig(Section):
         found = ((name, getattr(self, name)) for name in ATTRIBUTES)
         return {name: value for name, value in found if value is not None}
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        """Yield attributes that nothing labels, and wrong genres."""
         if not self.labellers:
-            raise ValueError(
+            yield (
                 f"[control] names no attribute: set {keys.join_words(list(ATTRIBUTES))} to a "
                 "column, or remove the table"
             )
@@ -59,24 +59,23 @@ class ControlConfig(Section):
                 if self.genres
                 else "list the genres"
             )
-            raise ValueError(f"{shown} and control.genre = {keys.show(self.genre or '')}: {remedy}")
+            yield f"{shown} and control.genre = {keys.show(self.genre or '')}: {remedy}"
         for name in self.genres:
             if name != name.strip() or set("[]") & set(name):
-                raise ValueError(
+                yield (
                     f"{shown} holds {keys.show(name)}, and a genre has neither brackets nor blanks "
                     "at its ends: rename it"
                 )
         if len(set(self.genres)) < len(self.genres):
-            raise ValueError(f"{shown} names a genre twice: remove one")
+            yield f"{shown} names a genre twice: remove one"
         for name, labeller in self.labellers.items():
             if ":" in labeller and not all(
                 part.isidentifier() for part in labeller.replace(":", ".", 1).split(".")
             ):
-                raise ValueError(
+                yield (
                     f"control.{name} = {keys.show(labeller)} is no module:function: give a column "
                     "without a colon, or a function such as labels.topic:label"
                 )
-        return self
 
 
 class ControlValues(Section):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base.config import Section
 from moesaic.facts.job.balance import no_effect
@@ -58,8 +58,8 @@ class CtrJob(Section):
     log: LogConfig = LogConfig()
     """Loggers besides the run's own events."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> CtrJob:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings that recommenders lack, and those that do not go together."""
         train = self.train
         refused = {
             f'train.precision = "{train.precision}"': train.precision not in ("fp32", "fp64"),
@@ -69,18 +69,17 @@ class CtrJob(Section):
         }
         for setting, is_refused in refused.items():
             if is_refused:
-                raise ValueError(f'{setting} does not work with kind = "ctr": remove it')
+                yield f'{setting} does not work with kind = "ctr": remove it'
         if self.schedule.warmup > train.steps:
-            raise ValueError(
+            yield (
                 f"schedule.warmup = {self.schedule.warmup} is longer than "
                 f"train.steps = {train.steps}: shorten the warm-up, or train longer"
             )
         if self.model.family == "dlrm" and not self.data.num_dense:
-            raise ValueError(
+            yield (
                 'model.family = "dlrm" needs dense features, and data has none: name some, or '
                 'choose "ctr-dnn" or "dcn-v2"'
             )
-        return self
 
     @property
     def has_validation(self) -> bool:

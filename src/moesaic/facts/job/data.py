@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base import keys
 from moesaic.base.config import Section
@@ -66,40 +66,39 @@ class DataConfig(Section):
     cache: str | None = None
     """Directory for tokenised text, safe to delete; unset: ~/.cache/moesaic/tokens."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DataConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings that exclude each other, or that the format lacks."""
         if self.validation_path and self.validation_share:
-            raise ValueError(
+            yield (
                 f'data.validation_path = "{self.validation_path}" and data.validation_share = '
                 f"{self.validation_share} exclude each other: remove one"
             )
         if self.end_token is not None and self.tokenizer == "bytes":
-            raise ValueError(
+            yield (
                 f'data.end_token = "{self.end_token}" belongs to a tokenizer file, and '
                 'data.tokenizer = "bytes" has an end mark of its own: remove data.end_token'
             )
         if self.format == "chat":
-            self._check_chat()
+            yield from self._chat_conflicts()
         if self.format == "labelled" and self.packing == "stream":
-            raise ValueError(
+            yield (
                 'data.packing = "stream" cuts one long text, and data.format = "labelled" keeps '
                 "texts whole: remove data.packing"
             )
         if self.format != "chat" and self.system is not None:
-            raise ValueError(
+            yield (
                 f"data.system = {keys.show(self.system)} is for conversations, and data.format "
                 f'= "{self.format}" has none: remove it, or set data.format = "chat"'
             )
-        return self
 
-    def _check_chat(self) -> None:
+    def _chat_conflicts(self) -> Iterator[str]:
         if self.tokenizer == "bytes":
-            raise ValueError(
+            yield (
                 'data.format = "chat" needs a tokenizer with a chat template, and data.tokenizer '
                 '= "bytes" has none: set data.tokenizer to the directory of one'
             )
         if self.packing == "stream":
-            raise ValueError(
+            yield (
                 'data.packing = "stream" cuts one long text, and data.format = "chat" keeps '
                 "conversations whole: remove data.packing"
             )

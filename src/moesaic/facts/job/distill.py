@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from moesaic.base import keys
 from moesaic.base.config import Section
@@ -66,11 +66,10 @@ class StudentLosses(Section):
         """True if a loss reads queries and keys."""
         return self.attention > 0 or self.relations > 0
 
-    @model_validator(mode="after")
-    def _learns(self) -> StudentLosses:
+    def conflicts(self) -> Iterator[str]:
+        """Yield a sentence if no loss counts."""
         if not self.given:
-            raise ValueError("all weights are 0: give one of them a value above 0")
-        return self
+            yield "all weights are 0: give one of them a value above 0"
 
 
 def _needs_layer(given: Mapping[str, Any]) -> bool:
@@ -120,19 +119,18 @@ class StudentConfig(Section):
             )
         return name
 
-    @model_validator(mode="after")
-    def _consistent(self) -> StudentConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings that leave nothing to learn."""
         if self.auxiliary_layer and not self.losses.needs_attention:
-            raise ValueError(
+            yield (
                 "auxiliary_layer = true without losses.attention and losses.relations learns "
                 "nothing: remove it, or give one of these losses a weight"
             )
         if self.interval > 1 and not self.losses.text:
-            raise ValueError(
+            yield (
                 f"interval = {self.interval} with losses.text = 0 leaves steps without a loss: set "
                 "interval = 1, or give losses.text a weight"
             )
-        return self
 
     def weights_at(self, step: int) -> dict[str, float]:
         """Return the weights of the losses that count after `step` finished steps, by name."""

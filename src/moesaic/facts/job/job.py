@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from moesaic.base import keys
 from moesaic.base.config import Section, parse
@@ -92,126 +92,130 @@ class Job(Section):
     log: LogConfig = LogConfig()
     """Loggers besides the run's own events."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Job:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings of different tables that do not go together."""
+        own = [
+            *self._size_conflicts(), *self._router_conflicts(), *self._finetune_conflicts(),
+            *self._control_conflicts(), *self._block_order_conflicts(),
+            *self._credibility_conflicts(),
+        ]  # fmt: skip
+        yield from own
+        yield from () if own else self._student_conflicts()
+
+    def _size_conflicts(self) -> Iterator[str]:
+        """Yield numbers of one table that are too large for another one."""
         if self.model.top_k == 1 and self.model.renormalise:
-            raise ValueError(
+            yield (
                 "model.renormalise = true with model.top_k = 1 makes every weight 1, so that the "
                 "router learns nothing from the loss: set model.renormalise = false, or start from "
                 "another model"
             )
-        self._check_router()
-        self._check_finetune()
-        self._check_control()
-        self._check_block_order()
-        self._check_credibility()
-        self._check_students()
-        error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
-        if error and self.model.experts:
-            raise ValueError(f"kernels.{error}")
         if self.schedule.warmup > self.train.steps:
-            raise ValueError(
+            yield (
                 f"schedule.warmup = {self.schedule.warmup} is longer than "
                 f"train.steps = {self.train.steps}: shorten the warm-up, or train longer"
             )
         if self.data.sequence > self.model.max_positions:
-            raise ValueError(
+            yield (
                 f"data.sequence = {self.data.sequence} is longer than "
                 f"model.max_positions = {self.model.max_positions}: shorten it, or raise the latter"
             )
-        return self
+        error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
+        if error and self.model.experts:
+            yield f"kernels.{error}"
 
-    def _check_router(self) -> None:
-        """Raise ValueError if the model does not support the job's router."""
+    def _router_conflicts(self) -> Iterator[str]:
+        """Yield why the model does not support the job's router."""
         model, router = self.model, self.routing.router
         needs = {"switch": 1, "gshard": 2}.get(router)
         if needs is None:
             return
         if not model.experts or model.score_function == "sigmoid":
             what = "which uses sigmoid scores" if model.experts else "which is dense"
-            raise ValueError(
+            yield (
                 f'routing.router = "{router}" with model.family = "{model.family}", {what}: set '
                 'routing.router = "top-k"'
             )
+            return
         if model.top_k != needs:
-            raise ValueError(
+            yield (
                 f'routing.router = "{router}" chooses {needs} of the experts, but model.top_k = '
                 f'{model.top_k}: set model.top_k = {needs}, or routing.router = "top-k"'
             )
         if router == "gshard" and self.routing.capacity_factor is None:
-            raise ValueError(
+            yield (
                 'routing.router = "gshard" drops tokens beyond a capacity: set '
                 "routing.capacity_factor (1.2 is usual)"
             )
 
-    def _check_credibility(self) -> None:
-        """Raise ValueError for settings that do not go with [credibility], or need it."""
+    def _credibility_conflicts(self) -> Iterator[str]:
+        """Yield settings that do not go with [credibility], or need it."""
         data_format, labels = self.data.format, self.model.labels
         if self.credibility is None:
             if data_format == "labelled":
-                raise ValueError(
+                yield (
                     'data.format = "labelled" is for jobs that learn the labels: add '
                     '[credibility], or set data.format = "auto" to read the text alone'
                 )
             if labels:
-                raise ValueError(f"model.labels = {labels} without [credibility]: remove it")
+                yield f"model.labels = {labels} without [credibility]: remove it"
             return
         if data_format != "labelled":
-            raise ValueError(
+            yield (
                 f'data.format = "{data_format}" with [credibility], which learns labels: set '
                 'data.format = "labelled", with files of moesaic generate --adversarial'
             )
         if labels != len(LABELS):
-            raise ValueError(f"model.labels = {labels} with [credibility]: set it to {len(LABELS)}")
+            yield f"model.labels = {labels} with [credibility]: set it to {len(LABELS)}"
         refused = {
             f"layout.{name} = {getattr(self.layout, name)}": getattr(self.layout, name) > 1
             for name in ("tp", "etp", "pp")
         }
         refused |= {
             "[memory]": self.memory is not None, "[[student]]": bool(self.student),
-            'train.micro_batch_order = "by_block"': self.is_by_block,
+            'train.micro_batch_order = "by_block"': self.is_by_block and self.memory is None,
             "[control]": self.control is not None,
         }  # fmt: skip
         for setting, is_refused in refused.items():
             if is_refused:
-                raise ValueError(f"{setting} does not work with [credibility]: remove one of them")
+                yield f"{setting} does not work with [credibility]: remove one of them"
 
-    def _check_finetune(self) -> None:
+    def _finetune_conflicts(self) -> Iterator[str]:
         finetune, model = self.finetune, self.model
         if finetune is None or finetune.method != "lora":
             return
         available = _available_targets(model)
         if not available & set(finetune.targets):
-            raise ValueError(
+            yield (
                 f"finetune.targets = {keys.show(finetune.targets)} names nothing that this model "
                 f"has: choose from {keys.show(sorted(available))}"
             )
         if finetune.rank > model.hidden:
-            raise ValueError(
+            yield (
                 f"finetune.rank = {finetune.rank} is more than model.hidden = {model.hidden}, the "
                 "largest rank of these matrices: lower it"
             )
         # The default policy makes no replicas of experts with adapters.
         if "experts" in finetune.targets and self.balance.policy not in ("none", "quota"):
-            raise ValueError(
+            yield (
                 f'balance.policy = "{self.balance.policy}" with "experts" in finetune.targets: '
                 'adapters of experts have no replicas, set balance.policy = "none", or remove '
                 '"experts"'
             )
 
-    def _check_control(self) -> None:
-        """Raise ValueError for settings that leave no room for prompts, or do not train them."""
+    def _control_conflicts(self) -> Iterator[str]:
+        """Yield settings that leave no room for prompts, or do not train them."""
         if self.control is None:
             return
         data = self.data
         for key, value in (("format", "chat"), ("format", "dataset"), ("packing", "stream")):
             if getattr(data, key) == value:
-                raise ValueError(
+                yield (
                     f'data.{key} = "{value}" does not work with [control], whose samples are whole '
                     "texts from files of text, JSON lines or Parquet: remove one of the two"
                 )
         if self.finetune is not None and self.finetune.method == "lora":
-            raise ValueError(
+            yield (
                 'finetune.method = "lora" with [control] would not train the embedding, which '
                 'holds the soft prompts: set finetune.method = "full"'
             )
@@ -222,35 +226,35 @@ class Job(Section):
         order = self.train.micro_batch_order
         return self.memory is not None if order == "auto" else order == "by_block"
 
-    def _check_block_order(self) -> None:
-        """Raise ValueError for settings that need another order of micro-batches, or all experts
+    def _block_order_conflicts(self) -> Iterator[str]:
+        """Yield settings that need another order of micro-batches, or all experts
         in memory."""
         if self.memory is not None:
-            self._check_memory()
+            yield from self._memory_conflicts()
         if not self.is_by_block:
             return
         key = "[memory]" if self.memory is not None else 'train.micro_batch_order = "by_block"'
         if self.layout.pp > 1:
-            raise ValueError(
+            yield (
                 f"layout.pp = {self.layout.pp} with {key}: pipeline ranks work on one micro-batch "
                 "at a time, set layout.pp = 1"
             )
         if "policy" in self.balance.non_default_fields and self.balance.uses_replicas:
-            raise ValueError(
+            yield (
                 f'balance.policy = "{self.balance.policy}" with {key}: replicas of experts are '
                 'sent for one micro-batch at a time, set balance.policy = "none"'
             )
         if self.model.tied and self.layout.dp_shard != 1:
-            raise ValueError(
+            yield (
                 f"layout.dp_shard = {keys.show(self.layout.dp_shard)} with {key} and a tied "
                 "embedding: FSDP2 cannot gather the shared weight with two blocks, set "
                 "layout.dp_shard = 1"
             )
 
-    def _check_memory(self) -> None:
-        """Raise ValueError for settings that do not work with expert state on a drive."""
+    def _memory_conflicts(self) -> Iterator[str]:
+        """Yield settings that do not work with expert state on a drive."""
         if not self.model.experts:
-            raise ValueError(
+            yield (
                 "[memory] keeps state of experts on a drive, but the model is dense "
                 "(model.experts = 0): remove the table"
             )
@@ -266,13 +270,13 @@ class Job(Section):
         }
         for setting, is_refused in refused.items():
             if is_refused:
-                raise ValueError(f"{setting} does not work with [memory]: remove one of them")
+                yield f"{setting} does not work with [memory]: remove one of them"
 
-    def _check_students(self) -> None:
-        """Raise ValueError if the students cannot learn beside the model."""
+    def _student_conflicts(self) -> Iterator[str]:
+        """Yield why the students cannot learn beside the model."""
         if not self.student:
             if self.distill.frozen:
-                raise ValueError(
+                yield (
                     "distill.frozen = true without [[student]] trains nothing: add a student, or "
                     "remove it"
                 )
@@ -280,20 +284,21 @@ class Job(Section):
         refused = {
             "[memory]": self.memory is not None,
             "[finetune]": self.finetune is not None,
-            'train.micro_batch_order = "by_block"': self.is_by_block,
+            'train.micro_batch_order = "by_block"': self.is_by_block and self.memory is None,
             'train.precision = "fp16"': self.train.precision == "fp16",
         }
-        for setting, is_refused in refused.items():
-            if is_refused:
-                raise ValueError(f"{setting} does not work with [[student]]: remove one of them")
-        for error in student_errors(self.model, self.student, self.data.sequence):
-            raise ValueError(error)
-        for student in self.student:
+        own = [
+            f"{setting} does not work with [[student]]: remove one of them"
+            for setting, is_refused in refused.items()
+            if is_refused
+        ] or [*student_errors(self.model, self.student, self.data.sequence)]
+        yield from own
+        for student in () if own else self.student:
             try:
                 student_job(self, student)
             except ValidationError as error:
                 sentence = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f'student "{student.name}": {sentence}') from None
+                yield f'student "{student.name}": {sentence}'
 
     def model_of(self, name: str) -> ModelConfig:
         """Return the model of a student, or the job's own for the name "model"."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from moesaic.base import keys
 from moesaic.base.config import Section
@@ -84,14 +85,13 @@ class RopeScaling(Section):
     truncate: bool = True
     """Round the first and last scaled channel to whole numbers (yarn)."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
+    def conflicts(self) -> Iterator[str]:
+        """Yield a sentence if the frequencies are in the wrong order."""
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
+            yield (
                 f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} is not below "
                 f"model.rope_scaling.high_freq_factor = {self.high_freq_factor}: lower it"
             )
-        return self
 
 
 class ModelConfig(Section):
@@ -169,67 +169,67 @@ class ModelConfig(Section):
         found: dict[str, Any] = dump(self)
         return {key: value for key, value in found.items() if value or key != "labels"}
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ModelConfig:
-        self._check_attention()
-        self._check_experts()
+    def conflicts(self) -> Iterator[str]:
+        """Yield sizes that do not go together, and keys of another family."""
+        yield from self._attention_conflicts()
+        yield from self._experts_conflicts()
         for key, families in FAMILY_KEYS.items():
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and self.family not in families:
                 names = " or ".join(f'"{name}"' for name in families)
                 shown = "" if isinstance(value, Section) else f" = {value}"
-                raise ValueError(
+                yield (
                     f'model.{key}{shown} belongs to family {names}, not "{self.family}": remove it'
                 )
-        return self
 
-    def _check_attention(self) -> None:
+    def _attention_conflicts(self) -> Iterator[str]:
         if self.heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}: "
                 f"use {keys.list_divisors(self.heads)}"
             )
         if self.head_dim % 2:
-            raise ValueError(
+            yield (
                 f"model.head_dim = {self.head_dim} is odd: the rotary embedding pairs channels, "
                 "give an even number"
             )
         if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
-            raise ValueError(
+            yield (
                 f"model.rope_theta = {self.rope_theta} is not above 1, so all channels rotate at "
                 'one speed, which model.rope_scaling.kind = "yarn" cannot scale: raise it'
             )
         if self.family == "deepseek_v3" and self.latent is None:
-            raise ValueError(
+            yield (
                 'model.family = "deepseek_v3" has latent attention, but model.latent is missing: '
                 "give model.latent.kv_lora_rank, .qk_rope_head_dim and .v_head_dim"
             )
         if self.latent is None:
             return
         if self.latent.qk_rope_head_dim % 2:
-            raise ValueError(
+            yield (
                 f"model.latent.qk_rope_head_dim = {self.latent.qk_rope_head_dim} is odd: the "
                 "rotary embedding pairs channels, give an even number"
             )
         if self.latent.qk_rope_head_dim >= self.head_dim:
-            raise ValueError(
+            yield (
                 f"model.latent.qk_rope_head_dim = {self.latent.qk_rope_head_dim} is all of "
                 f"model.head_dim = {self.head_dim}, which has other channels too: lower it"
             )
         if self.kv_heads != self.heads:
-            raise ValueError(
+            yield (
                 f"model.kv_heads = {self.kv_heads} with latent attention, where every head has its "
                 f"own keys: set it to model.heads = {self.heads}"
             )
 
-    def _check_experts(self) -> None:
+    def _experts_conflicts(self) -> Iterator[str]:
         if bool(self.experts) != bool(self.top_k):
-            raise ValueError(
+            yield (
                 f"model.experts = {self.experts} with model.top_k = {self.top_k}: "
                 "give both, or neither for a dense model"
             )
+            return
         if self.top_k > self.experts:
-            raise ValueError(
+            yield (
                 f"model.top_k = {self.top_k} is more than model.experts = {self.experts}: "
                 "a token uses each expert once, lower it"
             )
@@ -241,37 +241,39 @@ class ModelConfig(Section):
                 if self.experts
                 else 'give model.experts and model.top_k, or set family to "llama"'
             )
-            raise ValueError(
+            yield (
                 f'model.family = "{self.family}" {what}, but model.experts = {self.experts}: '
                 f"{remedy}"
             )
         if self.experts and self.dense_layers >= self.layers:
-            raise ValueError(
+            yield (
                 f"model.dense_layers = {self.dense_layers} leaves none of model.layers = "
                 f"{self.layers} with experts: lower it"
             )
-        self._check_groups()
+        yield from self._groups_conflicts()
 
-    def _check_groups(self) -> None:
+    def _groups_conflicts(self) -> Iterator[str]:
         if self.experts % self.expert_groups:
-            raise ValueError(
+            yield (
                 f"model.expert_groups = {self.expert_groups} does not divide "
                 f"model.experts = {self.experts}: use {keys.list_divisors(self.experts)}"
             )
+            return
         if self.top_expert_groups > self.expert_groups:
-            raise ValueError(
+            yield (
                 f"model.top_expert_groups = {self.top_expert_groups} is more than "
                 f"model.expert_groups = {self.expert_groups}: lower it"
             )
+            return
         offered = self.top_expert_groups * self.experts // self.expert_groups
-        if self.top_k > offered:
-            raise ValueError(
+        if offered < self.top_k <= self.experts:
+            yield (
                 f"model.top_k = {self.top_k} is more than the {offered} experts of "
                 f"model.top_expert_groups = {self.top_expert_groups} groups: raise "
                 "model.top_expert_groups, or lower model.top_k"
             )
         if self.expert_groups > 1 and self.experts // self.expert_groups < GROUP_TOP_K:
-            raise ValueError(
+            yield (
                 f"model.expert_groups = {self.expert_groups} leaves one of model.experts = "
                 f"{self.experts} in a group, and groups are ranked by {GROUP_TOP_K} scores: "
                 "lower model.expert_groups"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base.config import Section
 
@@ -29,15 +30,14 @@ class RecommenderConfig(Section):
     cross_layers: int = Field(default=3, ge=1)
     """Cross layers (dcn-v2)."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> RecommenderConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings of another family."""
         given = self.non_default_fields
         for name, family in (("dense_hidden", "dlrm"), ("cross_layers", "dcn-v2")):
             if name in given and self.family != family:
-                raise ValueError(
+                yield (
                     f'model.{name} is for model.family = "{family}", not "{self.family}": remove it'
                 )
-        return self
 
     def stack_widths(self, num_slots: int, num_dense: int) -> dict[str, list[int]]:
         """Return the widths of each stack of linear layers by name, from its inputs on."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base.config import Section
 
@@ -36,16 +37,15 @@ class RoutingConfig(Section):
     replay: str | None = None
     """File written by `record`: its choices replace the router's, and differences are counted."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> RoutingConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings of another router, and those that exclude each other."""
         if self.noise and self.router != "switch":
-            raise ValueError(
+            yield (
                 f'routing.noise = {self.noise} belongs to routing.router = "switch", '
                 f'not "{self.router}": set it to 0'
             )
         if self.record and self.replay:
-            raise ValueError(
+            yield (
                 f'routing.record = "{self.record}" and routing.replay = "{self.replay}" exclude '
                 "each other: remove one"
             )
-        return self

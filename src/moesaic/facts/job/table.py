@@ -4,10 +4,11 @@ With them, the layout of a row's record."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from moesaic.base.config import Section
 from moesaic.base.units import parse_bytes
@@ -69,21 +70,20 @@ class TableConfig(Section):
             parse_bytes(value)
         return value
 
-    @model_validator(mode="after")
-    def _consistent(self) -> TableConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield settings that are out of range, or need a drive."""
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"table.betas = {self.betas}: each is from 0 and below 1")
+            yield f"table.betas = {self.betas}: each is from 0 and below 1"
         if self.ssd is None and self.host != "auto":
-            raise ValueError(
+            yield (
                 f'table.host = "{self.host}" bounds the rows in memory, and the others need a '
                 "drive: set table.ssd, or remove table.host (table.max_rows bounds their number)"
             )
         if self.ssd is None and self.demote_days:
-            raise ValueError(
+            yield (
                 f"table.demote_days = {self.demote_days} moves rows to a drive: set table.ssd, or "
                 "remove the key"
             )
-        return self
 
     @property
     def host_bytes(self) -> int | None:

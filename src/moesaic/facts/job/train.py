@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from moesaic.base.config import Section
 from moesaic.facts.job.device_name import check_device_name
@@ -128,14 +129,13 @@ class TrainConfig(Section):
     def _names_device(cls, device: str) -> str:
         return check_device_name("train.device", device)
 
-    @model_validator(mode="after")
-    def _consistent(self) -> TrainConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield a sentence if the batch has no equal parts."""
         if self.batch % self.micro_batches:
-            raise ValueError(
+            yield (
                 f"train.batch = {self.batch} is not divisible by "
                 f"train.micro_batches = {self.micro_batches}: a batch has equal parts, change one"
             )
-        return self
 
 
 class OptimizerConfig(Section):
@@ -156,13 +156,10 @@ class OptimizerConfig(Section):
     fp32. 8bit: a quarter, in blocks with one scale each. Choose bf16 or 8bit where the optimizer
     state does not fit in memory."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> OptimizerConfig:
+    def conflicts(self) -> Iterator[str]:
+        """Yield decays that are out of range."""
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"optimizer.betas = {self.betas} is out of range: each is from 0 and below 1"
-            )
-        return self
+            yield (f"optimizer.betas = {self.betas} is out of range: each is from 0 and below 1")
 
 
 class ScheduleConfig(Section):

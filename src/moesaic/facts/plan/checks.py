@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.base import keys
-from moesaic.base.config import parse, read_json
+from moesaic.base.config import list_mistakes, parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.job.train import MOMENT_BLOCK, grouped_mm_fault
@@ -34,17 +34,18 @@ def check_plan(plan: Plan, job: Job, origin: str, other_ranks: str = OTHER_RANKS
 
     The remedy `other_ranks` stands beside a change of the plan.
     """
-    error = (
-        _model_error(plan, job)
-        or _tensor_parallel_error(plan, job)
-        or _stages_error(plan, job)
-        or _student_error(plan, job)
-        or pipeline_error(plan, job)
-        or embedding_shard_error(plan, job, other_ranks)
-        or (grouped_mm_fault(plan.grouped_mm, job.train) if job.model.experts else None)
+    errors = (
+        _model_error(plan, job),
+        _tensor_parallel_error(plan, job),
+        _stages_error(plan, job),
+        _student_error(plan, job),
+        pipeline_error(plan, job),
+        embedding_shard_error(plan, job, other_ranks),
+        grouped_mm_fault(plan.grouped_mm, job.train) if job.model.experts else None,
     )
-    if error is not None:
-        raise ConfigError(f"{origin}: {error}")
+    found = [("", error) for error in errors if error is not None]
+    if found:
+        raise ConfigError(list_mistakes(found, origin, (), {}))
 
 
 def _model_error(plan: Plan, job: Job) -> str | None:

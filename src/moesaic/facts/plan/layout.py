@@ -6,12 +6,12 @@ import math
 import re
 from typing import Any
 
-from moesaic.base.config import parse
+from moesaic.base.config import list_mistakes, parse
 from moesaic.base.errors import ConfigError
 from moesaic.base.units import plural
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig, StudentConfig, student_job
 from moesaic.facts.plan.checks import check_plan
-from moesaic.facts.plan.plan import OTHER_RANKS, Plan, group_fault, stage_blocks
+from moesaic.facts.plan.plan import OTHER_RANKS, Plan, group_faults, stage_blocks
 
 _JOB_NAMES = {
     **{key: f"layout.{key}" for key in LayoutConfig.model_fields},
@@ -72,9 +72,9 @@ def plan_from_job(job: Job, ranks: int, origin: str = "the job") -> Plan:
     if fewest != ranks:
         other = f"{plural(fewest, 'rank')} (--nproc {fewest}, nproc={fewest} in Python)"
     try:
-        fault = group_fault(_decisions(job.layout, job.model, ranks), other, "layout")
-        if fault is not None:
-            raise ConfigError(fault)
+        faults = list(group_faults(_decisions(job.layout, job.model, ranks), other, "layout"))
+        if faults:
+            raise ConfigError(list_mistakes([("", one) for one in faults], "layout", (), {}))
         plan = plan_from_layout(job.layout, job.model, ranks)
         plan = plan.model_copy(update={"grouped_mm": job.kernels.grouped_mm})
         check_plan(plan, job, "layout", other)

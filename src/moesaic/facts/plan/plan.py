@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base import keys
 from moesaic.base.config import Section
@@ -32,20 +32,23 @@ OTHER_RANKS = "another number of ranks"
 _LINE_WIDTH = 100
 
 
-def group_fault(
+def group_faults(
     values: Mapping[str, Any], other_ranks: str = OTHER_RANKS, table: str = ""
-) -> str | None:
-    """Return which group of ranks among the `values` of a plan divides no other, or None.
+) -> Iterator[str]:
+    """Yield which groups of ranks among the `values` of a plan divide no other.
 
     The remedy is `other_ranks`, or another size. With a `table` of a job, it says how to set 1.
     """
     ranks, pp, tp, etp = (values[key] for key in ("ranks", "pp", "tp", "etp"))
     if tp % etp:
-        return (
+        yield (
             f"etp = {etp} does not divide tp = {tp}, whose ranks split the experts: "
             f"use {keys.list_divisors(tp)}"
         )
-    ep_name, stage, replicas = "ep * etp" if etp > 1 else "ep", ranks // pp, ranks // pp // tp
+    # Groups inside of one that is wrong are compared with what that one should divide.
+    stage = ranks // pp if ranks % pp == 0 else ranks
+    replicas = stage // tp if stage % tp == 0 else stage
+    ep_name = "ep * etp" if etp > 1 else "ep"
     for name, value, total, noun, of in (
         ("pp", pp, ranks, "rank", ""),
         ("tp", tp, stage, "rank", " of a stage"),
@@ -55,11 +58,10 @@ def group_fault(
         if total % value:
             where = plural(total, "rank") if total == ranks else f"{plural(total, noun)}{of}"
             hint = f" (--set {table}.{name.split()[0]}=1)" if table and total == 1 else ""
-            return (
+            yield (
                 f"{name} = {value} does not divide {where}: use {keys.list_divisors(total)}{hint}, "
                 f"or {other_ranks}"
             )
-    return None
 
 
 def _consecutive_experts(given: dict[str, Any]) -> list[list[int]]:
@@ -154,52 +156,54 @@ class Plan(Section):
         """Return whether backward computes each layer again."""
         return job.train.recompute if self.recompute is None else self.recompute
 
-    @model_validator(mode="after")
-    def _check_groups(self) -> Plan:
-        fault = group_fault(dict(self))
-        if fault is not None:
-            raise ValueError(fault)
+    def conflicts(self) -> Iterator[str]:
+        """Yield sizes that do not divide others, and lists that do not fit the sizes."""
+        own = [*group_faults(dict(self)), *self._size_conflicts()]
+        yield from own
+        yield from () if own else self._list_conflicts()
+
+    def _size_conflicts(self) -> Iterator[str]:
+        """Yield experts, hosts and chunks that do not fit the sizes."""
         if self.experts % self.ep:
-            raise ValueError(
+            yield (
                 f"ep = {self.ep} does not divide experts = {self.experts}: "
                 f"use {keys.list_divisors(self.experts)}"
             )
         if self.embedding == "columns" and self.tp > 1:
-            raise ValueError(
+            yield (
                 f'embedding = "columns" with tp = {self.tp}, which already shards the '
                 'vocabulary: set embedding = "whole", or tp = 1'
             )
         if self.ep % self.dispatch_hosts:
-            raise ValueError(
+            yield (
                 f"dispatch_hosts = {self.dispatch_hosts} does not divide ep = {self.ep}, and every "
                 f"host has equally many of these ranks: use {keys.list_divisors(self.ep)}"
             )
         if self.ep == 1 and self.overlaps_dispatch:
-            raise ValueError(
+            yield (
                 f"chunks = {self.chunks} and overlap_local = {keys.show(self.overlap_local)} with "
                 "ep = 1, where all experts are local: raise ep, or remove them"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_lists(self) -> Plan:
-        self._check_expert_placement("expert_placement", self.expert_placement)
+    def _list_conflicts(self) -> Iterator[str]:
+        """Yield lists that do not fit the sizes."""
+        yield from self._placement_conflicts("expert_placement", self.expert_placement)
         for layer, by_rank in self.expert_placement_by_layer.items():
-            self._check_expert_placement(f"expert_placement_by_layer.{layer}", by_rank)
+            yield from self._placement_conflicts(f"expert_placement_by_layer.{layer}", by_rank)
         if self.stages is not None and len(self.stages) != self.num_stages:
             schedule = f" and schedule = '{self.schedule}'" if self.pp > 1 else ""
-            raise ValueError(
+            yield (
                 f"stages lists {len(self.stages)} stages where pp = {self.pp}{schedule}: "
                 f"spread the names of all blocks over {self.num_stages}"
             )
         if self.places and len(self.places) != self.ranks:
-            raise ValueError(
+            yield (
                 f"places has {len(self.places)} entries for ranks = {self.ranks}: give every rank "
                 "one, in their order, or remove places"
             )
-        return self
 
-    def _check_expert_placement(self, name: str, by_rank: list[list[int]]) -> None:
+    def _placement_conflicts(self, name: str, by_rank: list[list[int]]) -> Iterator[str]:
+        """Yield a sentence if a placement has not every expert once, and as many on each rank."""
         share = self.experts // self.ep
         placed = Counter(expert for experts in by_rank for expert in experts)
         wrong = [one for one in (*range(self.experts), *placed) if placed[one] != 1]
@@ -207,7 +211,7 @@ class Plan(Section):
         sizes = [len(experts) for experts in by_rank]
         if wrong or sizes != [share] * self.ep:
             has = f"expert {wrong[0]} {placed[wrong[0]]} times" if wrong else f"shares of {sizes}"
-            raise ValueError(
+            yield (
                 f"{name} has {has}: place every expert once, from 0 to {self.experts - 1}, and "
                 f"{share} on each of {self.ep} ranks"
             )
