@@ -167,12 +167,12 @@ def test_all_keys_that_do_not_go_together_are_named() -> None:
 
 
 def test_keys_of_a_student_that_do_not_go_together_are_named_with_its_place() -> None:
-    students = """[{name = "a", model = {preset = "tiny-dense", heads = 3}},
+    students = """[{name = "a", model = {preset = "tiny-dense", head_dim = 31}},
         {name = "b", model = {preset = "tiny-dense"}, interval = 2, losses = {logits = 1.0}}]"""
     with pytest.raises(ConfigError) as caught:
         job(f"student={students}", "schedule.warmup=11")
     message = str(caught.value)
-    assert "student[0].model: model.kv_heads = 4 does not divide model.heads = 3" in message
+    assert "student[0].model: model.head_dim = 31 is odd: the rotary embedding" in message
     assert "student[1]: interval = 2 with losses.text = 0 leaves steps without" in message
     assert "schedule.warmup = 11 is longer" in message
 
