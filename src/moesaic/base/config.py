@@ -230,7 +230,11 @@ def parse(
         if not by_key:
             return section
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        # Another mistake causes `default_factory_not_called`.
+        details = [
+            detail for detail in error.errors(include_url=False)
+            if detail["type"] != "default_factory_not_called"
+        ]  # fmt: skip
         if all(detail["type"] == "value_error" for detail in details):
             conflicts = _find_conflicts(kind, raw)
             details = [] if conflicts else details
@@ -241,8 +245,7 @@ def parse(
                     by_key.setdefault(one.path, one.message)
                     meant.add(_without_indices(one.meant or ""))
         for detail in details:
-            # Another mistake causes `default_factory_not_called`.
-            if detail["type"] not in ("extra_forbidden", "default_factory_not_called"):
+            if detail["type"] != "extra_forbidden":
                 key, sentence = _describe_mistake(kind, detail)
                 if detail["type"] != "missing" or not _is_misspelt(kind, key, meant):
                     by_key.setdefault(key, sentence)
