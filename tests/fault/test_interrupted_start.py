@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.api.run import Run
 from moesaic.cli.main import VERBS
 from moesaic.testing.jobs import RUN_JOB
 
@@ -297,6 +298,27 @@ def test_sigterm_before_the_first_step_says_what_to_do(
         assert stderr.endswith(line) if flags else stderr == line, (index, stderr)
         wait_for(lambda group=process.pid: not list(living(group)), 20)
         assert not (tmp_path / str(index) / "run" / "LOCK").exists()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("number", "status", "start_of_line"),
+    [(signal.SIGTERM, 75, "error: ended by SIGTERM; "), (signal.SIGINT, 130, "interrupted; ")],
+)
+def test_a_run_that_is_ended_while_it_diverges_says_so(
+    number: int, status: int, start_of_line: str, tmp_path: Path
+) -> None:
+    process = start(tmp_path / "run", "--set", "optimizer.lr=10", "--set", "checkpoint.every=500")
+    log = tmp_path / "run/run/events/rank-0.jsonl"
+    wait_for(lambda: log.exists() and log.read_text().count('"event": "step"') > 20)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert stderr.startswith(f"{start_of_line}the loss diverged from step ")
+    assert "optimizer.lr = 10 is far above the usual 1e-4 to 1e-3. " in stderr
+    assert "start anew with --out NEW --set optimizer.lr=0.001" in stderr
+    assert "to continue" not in stderr
+    assert Run.open(tmp_path / "run/run").summary()["status"] == "diverged"
 
 
 @pytest.mark.soak

@@ -104,6 +104,17 @@ class Run:
 
         return summary(self._stats())
 
+    def failure_since(self, time_s: float) -> str | None:
+        """Return what `failure_in` tells of a run that took a step after a time, in seconds since
+        the epoch; None if it took none."""
+        stats = self._stats()
+        began = stats.launches[-1] if stats.launches else None
+        if began is None or began.start_s < time_s or stats.last_step <= began.step:
+            return None
+        from moesaic.report import summary
+
+        return failure_in(summary(stats))
+
     def report(self, out: str | Path | None = None) -> Path:
         """Write a page of charts and findings, and return its path; None: RUN/report.html."""
         from moesaic.report import write_report

@@ -7,6 +7,8 @@ files are written.
 from __future__ import annotations
 
 import shlex
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +28,7 @@ from moesaic.api.prepared_run import PreparedRun
 from moesaic.api.run import Run, failure_in
 from moesaic.api.start import SAME_COMMAND, exit_on_interrupt, exit_on_sigterm, import_module
 from moesaic.api.train_worker import resumed_run, stop_on_sigterm
-from moesaic.base.errors import DivergedError
+from moesaic.base.errors import DivergedError, StoreError
 from moesaic.base.events import RUN_LOG
 from moesaic.base.units import format_bytes, format_clock, format_used_bytes
 from moesaic.cli import flags, screen
@@ -149,23 +151,32 @@ def _run(prepared: PreparedRun, as_json: bool) -> Run:
         import_module(f"moesaic.train.{prepared.config.kind}")
         if prepared.is_spawned:
             import_module("torch.distributed.launcher.api")
+    began_s = time.time()
     try:
         with stop_on_sigterm() as stop:
             return prepared.run(stop=stop)
     except (KeyboardInterrupt, RunInterrupted) as error:
-        raise _with_resume_command(error, prepared, as_json) from None
+        raise _with_way_on(error, prepared, as_json, began_s) from None
     except DivergedError:
         _write_page(prepared, as_json)
         raise
 
 
-def _with_resume_command(
-    error: KeyboardInterrupt | RunInterrupted, prepared: PreparedRun, as_json: bool
+def _with_way_on(
+    error: KeyboardInterrupt | RunInterrupted, prepared: PreparedRun, as_json: bool, began_s: float
 ) -> RunInterrupted:
-    """Return the error with the command that resumes the run."""
+    """Return the error with the command that resumes the run, or the way back if it diverged after
+    `began_s`."""
     reason = str(error) or "interrupted"
     status = error.status if isinstance(error, RunInterrupted) else EXIT_INTERRUPTED
-    text = f"{reason}{_go_on(reason, status, prepared, as_json)}"
+    out, failure = Path(prepared.task.out or ""), None
+    if is_leader() and prepared.task.out and (out / RUN_LOG).is_file():
+        with exit_on_interrupt(), suppress(StoreError):  # The end of the run counts more.
+            failure = Run(out).failure_since(began_s)
+    if failure is None or status == EXIT_DOES_NOT_FIT:
+        text = f"{reason}{_go_on(reason, status, prepared, as_json)}"
+    else:
+        text = f"{reason}; {failure}"
     if isinstance(error, RunInterrupted):
         return RunInterrupted(text, error.status, is_saved=error.is_saved)
     return RunInterrupted(text, EXIT_INTERRUPTED)

@@ -125,15 +125,15 @@ class RunStats:
 
     @property
     def status(self) -> Status:
-        """State of the run: finished, stopped early by its `on_step`, diverged, running, or cut
+        """State of the run: running, diverged, finished, stopped early by its `on_step`, or cut
         off."""
-        if self.ended == DIVERGED or (self.ended in _PLANNED_ENDS and self.divergence is not None):
-            return "diverged"
-        if self.ended:
-            return _PLANNED_ENDS.get(self.ended, "stopped")
         step_s = float(np.nanmedian(self.steps.step_s)) if len(self.steps) else 0.0
         silence_s = self.read_at_s - self.last_event_s
-        return "running" if silence_s <= max(SILENCE_S, SILENT_STEPS * step_s) else "stopped"
+        if not self.ended and silence_s <= max(SILENCE_S, SILENT_STEPS * step_s):
+            return "running"
+        if self.ended == DIVERGED or self.divergence is not None:
+            return "diverged"
+        return _PLANNED_ENDS.get(self.ended, "stopped")
 
     @cached_property
     def divergence(self) -> Divergence | None:
