@@ -81,9 +81,10 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
     assert process.returncode == 0, err
     facts = json.loads(out)
     assert (facts["ranks"], facts["step"], facts["status"]) == (2, 3, "finished")
-    first, engines, balance, *others = err.splitlines()
+    first, model, engines, balance, *others = err.splitlines()
     shared = "experts over 2, tokens once per expert, dense parameters on every rank"
-    assert first == f"plan: 2 ranks, {shared}"
+    assert re.fullmatch(rf"plan: 2 ranks, {shared}; cpu \(.* 1 thread per rank\)", first)
+    assert re.fullmatch(r"olmoe: [0-9,]+ parameters, [0-9,]+ active", model)
     by = r"(oneDNN \(torch\.mm for [a-z ]+\)|torch\.mm) per expert(, small experts .*)?"
     assert re.fullmatch(rf"experts: {by}; tokens sent by memory", engines)
     few = r"a rank has \d+ routed tokens per layer; replicas pay off from 256"

@@ -179,7 +179,10 @@ def _readings(root: type[BaseModel], parts: Sequence[str]) -> Iterator[Meant]:
     *tables, word = parts
     tree, above = _tree(root), ".".join(tables)
     siblings = tree.names.get(above, {})
-    alike, name = max(((_likeness(word, name), name) for name in siblings), default=(0.0, ""))
+    alike, _, name = max(
+        ((_likeness(word, name), _begins_alike(word, name), name) for name in siblings),
+        default=(0.0, False, ""),
+    )
     near = Meant([siblings[name]] if alike >= _SAME_TABLE else [], is_misspelt=True)
     if alike >= _NEARLY_SAME and not _is_known(by_other_name(root, word)):
         yield near
@@ -313,10 +316,14 @@ def _likeness(word: str, name: str, least: float = 0.0) -> float:
     return match.ratio()
 
 
+def _begins_alike(word: str, name: str) -> bool:
+    return word[:1].lower() == name[:1].lower()
+
+
 def _has_words(word: str, name: str) -> bool:
     """Return whether each word of a name is in the other name, perhaps misspelt after the
     first letter."""
-    return word[:1].lower() == name[:1].lower() and all(
+    return _begins_alike(word, name) and all(
         one in _plain(name) or difflib.get_close_matches(one, _words(name), cutoff=_WORD)
         for one in _words(word)
     )

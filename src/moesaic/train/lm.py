@@ -94,8 +94,11 @@ class LanguageModelKind:
         return run
 
     def describe(self, run: LMRun) -> Iterator[str]:
-        """Yield a warning about the drive, trained weights, and settings without effect."""
+        """Yield the model, trained weights, a slow drive, and settings without effect."""
         job = run.objective.job
+        counts = count_parameters(job.model)
+        active = f", {counts.active:,} active" if job.model.experts else ""
+        yield f"{job.model.family}: {counts.total:,} parameters{active}"
         tiers = run.objective.part.tiers
         if tiers is not None and not tiers.is_direct:
             assert job.memory is not None

@@ -221,20 +221,23 @@ def _train(
         run.close()
         raise
     with _Session(run, data, record, progress, world, start, kind) as session:
-        for line in _describe_placements(run) if world.size > 1 else ():
+        for line in _describe_placements(run):
             progress.message(line)
         origin = None if checkpoint is None else str(checkpoint.path)
         return session.train(origin, decisions, on_step)
 
 
 def _describe_placements(run: Run[Any, Any]) -> Iterator[str]:
-    """Yield the layout of each part for the user, with its ranks unless it has all."""
+    """Yield the layout of each part for the user, with its ranks unless it has all; the first line
+    has the device."""
+    device = f"; {devices.describe(run.world.device)}"
     for part in run.placements:
         has_all = len(part.ranks) == run.world.size
         whose = f" of {part.label}" if len(run.placements) > 1 or not has_all else ""
         where = "" if has_all else f" on ranks {', '.join(map(str, part.ranks))}"
         plan = run.plan if part is run.placements[0] else part.plan
-        yield f"plan{whose}{where}: {describe_plan(plan)}"
+        yield f"plan{whose}{where}: {describe_plan(plan)}{device}"
+        device = ""
 
 
 class _Session(Generic[J]):

@@ -12,7 +12,7 @@ from pydantic import Field
 from moesaic.base.config import Section
 from moesaic.facts.job.balance import no_effect
 from moesaic.facts.job.clicks import ClicksConfig
-from moesaic.facts.job.other_names import OTHER_NAMES, OTHER_WAYS
+from moesaic.facts.job.other_names import CTR_NAMES, CTR_WAYS
 from moesaic.facts.job.recommender import RecommenderConfig
 from moesaic.facts.job.table import RecordLayout, RowDType, TableConfig
 from moesaic.facts.job.train import (
@@ -34,8 +34,8 @@ class CtrTrainConfig(TrainConfig):
 class CtrJob(Section):
     """One training job of kind "ctr", with every default filled in."""
 
-    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
-    other_ways: ClassVar[Mapping[str, str]] = OTHER_WAYS
+    other_names: ClassVar[Mapping[str, str]] = CTR_NAMES
+    other_ways: ClassVar[Mapping[str, str]] = CTR_WAYS
 
     kind: Literal["ctr"]
     """Kind of job. ctr: a recommender that predicts clicks."""

@@ -294,6 +294,8 @@ class Job(Section):
         ] or [*student_errors(self.model, self.student, self.data.sequence)]
         yield from own
         for student in () if own else self.student:
+            if any(student.model.conflicts()):
+                continue  # They are named by themselves.
             try:
                 student_job(self, student)
             except ValidationError as error:

@@ -182,7 +182,45 @@ _BY_WAY = {
 }
 """Names by how to say the same in a job or a command, where no key says it alone."""
 
-OTHER_NAMES = {name: key for key, names in _BY_KEY.items() for name in names.split()}
-"""Key of a job by another name."""
-OTHER_WAYS = {name: way for way, names in _BY_WAY.items() for name in names.split()}
+_OF_RECOMMENDERS = {
+    "model.dim": "embedding_dim embed_dim emb_dim embedding_size emb_size embedding_dimension "
+    "sparse_feature_size",
+    "model.hidden": "mlp hidden_units hidden_sizes mlp_dims top_mlp arch_mlp_top deep_layers "
+    "over_arch_layer_sizes dnn_hidden_units hidden_layers",
+    "model.dense_hidden": "bottom_mlp arch_mlp_bot dense_arch_layer_sizes",
+    "model.cross_layers": "num_cross_layers cross_num dcn_num_layers",
+    "table": "embedding embeddings embedding_table sparse_table embedding_bag",
+    "table.optimizer": "sparse_optimizer embedding_optimizer",
+    "table.lr": "table.learning_rate embedding.learning_rate embedding_lr sparse_lr "
+    "sparse_learning_rate embedding_learning_rate",
+    "table.max_rows": "capacity max_capacity max_entries num_embeddings hash_size cache_size "
+    "max_ind_range",
+    "table.evict_days": "ttl time_to_live expire_days",
+    "table.admit_count": "min_count min_frequency filter_freq admission_threshold",
+    "data.slots": "sparse sparse_features sparse_columns categorical categorical_features "
+    "categorical_columns cat_features cat_columns id_features",
+    "data.dense": "dense_features dense_columns numerical numerical_features numeric_features "
+    "numeric_columns int_features",
+    "data.label": "label_column label_name target target_column",
+}
+"""Other names by key of a recommender's job, as in TorchRec, DLRM, HugeCTR and DeepCTR."""
+
+_WAYS_OF_RECOMMENDERS = {
+    "remove it, a recommender has no layout: give the number of ranks as a flag, --nproc N": (
+        "layout layout.ep layout.tp layout.pp layout.dp_shard parallelism parallel"
+    ),
+}
+
+
+def _by_name(names: dict[str, str]) -> dict[str, str]:
+    return {name: key for key, written in names.items() for name in written.split()}
+
+
+OTHER_NAMES = _by_name(_BY_KEY)
+"""Key of a language model's job by another name."""
+OTHER_WAYS = _by_name(_BY_WAY)
 """How to say the same, by another name."""
+CTR_NAMES = OTHER_NAMES | _by_name(_OF_RECOMMENDERS)
+"""Key of a recommender's job by another name."""
+CTR_WAYS = OTHER_WAYS | _by_name(_WAYS_OF_RECOMMENDERS)
+"""How to say the same in it."""
