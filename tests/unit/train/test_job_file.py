@@ -411,7 +411,7 @@ def test_the_kind_chooses_the_class_of_the_job() -> None:
     assert ctr_refusal("kind=ctx") == 'kind=ctx: kind = "ctx" is not known: did you mean "ctr" ' + (
         '(it takes "lm" or "ctr")?'
     )
-    assert "unknown key 'layout.ep': remove it, a recommender has no layout" in ctr_refusal("layout.ep=2")
+    assert "'layout.ep': remove it, a recommender has no layout" in ctr_refusal("layout.ep=2")
 
 
 def test_a_plan_is_for_language_models() -> None:
