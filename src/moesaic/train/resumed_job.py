@@ -21,6 +21,7 @@ from typing import Any
 from moesaic.base import keys
 from moesaic.base.config import parse_toml, read_json, read_text, tables_to_toml
 from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.units import plural
 
 JOB_TEXT, RESOLVED_JOB, PLAN, VERSIONS = "job.toml", "job.json", "plan.json", "versions.json"
 """Files of a start: the job as written and with every default, the plan, and the command. The last
@@ -212,7 +213,7 @@ def unkept_changes(
     earlier = (source.plan or {}).get("ranks")
     latest = _read_metadata(run / PLAN, "a comparison with its earlier plan").get("ranks", earlier)
     if latest != earlier == ranks:
-        lost.append(f"{latest} ranks (--nproc {latest})")
+        lost.append(f"{plural(latest, 'rank')} (--nproc {latest})")
     if lost and origin == run:
         where = f"the last start of '{run}' saved nothing, and {where}"
     if lost:
