@@ -105,11 +105,13 @@ class Run:
         return summary(self._stats())
 
     def failure_since(self, time_s: float) -> str | None:
-        """Return what `failure_in` tells of a run that took a step after a time, in seconds since
-        the epoch; None if it took none."""
+        """Return how the run diverged, the likely cause and what to do, if it took a step after a
+        time, in seconds since the epoch; else None."""
         stats = self._stats()
         began = stats.launches[-1] if stats.launches else None
         if began is None or began.start_s < time_s or stats.last_step <= began.step:
+            return None
+        if stats.status != "diverged":  # The first steps in fp16 may all be skipped.
             return None
         from moesaic.report import summary
 

@@ -14,6 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
 from numba.core.event import Event, Listener, install_listener
 from numba.extending import intrinsic
 
@@ -33,7 +34,8 @@ def cached_njit(function: Any = None, **options: Any) -> Any:
         compiled = njit(cache=True, **options)(function)
     except RuntimeError:  # Neither the source's directory nor the user's cache is writable.
         compiled = njit(**options)(function)
-    compiled.compile = partial(_on_other_thread, compiled.compile)
+    if isinstance(compiled, Dispatcher):  # NUMBA_DISABLE_JIT leaves the function as it is.
+        setattr(compiled, "compile", partial(_on_other_thread, compiled.compile))  # noqa: B010
     return compiled
 
 
@@ -44,7 +46,7 @@ def _on_other_thread(compile_for: Callable[[Any], Any], signature: Any) -> Any:
     swallowed, replaced or printed.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or global_compiler_lock.is_locked():  # Another function's compilation is here.
+    if not is_main or global_compiler_lock.is_locked():  # This thread compiles another one.
         return compile_for(signature)
     done = Future[Any]()
 

@@ -48,8 +48,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_conflicts(self, info: ValidationInfo) -> Self:
-        for sentence in () if info.context == _WITH_CONFLICTS else self.conflicts():
-            raise ValueError(sentence)
+        if info.context is not CONFLICTS_ALLOWED:
+            for sentence in self.conflicts():
+                raise ValueError(sentence)
         return self
 
     @property
@@ -74,7 +75,7 @@ class Section(BaseModel):
 
 S = TypeVar("S", bound=Section)
 
-_WITH_CONFLICTS = "with conflicts"
+CONFLICTS_ALLOWED = object()
 """Context of a validation that accepts keys that do not go together."""
 SET_FLAG = "--set"
 """Origin of settings that have no file: `--set` is their only source."""
@@ -253,11 +254,11 @@ def parse(
 
 
 def _find_conflicts(kind: type[Section], raw: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the path of a table and a sentence for all keys that do not go together; none if a
-    value is wrong by itself."""
+    """Return the path of a table and a sentence for all keys that do not go together; an empty list
+    if a single value is wrong."""
     try:
         section = kind.model_validate(
-            dict(raw), context=_WITH_CONFLICTS, by_alias=True, by_name=False
+            dict(raw), context=CONFLICTS_ALLOWED, by_alias=True, by_name=False
         )
     except ValidationError:
         return []

@@ -30,7 +30,7 @@ from moesaic.api.start import SAME_COMMAND, exit_on_interrupt, exit_on_sigterm, 
 from moesaic.api.train_worker import resumed_run, stop_on_sigterm
 from moesaic.base.errors import DivergedError, StoreError
 from moesaic.base.events import RUN_LOG
-from moesaic.base.units import format_bytes, format_clock, format_used_bytes
+from moesaic.base.units import format_bytes, format_clock, format_used_bytes, plural
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import ClusterPath, Explain, JobPath, Json, PlanPath, Sets
 from moesaic.facts.job import CtrJob
@@ -156,13 +156,13 @@ def _run(prepared: PreparedRun, as_json: bool) -> Run:
         with stop_on_sigterm() as stop:
             return prepared.run(stop=stop)
     except (KeyboardInterrupt, RunInterrupted) as error:
-        raise _with_way_on(error, prepared, as_json, began_s) from None
+        raise _with_next_step(error, prepared, as_json, began_s) from None
     except DivergedError:
         _write_page(prepared, as_json)
         raise
 
 
-def _with_way_on(
+def _with_next_step(
     error: KeyboardInterrupt | RunInterrupted, prepared: PreparedRun, as_json: bool, began_s: float
 ) -> RunInterrupted:
     """Return the error with the command that resumes the run, or the way back if it diverged after
@@ -262,12 +262,15 @@ def _next_command(run: Run) -> str:
 
 def _headline(facts: dict[str, Any], is_frozen: bool) -> str:
     first = facts["first_step"] or 1  # A run may go on from a checkpoint of another one.
-    steps = f"{facts['step']:,} steps" if first == 1 else f"steps {first:,} to {facts['step']:,}"
+    num_steps = facts["step"] - first + 1
+    steps = plural(num_steps, "step")
+    if first > 1:
+        steps = f"step {first:,}" if num_steps == 1 else f"steps {first:,} to {facts['step']:,}"
     text = f"trained {steps} in {format_clock(facts['seconds'] or 0.0)}"
     if facts["resumes"]:
         text += f" over {facts['resumes'] + 1} starts"
     if facts["skipped"]:
-        text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped because fp16 overflowed"
+        text += f", {facts['skipped']:,} of {num_steps:,} steps skipped because fp16 overflowed"
     if facts["loss"] is not None:
         change = f"{facts['first_loss']:.3f} -> {facts['loss']:.3f}"
         text += f": loss {change}" if not is_frozen else ", students alone: the teacher is frozen"

@@ -213,7 +213,7 @@ def unkept_changes(
     earlier = (source.plan or {}).get("ranks")
     latest = _read_metadata(run / PLAN, "a comparison with its earlier plan").get("ranks", earlier)
     if latest != earlier == ranks:
-        lost.append(f"{plural(latest, 'rank')} (--nproc {latest})")
+        lost.append(f"{plural(int(latest or 1), 'rank')} (--nproc {latest})")
     if lost and origin == run:
         where = f"the last start of '{run}' saved nothing, and {where}"
     if lost:

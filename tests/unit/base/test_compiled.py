@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -61,3 +62,14 @@ def test_an_error_of_the_compiler_reaches_the_caller() -> None:
         [sys.executable, "-c", WRONG], capture_output=True, text=True, timeout=50, check=False
     )
     assert (ended.stdout, ended.stderr) == ("TypingError\n", "")
+
+
+def test_compilation_can_be_turned_off() -> None:
+    program = (
+        "from moesaic.base.compiled import cached_njit; print(cached_njit(lambda x: 2 * x)(1))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("2\n", "")

@@ -316,7 +316,7 @@ def test_going_back_to_fewer_ranks_is_told(commands: Commands) -> None:
     line = "train --resume more/checkpoints/step-00000002 --change --set train.steps=3 --dry-run"
     captured = commands.run(line)
     assert "1 rank holds everything" in captured.out
-    assert "so without the last start's " in captured.err  # Also of a layout that it has chosen.
+    assert "so without the last start's " in captured.err  # Also of the layout that it chose.
     assert captured.err.endswith("2 ranks (--nproc 2): give what you want to keep again\n")
     assert "2 ranks" not in commands.run(f"{line} --nproc 2").err
 
@@ -380,7 +380,7 @@ def test_a_diverged_resume_goes_back_by_the_command_that_it_names(commands: Comm
     assert json.loads(Path("branch/job.json").read_text())["optimizer"]["lr"] == 0.003
     text = commands.output(command[1])
     assert "going back to step-00000012" in text
-    assert re.search(r"\ntrained 26 steps in \d+ s over \d starts: ", text)
+    assert re.search(r"\ntrained 26 steps in [\d:]+( s)? over 4 starts: ", text)
     gone = commands.refusal("train --resume rising/checkpoints/step-00000007")
     assert "does not exist: checkpoint.keep limits how many stay, and 'rising/checkp" in gone
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from typing import get_args
 
@@ -164,6 +165,30 @@ def test_all_keys_that_do_not_go_together_are_named() -> None:
     )
     for line, start in zip(lines, starts, strict=True):
         assert start in line
+
+
+STUDENTS = """student=[{name = "a", model = {preset = "tiny-dense"}},
+    {name = "b", model = {preset = "tiny-dense"}}]"""
+
+
+@pytest.mark.parametrize(
+    ("sets", "number"),
+    [
+        ([STUDENTS, "train.micro_batches=3"], 1),
+        ([STUDENTS, "train.micro_batches=3", "optimizer.betas=[0.9, 1.0]"], 2),
+        ([DEEPSEEK, "model.heads=6"], 1),
+        ([DEEPSEEK, "model.kv_heads=3", "model.heads=5"], 1),
+        ([DENSE, "model.expert_groups=3"], 1),
+        (["model.top_k=0", "routing.router=switch"], 1),
+        (["model.dense_layers=9", "train.batch=3", "train.micro_batches=2"], 2),
+    ],
+)
+def test_a_mistake_is_named_once(sets: list[str], number: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(*sets)
+    message = str(caught.value)
+    found = re.search(r": (\d+) mistakes\n", message)
+    assert (int(found[1]) if found else 1) == number, message
 
 
 def test_keys_of_a_student_that_do_not_go_together_are_named_with_its_place() -> None:

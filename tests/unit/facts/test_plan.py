@@ -152,6 +152,13 @@ def test_everything_that_does_not_fit_the_ranks_is_named() -> None:
     assert pipeline.startswith("  layout.pp = 4 with layout.schedule")
 
 
+def test_a_size_that_follows_from_a_wrong_one_is_not_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_from_job(tiny_job(layout={"dp_shard": "all", "tp": 3}), 10, "job.toml")
+    assert "layout.tp = 3 does not divide 10 ranks" in str(caught.value)
+    assert "mistakes" not in str(caught.value)
+
+
 def test_layers_are_split_evenly() -> None:
     model = MODEL.model_copy(update={"layers": 5})
     layout = LayoutConfig(pp=2, schedule="interleaved")

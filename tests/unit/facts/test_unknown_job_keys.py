@@ -13,7 +13,7 @@ from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import CtrJob, Job
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.job.other_names import CTR_NAMES, OTHER_NAMES, OTHER_WAYS
+from moesaic.facts.job.other_names import CTR_NAMES, CTR_WAYS, OTHER_NAMES, OTHER_WAYS
 
 
 def test_names_of_other_frameworks_are_known_and_are_no_keys() -> None:
@@ -29,7 +29,10 @@ def test_names_of_recommenders_are_known_and_are_no_keys() -> None:
     known = {entry.path for entry in keys.walk(CtrJob)}
     own = CTR_NAMES.items() - OTHER_NAMES.items()
     assert {key for _, key in own} <= known
-    assert not {f"{key.rpartition('.')[0]}.{name}" for name, key in own} & known
+    tables = {name: f"{key.rpartition('.')[0]}." if "." in key else "" for name, key in own}
+    assert not {name if "." in name else f"{tables[name]}{name}" for name, _ in own} & known
+    written = set(re.findall(r"\b([a-z]+\.[a-z_]+)\b", " ".join(CTR_WAYS.values())))
+    assert written <= known, "a key that is not of recommenders"
 
 
 @pytest.mark.parametrize(
@@ -38,14 +41,21 @@ def test_names_of_recommenders_are_known_and_are_no_keys() -> None:
         ("table.learning_rate table.lrr embedding.learning_rate", "table.lr"),
         ("embedding_dim model.embed_dim model.embedding_size", "model.dim"),
         ("data.categorical sparse_features", "data.slots"), ("data.dense_features", "data.dense"),
-        ("table.capacity num_embeddings", "table.max_rows"), ("table.ttl", "table.evict_days"),
+        ("table.capacity num_embeddings", "table.max_rows"), ("cache_size", "table.host"),
+        ("table.ttl", "table.evict_days"),
         ("learning_rate", "optimizer.lr"), ("max_steps", "train.steps"),
     ],
 )  # fmt: skip
 def test_a_recommender_knows_the_names_of_other_frameworks(names: str, key: str) -> None:
     for name in names.split():
         assert unknown_keys.meant(CtrJob, name.split(".")).keys == [key]
-    way = unknown_keys.meant(CtrJob, ["layout", "ep"]).way
+
+
+@pytest.mark.parametrize(
+    "name", ["layout.ep", "layout.schedule", "layout.embedding", "ep_size", "fsdp", "dp_size", "cp"]
+)
+def test_a_recommender_has_no_layout(name: str) -> None:
+    way = unknown_keys.meant(CtrJob, name.split(".")).way
     assert way is not None
     assert "--nproc N" in way
 

@@ -164,6 +164,11 @@ def test_loss_that_is_no_number() -> None:
     run = make_run(20, loss=loss)
     assert "diverged (NaN or infinite) at step 13. 8 of 20 steps" in text(run, "diverged")
     assert (find(run)[0].severity, run.status) == ("problem", "diverged")
+    cut = make_run(20, loss=loss, ended="interrupted")
+    silent = replace(run, ended="", read_at_s=run.last_event_s + 600)
+    assert (cut.status, silent.status) == ("diverged", "diverged")
+    assert "stopped" not in kinds(cut)
+    assert replace(silent, read_at_s=run.last_event_s).status == "running"
     error = "step 21: the gradient's norm is nan"
     ended = make_run(20, loss=noisy_loss(20), ended="diverged", error=error)
     assert "at step 21. Step 21: the gradient's norm is nan. Likely" in text(ended, "diverged")

@@ -47,5 +47,5 @@ class BenchConfig(Section):
                     f"{key} has {keys.show(duplicates[0])} more than once: leave all but one "
                     "of them out"
                 )
-        if not self.model.experts:
+        if not self.model.experts and not any(self.model.conflicts()):
             yield "model.experts = 0: a dense model has no expert layer, choose one with experts"

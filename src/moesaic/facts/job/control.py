@@ -60,7 +60,7 @@ class ControlConfig(Section):
                 else "list the genres"
             )
             yield f"{shown} and control.genre = {keys.show(self.genre or '')}: {remedy}"
-        for name in self.genres:
+        for name in dict.fromkeys(self.genres):
             if name != name.strip() or set("[]") & set(name):
                 yield (
                     f"{shown} holds {keys.show(name)}, and a genre has neither brackets nor blanks "

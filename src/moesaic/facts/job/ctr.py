@@ -21,6 +21,7 @@ from moesaic.facts.job.train import (
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
+    warmup_conflicts,
 )
 
 
@@ -70,12 +71,9 @@ class CtrJob(Section):
         for setting, is_refused in refused.items():
             if is_refused:
                 yield f'{setting} does not work with kind = "ctr": remove it'
-        if self.schedule.warmup > train.steps:
-            yield (
-                f"schedule.warmup = {self.schedule.warmup} is longer than "
-                f"train.steps = {train.steps}: shorten the warm-up, or train longer"
-            )
-        if self.model.family == "dlrm" and not self.data.num_dense:
+        yield from warmup_conflicts(self.schedule, train)
+        has_data = not any(self.data.conflicts())
+        if has_data and self.model.family == "dlrm" and not self.data.num_dense:
             yield (
                 'model.family = "dlrm" needs dense features, and data has none: name some, or '
                 'choose "ctr-dnn" or "dcn-v2"'

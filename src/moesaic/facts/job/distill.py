@@ -121,6 +121,8 @@ class StudentConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         """Yield settings that leave nothing to learn."""
+        if not self.losses.given:
+            return  # The losses say so.
         if self.auxiliary_layer and not self.losses.needs_attention:
             yield (
                 "auxiliary_layer = true without losses.attention and losses.relations learns "

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from moesaic.base import keys
-from moesaic.base.config import Section, parse
+from moesaic.base.config import CONFLICTS_ALLOWED, Section, parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.balance import BalanceConfig, no_effect
 from moesaic.facts.job.control import ControlConfig
@@ -32,6 +32,7 @@ from moesaic.facts.job.train import (
     ScheduleConfig,
     TrainConfig,
     grouped_mm_fault,
+    warmup_conflicts,
 )
 
 _DISPATCH_KEYS = {"dispatch", "dispatch_hosts", "overlap_local", "chunks"}
@@ -100,7 +101,8 @@ class Job(Section):
             *self._credibility_conflicts(),
         ]  # fmt: skip
         yield from own
-        yield from () if own else self._student_conflicts()
+        if not own:
+            yield from self._student_conflicts()
 
     def _size_conflicts(self) -> Iterator[str]:
         """Yield numbers of one table that are too large for another one."""
@@ -110,11 +112,7 @@ class Job(Section):
                 "router learns nothing from the loss: set model.renormalise = false, or start from "
                 "another model"
             )
-        if self.schedule.warmup > self.train.steps:
-            yield (
-                f"schedule.warmup = {self.schedule.warmup} is longer than "
-                f"train.steps = {self.train.steps}: shorten the warm-up, or train longer"
-            )
+        yield from warmup_conflicts(self.schedule, self.train)
         if self.data.sequence > self.model.max_positions:
             yield (
                 f"data.sequence = {self.data.sequence} is longer than "
@@ -128,7 +126,7 @@ class Job(Section):
         """Yield why the model does not support the job's router."""
         model, router = self.model, self.routing.router
         needs = {"switch": 1, "gshard": 2}.get(router)
-        if needs is None:
+        if needs is None or any(model.conflicts()):
             return
         if not model.experts or model.score_function == "sigmoid":
             what = "which uses sigmoid scores" if model.experts else "which is dense"
@@ -176,11 +174,10 @@ class Job(Section):
             'train.micro_batch_order = "by_block"': self.is_by_block and self.memory is None,
             "[control]": self.control is not None,
         }  # fmt: skip
-        for setting, is_refused in refused.items():
-            if is_refused:
-                yield f"{setting} does not work with [credibility]: remove one of them"
+        yield from _refusals(refused, "[credibility]")
 
     def _finetune_conflicts(self) -> Iterator[str]:
+        """Yield adapters that the model or the policy of replicas cannot have."""
         finetune, model = self.finetune, self.model
         if finetune is None or finetune.method != "lora":
             return
@@ -227,8 +224,7 @@ class Job(Section):
         return self.memory is not None if order == "auto" else order == "by_block"
 
     def _block_order_conflicts(self) -> Iterator[str]:
-        """Yield settings that need another order of micro-batches, or all experts
-        in memory."""
+        """Yield settings that need another order of micro-batches, or all experts in memory."""
         if self.memory is not None:
             yield from self._memory_conflicts()
         if not self.is_by_block:
@@ -268,9 +264,7 @@ class Job(Section):
             ),
             f"layout.chunks = {self.layout.chunks}": self.layout.chunks not in ("auto", 1),
         }
-        for setting, is_refused in refused.items():
-            if is_refused:
-                yield f"{setting} does not work with [memory]: remove one of them"
+        yield from _refusals(refused, "[memory]")
 
     def _student_conflicts(self) -> Iterator[str]:
         """Yield why the students cannot learn beside the model."""
@@ -287,19 +281,13 @@ class Job(Section):
             'train.micro_batch_order = "by_block"': self.is_by_block and self.memory is None,
             'train.precision = "fp16"': self.train.precision == "fp16",
         }
-        own = [
-            f"{setting} does not work with [[student]]: remove one of them"
-            for setting, is_refused in refused.items()
-            if is_refused
-        ] or [*student_errors(self.model, self.student, self.data.sequence)]
+        own = [*_refusals(refused, "[[student]]")]
+        own = own or [*student_errors(self.model, self.student, self.data.sequence)]
         yield from own
-        for student in () if own else self.student:
-            if any(student.model.conflicts()):
-                continue  # They are named by themselves.
-            try:
-                student_job(self, student)
-            except ValidationError as error:
-                sentence = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        if own:
+            return
+        for student in self.student:
+            for sentence in student_job(self, student).conflicts():
                 yield f'student "{student.name}": {sentence}'
 
     def model_of(self, name: str) -> ModelConfig:
@@ -404,7 +392,16 @@ def student_job(job: Job, student: StudentConfig) -> Job:
         "balance": BalanceConfig(policy="none"),
         "optimizer": job.optimizer.model_copy(update={"lr": student.lr or job.optimizer.lr}),
     }  # fmt: skip
-    return Job.model_validate({**dict(job), **changes}, by_name=True, by_alias=False)
+    values = {**dict(job), **changes}
+    # Its conflicts are named by `Job.conflicts` of the whole job.
+    return Job.model_validate(values, by_name=True, by_alias=False, context=CONFLICTS_ALLOWED)
+
+
+def _refusals(refused: Mapping[str, bool], other: str) -> Iterator[str]:
+    """Yield a sentence for each setting that is refused beside another one."""
+    for setting, is_refused in refused.items():
+        if is_refused:
+            yield f"{setting} does not work with {other}: remove one of them"
 
 
 def _available_targets(model: ModelConfig) -> set[str]:

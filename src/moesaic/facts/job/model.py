@@ -171,8 +171,19 @@ class ModelConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         """Yield sizes that do not go together, and keys of another family."""
+        yield from self._foreign_keys()
         yield from self._attention_conflicts()
-        yield from self._experts_conflicts()
+        if self.latent is not None and self.family in FAMILY_KEYS["latent"]:
+            yield from self._latent_conflicts(self.latent)
+        elif self.heads % self.kv_heads:
+            yield (
+                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}: "
+                f"use {keys.list_divisors(self.heads)}"
+            )
+        yield from self._expert_conflicts()
+
+    def _foreign_keys(self) -> Iterator[str]:
+        """Yield keys of another family."""
         for key, families in FAMILY_KEYS.items():
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and self.family not in families:
@@ -183,11 +194,7 @@ class ModelConfig(Section):
                 )
 
     def _attention_conflicts(self) -> Iterator[str]:
-        if self.heads % self.kv_heads:
-            yield (
-                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}: "
-                f"use {keys.list_divisors(self.heads)}"
-            )
+        """Yield channels that cannot rotate, and latent attention that is missing."""
         if self.head_dim % 2:
             yield (
                 f"model.head_dim = {self.head_dim} is odd: the rotary embedding pairs channels, "
@@ -203,16 +210,17 @@ class ModelConfig(Section):
                 'model.family = "deepseek_v3" has latent attention, but model.latent is missing: '
                 "give model.latent.kv_lora_rank, .qk_rope_head_dim and .v_head_dim"
             )
-        if self.latent is None:
-            return
-        if self.latent.qk_rope_head_dim % 2:
+
+    def _latent_conflicts(self, latent: LatentConfig) -> Iterator[str]:
+        """Yield sizes that latent attention cannot have."""
+        if latent.qk_rope_head_dim % 2:
             yield (
-                f"model.latent.qk_rope_head_dim = {self.latent.qk_rope_head_dim} is odd: the "
+                f"model.latent.qk_rope_head_dim = {latent.qk_rope_head_dim} is odd: the "
                 "rotary embedding pairs channels, give an even number"
             )
-        if self.latent.qk_rope_head_dim >= self.head_dim:
+        if latent.qk_rope_head_dim >= self.head_dim:
             yield (
-                f"model.latent.qk_rope_head_dim = {self.latent.qk_rope_head_dim} is all of "
+                f"model.latent.qk_rope_head_dim = {latent.qk_rope_head_dim} is all of "
                 f"model.head_dim = {self.head_dim}, which has other channels too: lower it"
             )
         if self.kv_heads != self.heads:
@@ -221,7 +229,8 @@ class ModelConfig(Section):
                 f"own keys: set it to model.heads = {self.heads}"
             )
 
-    def _experts_conflicts(self) -> Iterator[str]:
+    def _expert_conflicts(self) -> Iterator[str]:
+        """Yield numbers of experts that do not go together."""
         if bool(self.experts) != bool(self.top_k):
             yield (
                 f"model.experts = {self.experts} with model.top_k = {self.top_k}: "
@@ -245,14 +254,18 @@ class ModelConfig(Section):
                 f'model.family = "{self.family}" {what}, but model.experts = {self.experts}: '
                 f"{remedy}"
             )
-        if self.experts and self.dense_layers >= self.layers:
+        if not self.experts:
+            return
+        if self.family in FAMILY_KEYS["dense_layers"] and self.dense_layers >= self.layers:
             yield (
                 f"model.dense_layers = {self.dense_layers} leaves none of model.layers = "
                 f"{self.layers} with experts: lower it"
             )
-        yield from self._groups_conflicts()
+        if self.family in FAMILY_KEYS["expert_groups"]:
+            yield from self._group_conflicts()
 
-    def _groups_conflicts(self) -> Iterator[str]:
+    def _group_conflicts(self) -> Iterator[str]:
+        """Yield groups that do not split the experts."""
         if self.experts % self.expert_groups:
             yield (
                 f"model.expert_groups = {self.expert_groups} does not divide "

@@ -6,6 +6,8 @@ An unknown key of such a name is an error that names the key of the job, or how 
 
 from __future__ import annotations
 
+from moesaic.facts.job.train import LayoutConfig
+
 _BY_KEY = {
     "seed": "random_seed",
     "model": "moe architecture_config",
@@ -184,17 +186,17 @@ _BY_WAY = {
 
 _OF_RECOMMENDERS = {
     "model.dim": "embedding_dim embed_dim emb_dim embedding_size emb_size embedding_dimension "
-    "sparse_feature_size",
-    "model.hidden": "mlp hidden_units hidden_sizes mlp_dims top_mlp arch_mlp_top deep_layers "
-    "over_arch_layer_sizes dnn_hidden_units hidden_layers",
-    "model.dense_hidden": "bottom_mlp arch_mlp_bot dense_arch_layer_sizes",
+    "sparse_feature_size d_model n_embd model_dim",
+    "model.hidden": "mlp hidden_units hidden_sizes mlp_dims top_mlp deep_layers dnn_hidden_units "
+    "hidden_layers",
+    "model.dense_hidden": "bottom_mlp",
     "model.cross_layers": "num_cross_layers cross_num dcn_num_layers",
     "table": "embedding embeddings embedding_table sparse_table embedding_bag",
     "table.optimizer": "sparse_optimizer embedding_optimizer",
     "table.lr": "table.learning_rate embedding.learning_rate embedding_lr sparse_lr "
     "sparse_learning_rate embedding_learning_rate",
-    "table.max_rows": "capacity max_capacity max_entries num_embeddings hash_size cache_size "
-    "max_ind_range",
+    "table.max_rows": "capacity max_capacity max_entries num_embeddings hash_size max_ind_range",
+    "table.host": "cache_size",
     "table.evict_days": "ttl time_to_live expire_days",
     "table.admit_count": "min_count min_frequency filter_freq admission_threshold",
     "data.slots": "sparse sparse_features sparse_columns categorical categorical_features "
@@ -206,10 +208,19 @@ _OF_RECOMMENDERS = {
 """Other names by key of a recommender's job, as in TorchRec, DLRM, HugeCTR and DeepCTR."""
 
 _WAYS_OF_RECOMMENDERS = {
-    "remove it, a recommender has no layout: give the number of ranks as a flag, --nproc N": (
-        "layout layout.ep layout.tp layout.pp layout.dp_shard parallelism parallel"
+    "give model.hidden without the last width, which is the output": (
+        "arch_mlp_top over_arch_layer_sizes"
     ),
+    "give model.dense_hidden without the inputs and without the last width, which is model.dim": (
+        "arch_mlp_bot dense_arch_layer_sizes"
+    ),
+    "remove it, a recommender recomputes nothing": (
+        "activation_checkpointing gradient_checkpointing activation_checkpoint "
+        "recompute_granularity recompute_activations"
+    ),
+    "remove it, a recommender keeps its moments in full": "use_8bit_adam adam_8bit",
 }
+_NO_LAYOUT = "remove it, a recommender has no layout: give the number of ranks as a flag, --nproc N"
 
 
 def _by_name(names: dict[str, str]) -> dict[str, str]:
@@ -222,5 +233,11 @@ OTHER_WAYS = _by_name(_BY_WAY)
 """How to say the same, by another name."""
 CTR_NAMES = OTHER_NAMES | _by_name(_OF_RECOMMENDERS)
 """Key of a recommender's job by another name."""
-CTR_WAYS = OTHER_WAYS | _by_name(_WAYS_OF_RECOMMENDERS)
-"""How to say the same in it."""
+CTR_WAYS = (
+    {name: _NO_LAYOUT if "layout." in way else way for name, way in OTHER_WAYS.items()}
+    | {name: _NO_LAYOUT for name, key in OTHER_NAMES.items() if key.startswith("layout")}
+    | {f"layout.{name}": _NO_LAYOUT for name in LayoutConfig.model_fields}
+    | {"layout": _NO_LAYOUT}
+    | _by_name(_WAYS_OF_RECOMMENDERS)
+)
+"""Advice by a name that no key of a recommender's job replaces."""

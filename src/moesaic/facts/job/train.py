@@ -173,6 +173,15 @@ class ScheduleConfig(Section):
     """Learning rate at the last step, as a fraction of the peak."""
 
 
+def warmup_conflicts(schedule: ScheduleConfig, train: TrainConfig) -> Iterator[str]:
+    """Yield a sentence if the warm-up is longer than the run."""
+    if schedule.warmup > train.steps:
+        yield (
+            f"schedule.warmup = {schedule.warmup} is longer than "
+            f"train.steps = {train.steps}: shorten the warm-up, or train longer"
+        )
+
+
 class CheckpointConfig(Section):
     """Checkpoints that a run writes and keeps."""
 

@@ -34,14 +34,17 @@ def check_plan(plan: Plan, job: Job, origin: str, other_ranks: str = OTHER_RANKS
 
     The remedy `other_ranks` stands beside a change of the plan.
     """
+    alone = _model_error(plan, job) or _student_error(plan, job)  # Others may only follow from it.
     errors = (
-        _model_error(plan, job),
-        _tensor_parallel_error(plan, job),
-        _stages_error(plan, job),
-        _student_error(plan, job),
-        pipeline_error(plan, job),
-        embedding_shard_error(plan, job, other_ranks),
-        grouped_mm_fault(plan.grouped_mm, job.train) if job.model.experts else None,
+        [alone]
+        if alone
+        else [
+            _tensor_parallel_error(plan, job),
+            _stages_error(plan, job),
+            pipeline_error(plan, job),
+            embedding_shard_error(plan, job, other_ranks),
+            grouped_mm_fault(plan.grouped_mm, job.train) if job.model.experts else None,
+        ]
     )
     found = [("", error) for error in errors if error is not None]
     if found:

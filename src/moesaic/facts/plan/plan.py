@@ -35,7 +35,8 @@ _LINE_WIDTH = 100
 def group_faults(
     values: Mapping[str, Any], other_ranks: str = OTHER_RANKS, table: str = ""
 ) -> Iterator[str]:
-    """Yield which groups of ranks among the `values` of a plan divide no other.
+    """Yield a sentence for each group of ranks in the `values` of a plan that does not divide the
+    ranks around it.
 
     The remedy is `other_ranks`, or another size. With a `table` of a job, it says how to set 1.
     """
@@ -45,15 +46,15 @@ def group_faults(
             f"etp = {etp} does not divide tp = {tp}, whose ranks split the experts: "
             f"use {keys.list_divisors(tp)}"
         )
-    # Groups inside of one that is wrong are compared with what that one should divide.
+    # If pp or tp does not divide, compare the inner groups with the ranks around it.
     stage = ranks // pp if ranks % pp == 0 else ranks
-    replicas = stage // tp if stage % tp == 0 else stage
+    is_known = ranks % pp == 0 and stage % tp == 0
     ep_name = "ep * etp" if etp > 1 else "ep"
     for name, value, total, noun, of in (
         ("pp", pp, ranks, "rank", ""),
         ("tp", tp, stage, "rank", " of a stage"),
-        (ep_name, values["ep"] * etp, stage, "rank", " of a stage"),
-        ("dp_shard", values["dp_shard"], replicas, "replica", ""),
+        (ep_name, values["ep"] * etp if tp % etp == 0 else 1, stage, "rank", " of a stage"),
+        ("dp_shard", values["dp_shard"] if is_known else 1, stage // tp, "replica", ""),
     ):
         if total % value:
             where = plural(total, "rank") if total == ranks else f"{plural(total, noun)}{of}"
@@ -160,7 +161,8 @@ class Plan(Section):
         """Yield sizes that do not divide others, and lists that do not fit the sizes."""
         own = [*group_faults(dict(self)), *self._size_conflicts()]
         yield from own
-        yield from () if own else self._list_conflicts()
+        if not own:
+            yield from self._list_conflicts()
 
     def _size_conflicts(self) -> Iterator[str]:
         """Yield experts, hosts and chunks that do not fit the sizes."""
