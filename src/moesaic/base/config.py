@@ -77,6 +77,8 @@ S = TypeVar("S", bound=Section)
 
 CONFLICTS_ALLOWED = object()
 """Context of a validation that accepts keys that do not go together."""
+_NAMED_KEY = re.compile(r"\b([a-z_]+(?:\.[a-z_]+)+)(?= = )")
+"""Keys with their values in a sentence."""
 SET_FLAG = "--set"
 """Origin of settings that have no file: `--set` is their only source."""
 
@@ -236,21 +238,42 @@ def parse(
             detail for detail in error.errors(include_url=False)
             if detail["type"] != "default_factory_not_called"
         ]  # fmt: skip
-        if all(detail["type"] == "value_error" for detail in details):
-            conflicts = _find_conflicts(kind, raw)
-            details = [] if conflicts else details
-        meant = set(map(_without_indices, by_key))
-        for detail in details:
-            if detail["type"] == "extra_forbidden":
-                for one in _describe_unknown(kind, detail):
-                    by_key.setdefault(one.path, one.message)
-                    meant.add(_without_indices(one.meant or ""))
-        for detail in details:
-            if detail["type"] != "extra_forbidden":
-                key, sentence = _describe_mistake(kind, detail)
-                if detail["type"] != "missing" or not _is_misspelt(kind, key, meant):
-                    by_key.setdefault(key, sentence)
+        conflicts = _add_mistakes(kind, raw, details, by_key)
     raise ConfigError(list_mistakes([*by_key.items(), *conflicts], origin, sets, raw))
+
+
+def _add_mistakes(
+    kind: type[Section], raw: Mapping[str, Any], details: Sequence[Any], by_key: dict[str, str]
+) -> list[tuple[str, str]]:
+    """Add a sentence to `by_key` for each mistake that pydantic found in a key or value; return the
+    conflicts beside them."""
+    wrong = [detail for detail in details if detail["type"] != "value_error"]
+    conflicts = [] if wrong else _find_conflicts(kind, raw)
+    if conflicts:
+        return conflicts
+    meant, is_clear = set(map(_without_indices, by_key)), True
+    for detail in details:
+        if detail["type"] == "extra_forbidden":
+            for one in _describe_unknown(kind, detail):
+                by_key.setdefault(one.path, one.message)
+                meant.add(_without_indices(one.meant or ""))
+                is_clear &= one.meant is not None
+    for detail in details:
+        if detail["type"] != "extra_forbidden":
+            key, sentence = _describe_mistake(kind, detail)
+            if detail["type"] != "missing" or not _is_misspelt(kind, key, meant):
+                by_key.setdefault(key, sentence)
+    rest = _without(raw, [one["loc"] for one in wrong if one["type"] != "missing"])
+    doubtful = meant | set(map(_without_indices, by_key))
+    return [
+        (path, sentence)
+        for path, sentence in _find_conflicts(kind, rest)
+        if sentence not in by_key.values()
+        and not any(
+            key in doubtful or not (is_clear or _stands_in(rest, key))
+            for key in _NAMED_KEY.findall(sentence)
+        )
+    ]
 
 
 def _find_conflicts(kind: type[Section], raw: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -263,6 +286,31 @@ def _find_conflicts(kind: type[Section], raw: Mapping[str, Any]) -> list[tuple[s
     except ValidationError:
         return []
     return list(_conflicts_inside(section, ""))
+
+
+def _without(raw: Mapping[str, Any], locations: Iterable[Sequence[str | int]]) -> dict[str, Any]:
+    """Return tables without the values at these pydantic locations, and the lists around them."""
+    rest = copy.deepcopy(dict(raw))
+    for location in locations:
+        last: tuple[dict[str, Any], str] | None = None
+        inside: Any = rest
+        for part in location:
+            if not isinstance(inside, dict) or part not in inside:
+                break
+            last, inside = (inside, str(part)), inside[part]
+        if last is not None:
+            del last[0][last[1]]
+    return rest
+
+
+def _stands_in(raw: Mapping[str, Any], key: str) -> bool:
+    """Return whether tables have a dotted key."""
+    inside: Any = raw
+    for part in key.split("."):
+        if not isinstance(inside, Mapping) or part not in inside:
+            return False
+        inside = inside[part]
+    return True
 
 
 def _conflicts_inside(section: Section, path: str) -> Iterator[tuple[str, str]]:

@@ -212,7 +212,7 @@ def _same_name(root: type[BaseModel], parts: Sequence[str]) -> Meant:
         by_other_name(root, word),
         Meant(listed),
     )
-    return _inside(above, next(filter(_is_known, readings), Meant()))
+    return _inside(tree, above, next(filter(_is_known, readings), Meant()))
 
 
 def _split(tree: _Tree, above: str, paths: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -223,10 +223,11 @@ def _split(tree: _Tree, above: str, paths: Iterable[str]) -> tuple[list[str], li
     return [path for path in paths if path not in listed], [] if is_outside else listed
 
 
-def _inside(above: str, found: Meant) -> Meant:
+def _inside(tree: _Tree, above: str, found: Meant) -> Meant:
     """Return keys with the table `above` if it ends with their table, as the model of a student."""
     tables = [key.rpartition(".")[0] for key in found.keys]
     outer = [above.removesuffix(at) if at and above.endswith(f".{at}") else "" for at in tables]
+    outer = [one if one.partition(".")[0] in tree.names else "" for one in outer]
     return found._replace(keys=[f"{at}{key}" for at, key in zip(outer, found.keys, strict=True)])
 
 
@@ -251,7 +252,7 @@ def _misspelt(tree: _Tree, above: str, word: str, least: float = 0.0) -> Meant:
         _, best = _most_alike(word, inside, max(_OTHER_TABLE, least))
     found = Meant(list(dict.fromkeys(key for one in best for key in one.keys)))
     way = next((one.way for one in best if one.way), None)
-    return _inside(above, found._replace(way=way, is_misspelt=True))
+    return _inside(tree, above, found._replace(way=way, is_misspelt=True))
 
 
 def _most_alike(

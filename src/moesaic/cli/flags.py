@@ -138,7 +138,7 @@ def print_job_explanation(key: str, as_json: bool, job: Path | None = None) -> N
     recommenders.
     """
     kind = None if job is None else read_toml(job).get("kind", "lm")
-    if kind == "ctr" or (kind is None and key != "all" and _is_key_of_ctr_alone(key)):
+    if kind == "ctr" or (kind is None and key != "all" and _is_of_ctr_alone(key)):
         print_explanation(CtrJob, key, as_json)
         return
     everywhere = (
@@ -147,11 +147,16 @@ def print_job_explanation(key: str, as_json: bool, job: Path | None = None) -> N
     print_explanation(JobFiles if everywhere else Job, key, as_json)
 
 
-def _is_key_of_ctr_alone(key: str) -> bool:
-    """Return whether jobs of kind ctr have `key` or its table, and nothing else does."""
+def _is_of_ctr_alone(key: str) -> bool:
+    """Return whether jobs of kind ctr have `key`, its table or another name for it, and nothing
+    else does."""
     known, others = ({entry.path for entry in keys.walk(kind)} for kind in (CtrJob, JobFiles))
     parts = key.split(".")
-    return any(".".join(parts[:end]) in known - others for end in range(1, len(parts) + 1))
+    if any(".".join(parts[:end]) in known - others for end in range(1, len(parts) + 1)):
+        return True
+    if key in others or _is_file_key(key) or unknown_keys.meant(Job, parts) != Meant():
+        return False
+    return bool(unknown_keys.meant(CtrJob, parts).keys)
 
 
 def _is_file_key(key: str) -> bool:

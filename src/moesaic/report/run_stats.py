@@ -127,13 +127,18 @@ class RunStats:
     def status(self) -> Status:
         """State of the run: running, diverged, finished, stopped early by its `on_step`, or cut
         off."""
-        step_s = float(np.nanmedian(self.steps.step_s)) if len(self.steps) else 0.0
-        silence_s = self.read_at_s - self.last_event_s
-        if not self.ended and silence_s <= max(SILENCE_S, SILENT_STEPS * step_s):
+        if not self.ended and not self._is_silent:
             return "running"
         if self.ended == DIVERGED or self.divergence is not None:
             return "diverged"
         return _PLANNED_ENDS.get(self.ended, "stopped")
+
+    @property
+    def _is_silent(self) -> bool:
+        """True if the log has no event for longer than steps take."""
+        step_s = float(np.nanmedian(self.steps.step_s)) if len(self.steps) else 0.0
+        silence_s = self.read_at_s - self.last_event_s
+        return silence_s > max(SILENCE_S, SILENT_STEPS * step_s)
 
     @cached_property
     def divergence(self) -> Divergence | None:

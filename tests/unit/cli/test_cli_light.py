@@ -446,6 +446,7 @@ def test_the_page_of_keys_is_current() -> None:
 
 def test_explain_follows_the_kind_of_job(capfd: pytest.CaptureFixture[str]) -> None:
     assert "Learning rate of the rows." in run("train --explain table.lr", capfd)
+    assert "Numbers per embedding row." in run("train --explain embedding_dim", capfd)
     assert "Network. ctr-dnn:" in run("train ctr.toml --explain model.family", capfd)
     assert "Network. ctr-dnn:" not in run("train --explain model.family", capfd)
     assert "plan.ep " not in run("train ctr.toml --explain all", capfd)

@@ -167,6 +167,31 @@ def test_all_keys_that_do_not_go_together_are_named() -> None:
         assert start in line
 
 
+HEADS, BATCH = "model.kv_heads = 4 does not", "train.batch = 8 is not"
+WARMUP, SEQUENCE = "schedule.warmup = 11 is", "data.sequence = 4097 is"
+
+
+@pytest.mark.parametrize(
+    ("sets", "conflicts"),
+    [
+        (["lr=3"], [HEADS, BATCH, WARMUP, SEQUENCE]),
+        (["train.precision=fp8"], [HEADS, BATCH, WARMUP, SEQUENCE]),
+        (["schedule.warmpu=3"], [HEADS, BATCH, SEQUENCE]),
+        (["model.max_position=9000"], [HEADS, BATCH, WARMUP]),
+        (["layout.foo=2"], [HEADS, BATCH, WARMUP]),
+        (["train.steps=x"], [HEADS]),
+    ],
+)
+def test_conflicts_are_named_beside_other_mistakes(sets: list[str], conflicts: list[str]) -> None:
+    """But none that may only follow from a misspelt or wrong key."""
+    wrong = ["model.heads=6", "train.micro_batches=3", "schedule.warmup=11", "data.sequence=4097"]
+    with pytest.raises(ConfigError) as caught:
+        job(*wrong, *sets)
+    message = str(caught.value)
+    assert message.startswith(f"job.toml: {len(conflicts) + 1} mistakes\n")
+    assert all(one in message for one in conflicts), message
+
+
 STUDENTS = """student=[{name = "a", model = {preset = "tiny-dense"}},
     {name = "b", model = {preset = "tiny-dense"}}]"""
 

@@ -51,6 +51,12 @@ def test_a_recommender_knows_the_names_of_other_frameworks(names: str, key: str)
         assert unknown_keys.meant(CtrJob, name.split(".")).keys == [key]
 
 
+def test_a_table_of_another_name_is_not_kept() -> None:
+    assert unknown_keys.meant(Job, ["ctr", "model", "num_layers"]).keys == ["model.layers"]
+    own = unknown_keys.meant(Job, ["student", "small", "model", "num_layers"]).keys
+    assert own == ["student.small.model.layers"]
+
+
 @pytest.mark.parametrize(
     "name", ["layout.ep", "layout.schedule", "layout.embedding", "ep_size", "fsdp", "dp_size", "cp"]
 )
