@@ -21,6 +21,8 @@ from moesaic.base.errors import ConfigError
 _BACKLOG = 2048
 _STUCK_S = 5
 """Seconds until connections are closed whose clients read no answer or send no request."""
+_LATE_S = 0.5
+"""Seconds after which every connection of the closed port is known."""
 _KEEP_ALIVE_S = 30
 """Idle time after which a connection is closed; clients keep theirs for less."""
 
@@ -119,8 +121,16 @@ class _Server(uvicorn.Server):
         self.config.timeout_graceful_shutdown = drain_s + _STUCK_S
         loop = asyncio.get_running_loop()
         timer = loop.call_later(drain_s, self._hooks.end_answers)
+        late = loop.call_later(_LATE_S, self._close_idle)
         await super().shutdown(sockets)
         timer.cancel()
+        late.cancel()
+
+    def _close_idle(self) -> None:
+        """Close idle connections that were accepted just before the port closed, which uvicorn has
+        not seen."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal, end the process at the second."""
