@@ -62,7 +62,7 @@ def test_a_frozen_teacher_without_weights_warns(commands: Commands) -> None:
 
 
 def test_a_mistake_in_a_set_of_a_student_names_it(commands: Commands) -> None:
-    line = ["train", str(EXAMPLE), "--dry-run", "--set", "train.steps=9", "--set"]
+    line = ["train", str(EXAMPLE), "--dry-run", "--set"]
     refused = commands.refusal([*line, "student.small.lr=-1"])
     assert refused.startswith("error: student.small.lr=-1: student[")
     assert "].lr = -1: " in refused
