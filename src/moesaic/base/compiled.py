@@ -46,7 +46,7 @@ def _on_other_thread(compile_for: Callable[[Any], Any], signature: Any) -> Any:
     swallowed, replaced or printed.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or global_compiler_lock.is_locked():  # This thread compiles another one.
+    if not is_main or global_compiler_lock.is_locked():  # It compiles another one.
         return compile_for(signature)
     done = Future[Any]()
 

@@ -319,9 +319,8 @@ def _conflicts_inside(section: Section, path: str) -> Iterator[tuple[str, str]]:
         value, key = getattr(section, name), keys.dotted_key([field.alias or name])
         inner = f"{path}.{key}" if path else key
         for index, one in enumerate(_subsections(value)):
-            yield from _conflicts_inside(
-                one, f"{inner}[{index}]" * isinstance(value, list) or inner
-            )
+            place = f"[{index}]" if isinstance(value, list) else ""
+            yield from _conflicts_inside(one, f"{inner}{place}")
     for sentence in section.conflicts():
         # A table in a list cannot name its own index.
         yield path, f"{path}: {sentence}" if "[" in path else sentence

@@ -393,7 +393,7 @@ def student_job(job: Job, student: StudentConfig) -> Job:
         "optimizer": job.optimizer.model_copy(update={"lr": student.lr or job.optimizer.lr}),
     }  # fmt: skip
     values = {**dict(job), **changes}
-    # Its conflicts are named by `Job.conflicts` of the whole job.
+    # `Job.conflicts` of the whole job names those of this one.
     return Job.model_validate(values, by_name=True, by_alias=False, context=CONFLICTS_ALLOWED)
 
 

@@ -159,7 +159,7 @@ class OptimizerConfig(Section):
     def conflicts(self) -> Iterator[str]:
         """Yield decays that are out of range."""
         if not all(0 <= beta < 1 for beta in self.betas):
-            yield (f"optimizer.betas = {self.betas} is out of range: each is from 0 and below 1")
+            yield f"optimizer.betas = {self.betas} is out of range: each is from 0 and below 1"
 
 
 class ScheduleConfig(Section):
